@@ -1,0 +1,154 @@
+"""Kedge moves KV caches between the prompts of cooperating LLM agents.
+
+    import kedge
+
+    flow = kedge.load_workflow("flow.yaml")
+    with kedge.LocalEngine() as engine:
+        result = kedge.run(engine, flow, {"user_question": "…"})
+
+This is the front door. What needs torch or takes time to import is loaded from its room when it is first used, so
+`import kedge` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kedge.errors import (
+    ConfigError,
+    CorruptWeights,
+    CycleError,
+    EmptyPrompt,
+    EngineClosed,
+    InvalidToken,
+    KedgeError,
+    MissingInput,
+    ModelError,
+    ModelNotFound,
+    OutOfBlocks,
+    PlanError,
+    PromptTooLong,
+    RequestError,
+    SpecError,
+    ToolError,
+    TranslationRefused,
+    UnknownPlaceholder,
+    UnsupportedModel,
+    WorkflowError,
+)
+from kedge.types import (
+    AgentId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Source,
+    Span,
+    TenantId,
+    TokenDelta,
+    WorkflowId,
+)
+
+if TYPE_CHECKING:
+    from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings
+    from kedge.engine.base import Engine, Stream, Tokenizer
+    from kedge.engine.echo import EchoEngine
+    from kedge.engine.local.engine import LocalEngine
+    from kedge.engine.run import run
+    from kedge.workflow.graph import Agent, Workflow
+    from kedge.workflow.spec import load_workflow
+    from kedge.workflow.topologies import connect
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Agent": "kedge.workflow.graph",
+    "AnchorSettings": "kedge.config",
+    "EchoEngine": "kedge.engine.echo",
+    "Engine": "kedge.engine.base",
+    "EngineConfig": "kedge.config",
+    "LocalEngine": "kedge.engine.local.engine",
+    "PlannerSettings": "kedge.config",
+    "Settings": "kedge.config",
+    "Stream": "kedge.engine.base",
+    "Tokenizer": "kedge.engine.base",
+    "Workflow": "kedge.workflow.graph",
+    "connect": "kedge.workflow.topologies",
+    "load_workflow": "kedge.workflow.spec",
+    "run": "kedge.engine.run",
+}
+
+__all__ = [
+    "Agent",
+    "AgentId",
+    "AnchorSettings",
+    "Completion",
+    "ConfigError",
+    "CorruptWeights",
+    "CycleError",
+    "EchoEngine",
+    "EmptyPrompt",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "FinishReason",
+    "GenerateRequest",
+    "InvalidToken",
+    "KedgeError",
+    "LocalEngine",
+    "Miss",
+    "MissingInput",
+    "ModelError",
+    "ModelNotFound",
+    "OutOfBlocks",
+    "PlanError",
+    "PlannerSettings",
+    "PromptTooLong",
+    "Receipt",
+    "RequestError",
+    "RequestId",
+    "ReuseMode",
+    "RunId",
+    "SampleId",
+    "SamplingParams",
+    "Segment",
+    "Settings",
+    "Source",
+    "Span",
+    "SpecError",
+    "Stream",
+    "TenantId",
+    "TokenDelta",
+    "Tokenizer",
+    "ToolError",
+    "TranslationRefused",
+    "UnknownPlaceholder",
+    "UnsupportedModel",
+    "Workflow",
+    "WorkflowError",
+    "WorkflowId",
+    "__version__",
+    "connect",
+    "load_workflow",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,53 @@
+"""A past value of a placeholder, and what makes another value the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+import torch
+from torch import Tensor
+
+from kedge.types import Tokens
+
+AnchorId = NewType("AnchorId", int)
+"""Unique in a store and growing: a smaller id was added earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A value as it is matched: its token ids and one key vector per token."""
+
+    tokens: Tokens
+    keys: Tensor
+    """float32 [tokens, match_dim]"""
+    tolerance: float
+    """Relative difference of key vectors that is rounding and no difference"""
+
+
+@dataclass(slots=True)
+class Anchor:
+    """A past value. Its base KV is not kept, and its offsets lie in the tables of the slots that observed it."""
+
+    id: AnchorId
+    tokens: Tokens
+    keys: Tensor
+    """float32 [tokens, match_dim]"""
+    hits: int = 0
+    """Requests whose translation leaned on this anchor"""
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes
+
+    def is_value(self, query: Query) -> bool:
+        """The same token ids and, token by token, the same base keys up to rounding."""
+        if self.tokens != query.tokens:
+            return False
+        difference = torch.linalg.vector_norm(self.keys - query.keys, dim=1)
+        allowed = query.tolerance * torch.linalg.vector_norm(query.keys, dim=1)
+        return bool((difference <= allowed).all())

@@ -1,0 +1,152 @@
+"""Estimators: how the offsets of a value are blended from those of the anchors.
+
+An estimator looks at key vectors only, so that what it proposes for a value holds for every slot (agent) that the same
+anchors have offsets for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import Query
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.keys import KeyBlock
+from kedge.errors import ConfigError
+
+_LAST = 16
+"""Tokens at the end of a value that decide for the prefix segment after it"""
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A blend in terms of a key block's columns and anchors."""
+
+    columns: Tensor
+    """int64 [tokens, k]"""
+    weights: Tensor
+    """float32 [tokens, k]; each token's sum to 1"""
+    distance: Tensor
+    """float32 [tokens]: distance to the best match over the root mean square distance"""
+    mass: Tensor
+    """float32 [anchors]: share of each anchor in the value's offsets"""
+    after: Tensor
+    """float32 [anchors]: weights for the prefix segment after the value"""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A value against the anchors of a block."""
+
+    query: Query
+    block: KeyBlock
+    same: int | None
+    """Index of the anchor that is this very value"""
+    proposal: Proposal
+
+
+class Estimator(Protocol):
+    """Chooses anchor tokens and weights."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether only anchors at least as long as the value can serve it."""
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        """`same` is the index of the anchor that is this very value: it alone is used. The block is not empty and,
+        where the estimator is `aligned`, has an anchor that is long enough."""
+
+
+def anchor_weights(distances: Tensor, temperature: float, same: int | None = None) -> Tensor:
+    """float32 [anchors]: softmax(-temperature · d / mean d), or all on `same`.
+
+    KVCOMM's softmax(-d) means another thing at every length and scale; divided by the mean, only ratios count.
+    """
+    if same is not None:
+        return torch.zeros_like(distances).index_fill_(0, torch.tensor(same, device=distances.device), 1.0)
+    return torch.softmax(-temperature * distances / distances.mean().clamp_min(_TINY), dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolate:
+    """KVCOMM, Eq. 6 and 7: token t takes the weighted offsets of token t of every anchor that is at least as long.
+
+    The weights come from the L2 distance over all tokens, and the prefix segment after the value takes the same ones.
+    """
+
+    temperature: float
+    aligned: bool = True
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        anchors = block.long_enough(len(query.tokens))
+        squared = block.aligned(query, anchors)
+        chosen = None if same is None else int((anchors == same).nonzero())
+        weights = anchor_weights(squared.sum(1).sqrt(), self.temperature, chosen)
+        mass = weights.new_zeros(len(block.ids)).index_copy_(0, anchors, weights)
+        kept = weights.nonzero().flatten()
+        places = torch.arange(len(query.tokens), device=anchors.device)
+        return Proposal(
+            columns=(block.starts[anchors[kept]] + places[:, None]).contiguous(),
+            weights=weights[kept].expand(len(query.tokens), -1).contiguous(),
+            distance=(squared.amin(0) / squared.mean().clamp_min(_TINY)).sqrt(),
+            mass=mass,
+            after=mass,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Every token looks up its most similar tokens among all tokens of all anchors, at any place.
+
+    The prefix segment after the value takes whole anchors, weighted by how much their last tokens resemble the value's.
+    """
+
+    top_k: int
+    tau: float
+    temperature: float
+    aligned: bool = False
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        if same is not None:
+            return _repeat(query, block, same)
+        found = block.nearest(query, self.top_k)
+        weights = torch.softmax(-found.squared / max(self.tau * found.mean_squared, _TINY), dim=1)
+        return Proposal(
+            columns=found.columns,
+            weights=weights,
+            distance=(found.squared[:, 0] / max(found.mean_squared, _TINY)).sqrt(),
+            mass=_mass(found.columns, weights, block),
+            after=anchor_weights(block.ends(query, _LAST).sqrt(), self.temperature),
+        )
+
+
+def _repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
+    """The offsets of one anchor as they are."""
+    columns = block.starts[same] + torch.arange(len(query.tokens), device=block.starts.device)
+    weights = query.keys.new_ones(len(query.tokens), 1)
+    mass = anchor_weights(query.keys.new_zeros(len(block.ids)), 1.0, same)
+    return Proposal(columns[:, None], weights, torch.zeros_like(weights[:, 0]), mass, mass)
+
+
+def _mass(columns: Tensor, weights: Tensor, block: KeyBlock) -> Tensor:
+    """float32 [anchors]: mean weight per token that lies on each anchor."""
+    total = weights.new_zeros(len(block.ids))
+    return total.index_add_(0, block.owner[columns].flatten(), weights.flatten()) / len(columns)
+
+
+ESTIMATORS: Mapping[str, Callable[[AnchorConfig], Estimator]] = {
+    "interpolate": lambda config: Interpolate(config.temperature),
+    "token": lambda config: Token(config.top_k, config.tau, config.temperature),
+}
+
+
+def make_estimator(config: AnchorConfig) -> Estimator:
+    """The estimator that the settings name. Raises `ConfigError` for a name that nobody has."""
+    if config.estimator not in ESTIMATORS:
+        raise ConfigError("anchors.estimator", config.estimator, f"is none of {', '.join(sorted(ESTIMATORS))}")
+    return ESTIMATORS[config.estimator](config)

@@ -1,0 +1,187 @@
+"""Offsets of anchor tokens in one arena, and blends of them.
+
+An offset is real KV minus base KV, keys unrotated on both sides. It is kept token by token as one row
+[(layers - 1) * 2 * kv_heads * head_dim], in the order layer, K before V, head, dimension. Layer 0 sees only the token
+itself, so its offset is zero and is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId
+from kedge.errors import PlanError, TranslationRefused
+from kedge.kv.segment import KVSegment
+
+SLACK = 16
+"""One part in so many of what is live is reserved when an arena is rebuilt"""
+WASTE = 1.5
+"""An arena larger than this many times what is live is rebuilt"""
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """For each token a weighted sum of rows of an offset table."""
+
+    rows: Tensor
+    """int64 [tokens, k]"""
+    weights: Tensor
+    """float32 [tokens, k]"""
+    version: int
+    """Of the table at that time"""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows.shape[0]
+
+    def slice(self, start: int, stop: int | None = None) -> Blend:
+        """Tokens [start, stop); `stop=None` is the end."""
+        return Blend(self.rows[start:stop], self.weights[start:stop], self.version)
+
+
+def rows_of(kv: KVSegment) -> Tensor:
+    """KV of all layers but the first as rows [tokens, (layers - 1) * 2 * kv_heads * head_dim], a copy."""
+    layers, tokens, heads, dim = kv.keys.shape
+    rows = kv.keys.new_empty(tokens, layers - 1, 2, heads, dim)
+    by_layer = rows.transpose(0, 1)  # one strided copy each: fifteen times as fast as stack and permute
+    by_layer[:, :, 0], by_layer[:, :, 1] = kv.keys[1:], kv.values[1:]
+    return rows.flatten(1)
+
+
+def add_rows(base: KVSegment, rows: Tensor) -> KVSegment:
+    """Base KV plus offsets given as rows; a copy in the dtype of `base`."""
+    layers, tokens, heads, dim = base.keys.shape
+    both = rows.view(tokens, layers - 1, 2, heads, dim).permute(2, 1, 0, 3, 4)
+    keys, values = base.keys.clone(), base.values.clone()
+    keys[1:] += both[0]
+    values[1:] += both[1]
+    return KVSegment(keys, values)
+
+
+def row_width(kv: KVSegment) -> int:
+    layers, _, heads, dim = kv.keys.shape
+    return (layers - 1) * 2 * heads * dim
+
+
+def row_dtype(kv: KVSegment) -> torch.dtype:
+    """Half models keep their own dtype; float32 offsets lose less than 1e-3 in float16."""
+    return torch.float16 if kv.dtype == torch.float32 else kv.dtype
+
+
+class OffsetTable:
+    """Rows of many anchors in one arena [capacity, width], each anchor's in one contiguous range.
+
+    The arena is never larger than `WASTE` times what is live. `version` changes whenever rows move or are freed: a
+    blend made before that may no longer be read.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.arena = torch.empty(0, width, dtype=dtype, device=device)
+        self.version = 0
+        self._ranges: dict[AnchorId, range] = {}
+
+    def __contains__(self, anchor: AnchorId) -> bool:
+        return anchor in self._ranges
+
+    @property
+    def anchors(self) -> set[AnchorId]:
+        return set(self._ranges)
+
+    @property
+    def live(self) -> int:
+        """Rows in use."""
+        return sum(map(len, self._ranges.values()))
+
+    @property
+    def capacity(self) -> int:
+        return self.arena.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
+    @property
+    def slack_bytes(self) -> int:
+        return (self.capacity - self.live) * self.arena.shape[1] * self.arena.itemsize
+
+    def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
+        """int64: the rows of these anchors, one after the other. Raises `KeyError` for one that has none."""
+        ranges = [self._ranges[anchor] for anchor in anchors]
+        return torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """`rows` in the table's dtype. Raises `TranslationRefused` where one does not fit it."""
+        limit = torch.finfo(self.arena.dtype).max
+        low, high = rows.aminmax() if rows.numel() else (rows.new_zeros(()), rows.new_zeros(()))
+        if not (low >= -limit and high <= limit):
+            raise TranslationRefused("offset", (float(low), float(high)), f"does not fit {self.arena.dtype}")
+        return rows.to(self.arena.dtype)
+
+    def put(self, anchor: AnchorId, rows: Tensor) -> None:
+        """Adds the rows of an anchor that has none yet. Raises `PlanError` where it has, or where the width differs."""
+        if anchor in self._ranges or rows.shape[1:] != self.arena.shape[1:]:
+            raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {tuple(self.arena.shape)}")
+        encoded = self.encode(rows)
+        start = self._gap(len(rows))
+        if start is None:
+            self._rebuild(self.live + len(rows) + self.live // SLACK)
+            start = self.live
+        self.arena[start : start + len(rows)] = encoded
+        self._ranges[anchor] = range(start, start + len(rows))
+
+    def drop(self, anchor: AnchorId) -> None:
+        """Frees the rows of an anchor, where it has any."""
+        if self._ranges.pop(anchor, None) is None:
+            return
+        self.version += 1
+        if self.capacity > WASTE * self.live:
+            self._rebuild(self.live + self.live // SLACK)
+
+    def trim(self) -> None:
+        """Gives back everything that is not live."""
+        if self.capacity > self.live:
+            self._rebuild(self.live)
+
+    def blend(self, blend: Blend) -> Tensor:
+        """[tokens, width] in the table's dtype: the weighted sums. Raises `PlanError` for a blend that is out of date.
+
+        One fused call that reads each row once, and the fastest way there is on a CPU.
+        """
+        if blend.version != self.version:
+            raise PlanError("blend", blend.version, f"the table is at version {self.version}")
+        if not blend.rows.numel() or not self.arena.numel():
+            return self.arena.new_zeros(blend.tokens, self.arena.shape[1])
+        weights = blend.weights.to(self.arena.dtype)
+        return torch.nn.functional.embedding_bag(blend.rows, self.arena, per_sample_weights=weights, mode="sum")
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` where ranges overlap, leave the arena, or the arena is too large."""
+        edges = self._edges()
+        if any(a[1] > b[0] for a, b in pairwise(edges)):
+            raise PlanError("ranges", edges, f"overlap, or leave an arena of {self.capacity} rows")
+        if self.capacity > WASTE * self.live:
+            raise PlanError("capacity", self.capacity, f"for {self.live} live rows")
+
+    def _gap(self, size: int) -> int | None:
+        """Start of the first free stretch of `size` rows."""
+        return next((a[1] for a, b in pairwise(self._edges()) if b[0] - a[1] >= size), None)
+
+    def _edges(self) -> list[tuple[int, int]]:
+        """(start, stop) of all ranges in order, between the two ends of the arena."""
+        spans = sorted((r.start, r.stop) for r in self._ranges.values() if len(r))
+        return [(0, 0), *spans, (self.capacity, self.capacity)]
+
+    def _rebuild(self, capacity: int) -> None:
+        """Moves what is live to the front of a new arena."""
+        arena = self.arena.new_empty(capacity, self.arena.shape[1])
+        ranges, start = {}, 0
+        for anchor, old in self._ranges.items():
+            ranges[anchor] = range(start, start + len(old))
+            arena[start : start + len(old)] = self.arena[old.start : old.stop]
+            start += len(old)
+        self.arena, self._ranges, self.version = arena, ranges, self.version + 1

@@ -1,0 +1,114 @@
+"""The anchors of one placeholder, with what each agent observed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+
+from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.keys import KeyBlock
+from kedge.anchors.lru import Lru
+from kedge.anchors.offsets import OffsetTable
+from kedge.anchors.shareability import Calibration
+from kedge.anchors.slot import Observation, SlotOffsets
+from kedge.errors import PlanError
+from kedge.kv.segment import KVSegment
+from kedge.runtime.interfaces import Slot
+
+WINDOW = 5
+"""Anchors among the earliest added that one is chosen from when the pool is full"""
+_BLOCKS = 4
+"""Sets of anchors whose key vectors are kept side by side; agents that saw the same values share one"""
+
+
+class AnchorPool:
+    """At most `capacity` anchors of one placeholder, and at most `max_slots` slots."""
+
+    def __init__(self, capacity: int, max_slots: int) -> None:
+        self.anchors: dict[AnchorId, Anchor] = {}
+        """In the order in which they were added"""
+        self.slots: dict[Slot, SlotOffsets] = {}
+        """Least recently observed first"""
+        self._capacity, self._max_slots = capacity, max_slots
+        self._blocks: Lru[tuple[AnchorId, ...], KeyBlock] = Lru(_BLOCKS)
+
+    def find(self, query: Query) -> Anchor | None:
+        """The anchor that is this very value."""
+        return next((a for a in self.anchors.values() if a.is_value(query)), None)
+
+    def block(self, ids: tuple[AnchorId, ...]) -> KeyBlock:
+        """The key vectors of these anchors."""
+        return self._blocks.get(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
+
+    def slot(self, slot: Slot, base: KVSegment, prefix_tokens: int) -> SlotOffsets:
+        """What `slot` observed, or room for it that is not part of the pool before the first `add`."""
+        return self.slots.get(slot) or SlotOffsets(base, prefix_tokens)
+
+    def add(self, slot: Slot, offsets: SlotOffsets, anchor: Anchor, observed: Observation) -> None:
+        """Adds what `slot` observed of an anchor, new or known; if anything fails, nothing has changed.
+
+        A slot that knows the anchor keeps what it has. A full pool then drops an anchor.
+        """
+        if anchor.id not in offsets.phi:
+            offsets.put(anchor.id, observed)
+        self.anchors.setdefault(anchor.id, anchor)
+        self.slots.pop(slot, None)
+        self.slots[slot] = offsets
+        while len(self.anchors) > self._capacity:
+            self.drop(self.victim(keep=anchor.id))
+        while len(self.slots) > self._max_slots:
+            self._drop_slot(next(iter(self.slots)))
+
+    def calibrate(self, slot: Slot, calibration: Calibration) -> None:
+        self.slots[slot].calibration = calibration
+
+    def victim(self, keep: AnchorId | None = None) -> AnchorId:
+        """The least used among the earliest added, the earliest of equals; `keep` only if there is no other."""
+        others = (a for a in self.anchors.values() if a.id != keep)
+        window = list(islice(others, WINDOW)) or list(self.anchors.values())
+        return min(window, key=lambda a: (a.hits, a.id)).id
+
+    def drop(self, anchor: AnchorId) -> None:
+        """Forgets an anchor and all offsets of it."""
+        for offsets in self.slots.values():
+            offsets.drop(anchor)
+        del self.anchors[anchor]
+        self._blocks.clear()
+
+    def _drop_slot(self, slot: Slot) -> None:
+        """Forgets a slot, and the anchors that nobody else has offsets of."""
+        del self.slots[slot]
+        held = {anchor for offsets in self.slots.values() for anchor in offsets.holders}
+        for anchor in self.anchors.keys() - held:
+            self.drop(anchor)
+
+    def hit(self, anchors: Iterable[AnchorId]) -> None:
+        """Counts one use of these anchors; those that have gone in the meantime are passed over."""
+        for anchor in anchors:
+            if anchor in self.anchors:
+                self.anchors[anchor].hits += 1
+
+    @property
+    def tables(self) -> list[OffsetTable]:
+        return [table for offsets in self.slots.values() for table in offsets.tables]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of offsets and key vectors."""
+        keys = sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
+        return keys + sum(table.nbytes for table in self.tables)
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` where the pool is too large, or its slots hold other anchors than it does."""
+        if len(self.anchors) > self._capacity or len(self.slots) > self._max_slots:
+            raise PlanError("pool", (len(self.anchors), len(self.slots)), "more anchors or slots than allowed")
+        held = {anchor for offsets in self.slots.values() for anchor in offsets.holders}
+        if held != set(self.anchors):
+            raise PlanError("anchors", sorted(self.anchors), f"slots hold {sorted(held)}")
+        for offsets in self.slots.values():
+            offsets.check_integrity()
+        for anchor in self.anchors.values():
+            if len(anchor.keys) != anchor.length or not torch.isfinite(anchor.keys).all():
+                raise PlanError("anchor", anchor.id, "its key vectors do not fit its tokens")

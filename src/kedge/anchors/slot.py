@@ -1,0 +1,109 @@
+"""What one agent observed at one placeholder of its template: the offsets of its anchors, and how well they predict."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId
+from kedge.anchors.estimators import Match
+from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.shareability import Calibration
+from kedge.errors import PlanError
+from kedge.kv.segment import KVSegment
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Offsets measured after a dense prefill: float32 rows [tokens, width] of the value and of the prefix segment
+    after it, and the real KV of the value as rows."""
+
+    phi: Tensor
+    prefix: Tensor
+    real: Tensor
+
+    @classmethod
+    def measure(
+        cls, base: KVSegment, real: KVSegment, base_prefix: KVSegment | None, real_prefix: KVSegment | None
+    ) -> Observation:
+        """Raises `PlanError` where base and real KV are not of the same tokens."""
+        rows = rows_of(real).float()
+        phi = _offset(base, rows)
+        if base_prefix is None or real_prefix is None:
+            return cls(phi, phi[:0], rows)
+        return cls(phi, _offset(base_prefix, rows_of(real_prefix).float()), rows)
+
+
+def _offset(base: KVSegment, real: Tensor) -> Tensor:
+    if base.tokens != len(real):
+        raise PlanError("tokens", base.tokens, f"of base KV, {len(real)} of real KV")
+    return real - rows_of(base).float()
+
+
+class SlotOffsets:
+    """Two tables over the same anchors, in the order in which they were observed, and the calibration."""
+
+    def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
+        self.phi = OffsetTable(row_width(base), row_dtype(base), base.device)
+        self.prefix = OffsetTable(row_width(base), row_dtype(base), base.device)
+        self.calibration = Calibration()
+        self.holders: list[AnchorId] = []
+        layers, _, heads, dim = base.keys.shape
+        self._prefix_tokens, self._shape = prefix_tokens, (layers - 1, 2, heads * dim)
+
+    @property
+    def tables(self) -> tuple[OffsetTable, OffsetTable]:
+        return self.phi, self.prefix
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` where a table is unsound, or the two hold different anchors."""
+        for table in self.tables:
+            table.check_integrity()
+            if table.anchors != set(self.holders):
+                raise PlanError("holders", self.holders, f"a table holds {sorted(table.anchors)}")
+
+    def put(self, anchor: AnchorId, observed: Observation) -> None:
+        """Adds both parts or none. Raises `PlanError` where they do not fit the slot, or it knows the anchor."""
+        if anchor in self.phi:
+            raise PlanError("anchor", anchor, "was observed in this slot before")
+        if len(observed.prefix) != self._prefix_tokens:
+            raise PlanError(
+                "prefix_tokens", len(observed.prefix), f"a template has {self._prefix_tokens} at this place"
+            )
+        with ExitStack() as undo:
+            undo.callback(self.drop, anchor)
+            self.phi.put(anchor, observed.phi)
+            self.prefix.put(anchor, observed.prefix)
+            self.holders.append(anchor)
+            undo.pop_all()
+
+    def drop(self, anchor: AnchorId) -> None:
+        """Forgets an anchor, where it is known."""
+        self.phi.drop(anchor)
+        self.prefix.drop(anchor)
+        if anchor in self.holders:
+            self.holders.remove(anchor)
+
+    def phi_blend(self, match: Match) -> Blend:
+        """The proposal in rows of `phi`."""
+        rows = self.phi.rows_of_anchors(match.block.ids)
+        return Blend(rows[match.proposal.columns], match.proposal.weights, self.phi.version)
+
+    def prefix_blend(self, match: Match) -> Blend:
+        """The same anchors' rows of `prefix`, weighted as proposed; anchors without weight are left out."""
+        kept = match.proposal.after.nonzero().flatten()
+        rows = self.prefix.rows_of_anchors(match.block.ids).view(len(match.block.ids), self._prefix_tokens)
+        weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
+        return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
+
+    def error(self, match: Match, observed: Observation) -> Tensor:
+        """float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
+        estimate = self.phi.blend(self.phi_blend(match)).float()
+        wrong, real = self._norms(estimate - observed.phi), self._norms(observed.real)
+        return (wrong / real.clamp_min(1e-12)).mean(1)
+
+    def _norms(self, rows: Tensor) -> Tensor:
+        """[tokens, 2]: over all layers, of keys and of values."""
+        return rows.view(len(rows), *self._shape).norm(dim=3).norm(dim=1)

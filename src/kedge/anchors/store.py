@@ -1,0 +1,226 @@
+"""The anchors of all placeholders: what the runtime asks and tells. One owner thread, no locks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import Anchor, AnchorId
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.estimators import Match
+from kedge.anchors.matcher import Matcher
+from kedge.anchors.offsets import Blend, OffsetTable
+from kedge.anchors.pool import AnchorPool
+from kedge.anchors.shareability import Calibration, Verdict, make_criterion
+from kedge.anchors.slot import Observation, SlotOffsets
+from kedge.kv.segment import KVSegment
+from kedge.runtime.interfaces import PoolKey, SampleView, Slot
+from kedge.types import TenantId
+
+__all__ = ["AnchorStats", "AnchorStore", "Estimate", "SampleView", "Slot"]
+
+_USED = 0.5
+"""Anchors count as used that together carry this share of a value's offsets, the heaviest first"""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Whether a value is shareable in a slot and, if so, the blends of its offsets."""
+
+    shareable: bool
+    reason: str
+    """Why it is not shareable, or empty"""
+    learnable: bool
+    """Whether a dense prefill would teach the pool something about this value"""
+    phi: Blend | None = None
+    """Over rows of `phi_table`, one per token of the value"""
+    prefix: Blend | None = None
+    """Over rows of `prefix_table`, one per token of the prefix segment after the value"""
+    weak: Tensor | None = None
+    """bool [tokens], on the CPU: tokens of the value that should be computed all the same"""
+    phi_table: OffsetTable | None = None
+    prefix_table: OffsetTable | None = None
+    pool: PoolKey | None = None
+    used: tuple[AnchorId, ...] = ()
+
+    def weak_positions(self) -> list[int]:
+        """Tokens of the value that should be computed all the same, ascending."""
+        return [] if self.weak is None else self.weak.nonzero().flatten().tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorStats:
+    """What is stored now, and what happened so far."""
+
+    pools: int
+    slots: int
+    anchors: int
+    nbytes: int
+    observed: int
+    used: int
+
+
+class AnchorStore:
+    """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion."""
+
+    def __init__(self, config: AnchorConfig) -> None:
+        self._config = config
+        self._matcher = Matcher(config)
+        self._criterion = make_criterion(config)
+        self._pools: dict[PoolKey, AnchorPool] = {}  # least recently used first
+        self._ids = count()
+        self._observed = self._used = 0
+
+    def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
+        """Judges a value and blends its offsets. Changes nothing but the memory of matches.
+
+        The blends are good until the next `observe` or `clear`.
+        """
+        if not sample.tokens:
+            return Estimate(False, "the value is empty", learnable=False)
+        pool = self._pools.get(sample.pool)
+        offsets = pool.slots.get(slot) if pool else None
+        if pool is None or offsets is None:
+            return Estimate(False, "no anchor of this agent yet", learnable=True)
+        return self._judge(pool, offsets, sample)
+
+    def _judge(self, pool: AnchorPool, offsets: SlotOffsets, sample: SampleView) -> Estimate:
+        ids = tuple(offsets.holders)
+        if lack := self._lacks(pool, ids, len(sample.tokens), offsets.calibration):
+            known = pool.find(self._matcher.query(sample))
+            return Estimate(False, lack, learnable=known is None or known.id not in offsets.phi)
+        match = self._matcher.match(pool, ids, sample)
+        verdict = self._criterion.judge(match, offsets.calibration)
+        if not verdict.shareable:
+            return Estimate(False, verdict.reason, learnable=match.same is None)
+        return _shared(sample.pool, offsets, match, verdict)
+
+    def _lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int, calibration: Calibration) -> str:
+        lack = self._matcher.lacks(pool, ids, tokens)
+        return lack or self._criterion.lacks(tokens, pool.block(ids), calibration)
+
+    def use(self, estimate: Estimate) -> None:
+        """Counts the anchors that an estimate leans on, once it is used."""
+        pool = self._pools.get(estimate.pool) if estimate.pool else None
+        if pool and estimate.pool:
+            pool.hit(estimate.used)
+            self._touch(estimate.pool, pool)
+            self._used += 1
+
+    def observe(
+        self,
+        slot: Slot,
+        sample: SampleView,
+        real_phi: KVSegment,
+        base_prefix: KVSegment | None = None,
+        real_prefix: KVSegment | None = None,
+    ) -> None:
+        """Learns the offsets of a value and of the prefix segment after it from a dense prefill; all of it or nothing.
+
+        The slot first estimates the value from what it had, which calibrates the criterion `error`.
+        Raises `PlanError` where base and real KV differ in tokens, `TranslationRefused` where offsets are not finite.
+        """
+        if not sample.tokens:
+            return
+        observed = Observation.measure(sample.base, real_phi, base_prefix, real_prefix)
+        pool = self._pools.get(sample.pool) or AnchorPool(self._config.capacity, self._config.max_slots)
+        offsets = pool.slot(slot, sample.base, len(observed.prefix))
+        anchor = self._anchor(pool, sample)
+        calibration = self._calibrated(pool, offsets, anchor, sample, observed)
+        pool.add(slot, offsets, anchor, observed)
+        pool.calibrate(slot, calibration)
+        self._touch(sample.pool, pool)
+        self._observed += 1
+        self._bound(pool, anchor.id)
+
+    def _anchor(self, pool: AnchorPool, sample: SampleView) -> Anchor:
+        """The anchor that is this value already, or a new one."""
+        query = self._matcher.query(sample)
+        return pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
+
+    def _calibrated(
+        self, pool: AnchorPool, offsets: SlotOffsets, anchor: Anchor, sample: SampleView, observed: Observation
+    ) -> Calibration:
+        """The slot's calibration with the error of its estimate from all other anchors."""
+        others = tuple(i for i in offsets.holders if i != anchor.id)
+        if not self._criterion.calibrates or self._matcher.lacks(pool, others, len(sample.tokens)):
+            return offsets.calibration
+        match = self._matcher.match(pool, others, sample)
+        return offsets.calibration.updated(match.proposal.distance, offsets.error(match, observed))
+
+    def _touch(self, key: PoolKey, pool: AnchorPool) -> None:
+        self._pools.pop(key, None)
+        self._pools[key] = pool
+
+    def _bound(self, newest: AnchorPool, keep: AnchorId) -> None:
+        """Drops pools, then anchors, until everything is within its bounds. The newest anchor goes last."""
+        while len(self._pools) > self._config.max_pools:
+            del self._pools[next(iter(self._pools))]
+        while self._pools and (excess := self.nbytes() - self._config.max_bytes) > 0:
+            loosest = max(self._tables(), key=lambda table: table.slack_bytes)
+            if sum(table.slack_bytes for table in self._tables()) >= excess:
+                loosest.trim()
+            else:
+                self._drop_least_used(newest, keep)
+
+    def _drop_least_used(self, newest: AnchorPool, keep: AnchorId) -> None:
+        """Of the anchors that each pool would drop next, the least used."""
+        candidates = ((pool, pool.anchors[pool.victim(keep)]) for pool in self._pools.values())
+        pool, anchor = min(candidates, key=lambda c: (c[0] is newest and c[1].id == keep, c[1].hits, c[1].id))
+        pool.drop(anchor.id)
+        if not pool.anchors:
+            self._pools = {key: other for key, other in self._pools.items() if other is not pool}
+
+    def _tables(self) -> Iterator[OffsetTable]:
+        return (table for pool in self._pools.values() for table in pool.tables)
+
+    def nbytes(self) -> int:
+        """Memory of all anchors."""
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    def clear(self, tenant: TenantId | None = None) -> None:
+        """Forgets the anchors of a tenant; of all tenants if None."""
+        self._pools = {k: pool for k, pool in self._pools.items() if tenant is not None and k[0] != tenant}
+        self._matcher.clear()
+
+    def stats(self) -> AnchorStats:
+        pools = self._pools.values()
+        return AnchorStats(
+            pools=len(pools),
+            slots=sum(len(pool.slots) for pool in pools),
+            anchors=sum(len(pool.anchors) for pool in pools),
+            nbytes=self.nbytes(),
+            observed=self._observed,
+            used=self._used,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` where a pool is unsound."""
+        for pool in self._pools.values():
+            pool.check_integrity()
+
+
+def _shared(key: PoolKey, offsets: SlotOffsets, match: Match, verdict: Verdict) -> Estimate:
+    return Estimate(
+        shareable=True,
+        reason="",
+        learnable=match.same is None,
+        phi=offsets.phi_blend(match),
+        prefix=offsets.prefix_blend(match),
+        weak=verdict.weak,
+        phi_table=offsets.phi,
+        prefix_table=offsets.prefix,
+        pool=key,
+        used=_leading(match.block.ids, match.proposal.mass),
+    )
+
+
+def _leading(ids: tuple[AnchorId, ...], mass: Tensor) -> tuple[AnchorId, ...]:
+    """The fewest anchors that carry a share of `_USED` of the mass."""
+    heaviest = torch.argsort(mass, descending=True, stable=True)
+    before = mass[heaviest].cumsum(0) - mass[heaviest]
+    return tuple(ids[i] for i in heaviest[before < _USED].tolist())

@@ -1,0 +1,152 @@
+"""The main job: a miniature team answers questions with dense prefill and with translated KV, side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.run import AgentResult, RunResult, run
+from kedge.types import AgentId, ReuseMode
+from kedge.workflow.graph import Workflow
+from kedge.workloads.miniature import Question, Task, workflow
+
+
+@dataclass
+class AgentScore:
+    """One agent over all questions."""
+
+    agent: AgentId
+    ttft_ms: list[float] = field(default_factory=list)
+    correct: int = 0
+    translated_calls: int = 0
+    exact: int = 0
+    translated: int = 0
+    computed: int = 0
+
+    def add(self, result: AgentResult, correct: bool) -> None:
+        receipt = result.completion.receipt
+        self.ttft_ms.append(result.completion.ttft_ms)
+        self.correct += correct
+        self.translated_calls += receipt.translated > 0
+        self.exact += receipt.exact
+        self.translated += receipt.translated
+        self.computed += receipt.computed
+
+    @property
+    def calls(self) -> int:
+        return len(self.ttft_ms)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.calls
+
+    @property
+    def reuse_rate(self) -> float:
+        """Share of calls that translated (the paper's definition)."""
+        return self.translated_calls / self.calls
+
+    @property
+    def ttft_median(self) -> float:
+        return statistics.median(self.ttft_ms)
+
+    @property
+    def ttft_p90(self) -> float:
+        return sorted(self.ttft_ms)[int(0.9 * (self.calls - 1))]
+
+
+@dataclass
+class TeamScore:
+    """A team's answers to all questions in one mode."""
+
+    agents: dict[AgentId, AgentScore]
+    finals: list[str | None] = field(default_factory=list)
+    """Decisions of the last agent, in the order of the questions."""
+
+    @classmethod
+    def of(cls, flow: Workflow) -> TeamScore:
+        return cls({AgentId(agent.id): AgentScore(AgentId(agent.id)) for agent in flow.agents})
+
+    def add(self, task: Task, question: Question, result: RunResult) -> None:
+        for said in result.results:
+            self.agents[said.agent].add(said, task.role(said.agent).correct(said.text, question))
+        self.finals.append(task.final(result.text))
+
+    @property
+    def accuracy(self) -> float:
+        """Share of questions that the last agent answers rightly."""
+        return list(self.agents.values())[-1].accuracy
+
+    @property
+    def reuse_rate(self) -> float:
+        return sum(a.translated_calls for a in self.agents.values()) / sum(a.calls for a in self.agents.values())
+
+    def tokens(self) -> dict[str, int]:
+        sources = ("exact", "translated", "computed")
+        return {source: sum(getattr(agent, source) for agent in self.agents.values()) for source in sources}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both modes over the same questions."""
+
+    dense: TeamScore
+    translated: TeamScore
+
+    @property
+    def same_final_answer(self) -> float:
+        """Share of questions with the same decision in both modes; no decision equals nothing."""
+        pairs = zip(self.dense.finals, self.translated.finals, strict=True)
+        return sum(a == b and a is not None for a, b in pairs) / len(self.dense.finals)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "agents": [self._agent_json(agent) for agent in self.dense.agents],
+            "accuracy_dense": self.dense.accuracy,
+            "accuracy_translated": self.translated.accuracy,
+            "same_final_answer": self.same_final_answer,
+            "reuse_rate": self.translated.reuse_rate,
+            "tokens": self.translated.tokens(),
+        }
+
+    def _agent_json(self, agent: AgentId) -> Mapping[str, object]:
+        dense, translated = self.dense.agents[agent], self.translated.agents[agent]
+        return {
+            "agent": agent,
+            "ttft_dense_ms": round(dense.ttft_median, 3),
+            "ttft_dense_p90_ms": round(dense.ttft_p90, 3),
+            "ttft_translated_ms": round(translated.ttft_median, 3),
+            "ttft_translated_p90_ms": round(translated.ttft_p90, 3),
+            "reuse_rate": translated.reuse_rate,
+            "accuracy_dense": dense.accuracy,
+            "accuracy_translated": translated.accuracy,
+        }
+
+
+def questions(task: Task, count: int, seed: int) -> list[Question]:
+    """Unseen questions of the task's test split."""
+    return list(islice(task.questions("test", seed), count))
+
+
+def answer(
+    engine: LocalEngine,
+    task: Task,
+    asked: Iterable[Question],
+    reuse: ReuseMode,
+    on_question: Callable[[TeamScore], None] = lambda _: None,
+) -> TeamScore:
+    """All questions one after the other, every agent after those it hears.
+
+    A question comes when the engine has nothing left to do, so that nobody's TTFT pays for another one's learning; the
+    agents of one question follow each other without a pause.
+    """
+    flow = workflow(task)
+    score = TeamScore.of(flow)
+    for question in asked:
+        engine.wait_idle()
+        inputs = {"user_question": question.text}
+        score.add(task, question, run(engine, flow, inputs, reuse=reuse, on_tool_error="text"))
+        on_question(score)
+    return score

@@ -1,0 +1,43 @@
+"""Random-weight Llamas of chosen sizes, for measuring time where no real weights are at hand."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kedge.config import EngineConfig
+from kedge.engine.local import build
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model import HFTokenizer, ModelRunner
+from kedge.errors import ConfigError
+
+SHAPES: dict[str, dict[str, int]] = {
+    "32m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "vocab_size": 16384},
+    "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "num_key_value_heads": 4, "vocab_size": 32000},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+"""Llama shapes with grouped-query attention; `8b` is Llama-3.1-8B's."""
+
+
+def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama of `size` with random weights. Raises `ConfigError` for an unknown size."""
+    if size not in SHAPES:
+        raise ConfigError("model-size", size, f"known sizes are {', '.join(SHAPES)}")
+    torch.manual_seed(seed)
+    small = size != "8b"
+    config = LlamaConfig(
+        **SHAPES[size], max_position_embeddings=16384, tie_word_embeddings=small, bos_token_id=0, eos_token_id=1
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def random_engine(size: str, config: EngineConfig) -> LocalEngine:
+    """An embedded engine around `random_llama`, with the bundled model's tokenizer (text plays no part here)."""
+    device = build.pick_device(config.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    runner = ModelRunner(random_llama(size, device, dtype))
+    return LocalEngine.from_runner(runner, HFTokenizer.load(build.model_path(None)), config)

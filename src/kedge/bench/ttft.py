@@ -1,0 +1,212 @@
+"""TTFT of every agent, dense and translated, on the same engine in the same run (KVCOMM, tables 2 and 3).
+
+The workload is the paper's copy machine: every agent reads a prefix of its own, the question and the answers of all
+agents before it, and answers with a fixed number of tokens. Weights and tokens are random, so nothing is said about
+quality: the criterion's thresholds are opened, its work stays in the clock. Everything from the arrival of a request
+to its first token counts.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from kedge.bench.shapes import SHAPES, random_engine
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.engine.local.engine import LocalEngine
+from kedge.types import (
+    AgentId,
+    Completion,
+    GenerateRequest,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Tokens,
+    WorkflowId,
+)
+
+LEAD, TAIL = 24, 16
+"""Tokens of the prefix segment before an agent's answer, and of the last one."""
+
+
+@dataclass(frozen=True)
+class TtftSettings:
+    """The workload (tokens) and how often it is measured."""
+
+    model_size: str = "32m"
+    question: int = 1000
+    prefix: int = 512
+    output: int = 512
+    agents: int = 5
+    samples: int = 20
+    """Samples in every pool before the measurement."""
+    repeats: int = 3
+    estimator: str = "token"
+    recompute_head: int | None = None
+    device: str = "auto"
+    seed: int = 0
+
+
+@dataclass
+class AgentTimes:
+    """One agent's times in milliseconds, one entry per repeat."""
+
+    agent: int
+    prompt_tokens: int = 0
+    dense: list[float] = field(default_factory=list)
+    translated: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    mode: str = "dense"
+
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.dense) / statistics.median(self.translated)
+
+    def parts_ms(self) -> dict[str, float]:
+        """Median of every part over the repeats."""
+        names = {name for parts in self.parts for name in parts}
+        medians = {name: statistics.median(parts.get(name, 0.0) for parts in self.parts) for name in sorted(names)}
+        return {name: round(median, 3) for name, median in medians.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "agent": self.agent,
+            "prompt_tokens": self.prompt_tokens,
+            "dense_ms": round(statistics.median(self.dense), 3),
+            "translated_ms": round(statistics.median(self.translated), 3),
+            "speedup": round(self.speedup, 2),
+            "mode": self.mode,
+            "parts_ms": self.parts_ms(),
+            "all_dense_ms": [round(ms, 3) for ms in self.dense],
+            "all_translated_ms": [round(ms, 3) for ms in self.translated],
+        }
+
+
+class CopyMachine:
+    """The agents' prompts: fixed random prefixes, and per run a random question."""
+
+    def __init__(self, settings: TtftSettings) -> None:
+        self._settings = settings
+        self._rng = random.Random(settings.seed)
+        self._vocab = SHAPES[settings.model_size]["vocab_size"]
+        self._prefixes = [self._prefix_segments(agent) for agent in range(settings.agents)]
+        self._names = [self.tokens(4) for _ in range(settings.agents)]
+        self._lead_in = self.tokens(4)
+
+    def tokens(self, size: int) -> Tokens:
+        return tuple(self._rng.randrange(2, self._vocab) for _ in range(size))
+
+    def _prefix_segments(self, agent: int) -> list[Tokens]:
+        sizes = [self._settings.prefix, *[LEAD] * agent, TAIL]
+        return [self.tokens(size) for size in sizes]
+
+    def request(
+        self,
+        run: str,
+        agent: int,
+        question: Tokens,
+        answers: list[Tokens],
+        reuse: ReuseMode = ReuseMode.TRANSLATE,
+        *,
+        produces: bool = True,
+    ) -> GenerateRequest:
+        """Agent `agent`'s request when it reads `question` and `answers` of the agents before it."""
+        fills = [("user_question", SampleId("input_user_question@0"), question)]
+        fills += [(f"agent_{i}_current", SampleId(f"agent_{i}@0"), answer) for i, answer in enumerate(answers)]
+        segments = []
+        for i, prefix in enumerate(self._prefixes[agent]):
+            segments.append(Segment(prefix, f"p{i}"))
+            if i < len(fills):
+                name, sample, tokens = fills[i]
+                segments.append(Segment(tokens, name, sample, lead_in=self._lead_in, stand_in=self._names[i]))
+        return GenerateRequest(
+            tuple(segments),
+            reuse=reuse,
+            run=RunId(run),
+            workflow=WorkflowId("copy-machine"),
+            agent=AgentId(str(agent)),
+            produces=SampleId(f"agent_{agent}@0") if produces else None,
+        )
+
+
+def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> list[AgentTimes]:
+    """Fills the pools, then measures every agent `repeats` times, translated and dense."""
+    workload = CopyMachine(settings)
+    times = [AgentTimes(agent) for agent in range(settings.agents)]
+    with random_engine(settings.model_size, engine_config(settings)) as engine:
+        runs = (f"run-{i}" for i in count())
+        _warm(engine, workload, settings, runs)
+        for i in range(settings.samples):
+            progress(f"filling the pools: sample {i + 1} of {settings.samples}")
+            _fill(engine, workload, settings, next(runs), extra=i)
+        for i in range(settings.repeats):
+            progress(f"measuring: {i + 1} of {settings.repeats}")
+            _measure_once(engine, workload, settings, next(runs), times)
+    return times
+
+
+def engine_config(settings: TtftSettings) -> EngineConfig:
+    """Thresholds open (random weights have no meaning to keep), pools as large as the samples."""
+    anchors = AnchorSettings(
+        **estimator_settings(settings.estimator),
+        capacity=settings.samples,
+        min_anchors=settings.samples,
+        gamma=2.0,
+        max_bytes=8 << 30,
+        max_error=1e9,
+        weak_error=1e9,
+    )
+    longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
+    config = EngineConfig(device=settings.device, num_blocks=settings.agents * longest // 16 + 64, anchors=anchors)
+    if settings.recompute_head is None:
+        return config
+    return config.model_copy(update={"planner": PlannerSettings(recompute_head=settings.recompute_head)})
+
+
+def _warm(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]) -> None:
+    """First use of kernels and memory costs nobody."""
+    request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
+    _ask(engine, request, 2)
+
+
+def _fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
+    """One sample in every pool: given answers instead of decoded ones, so that filling takes minutes, not hours.
+
+    Each sample is a little longer than the one before: by Eq. 5 such a value is never shareable, so every sample is
+    prefilled densely and becomes an anchor, long enough for what is measured later.
+    """
+    question = workload.tokens(settings.question + extra)
+    answers = [workload.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
+    for agent in range(settings.agents):
+        _ask(engine, workload.request(run, agent, question, answers[:agent], produces=False), 1)
+        engine.wait_idle()
+
+
+def _ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
+    return engine.submit(replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))).result()
+
+
+def _measure_once(
+    engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, times: list[AgentTimes]
+) -> None:
+    """One question through all agents, each answering in full; then the same prompts once more without any reuse."""
+    question = workload.tokens(settings.question)
+    answers: list[Tokens] = []
+    for agent, record in enumerate(times):
+        request = workload.request(run, agent, question, answers)
+        done = _ask(engine, request, settings.output)
+        answers.append(done.tokens)
+        record.prompt_tokens = request.prompt_tokens
+        record.translated.append(done.ttft_ms)
+        record.parts.append(dict(done.receipt.parts_ms))
+        record.mode = "translated" if done.receipt.translated else "exact prefix + dense"
+    engine.wait_idle()
+    for agent, record in enumerate(times):
+        request = workload.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
+        record.dense.append(_ask(engine, request, 1).ttft_ms)

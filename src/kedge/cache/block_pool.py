@@ -1,0 +1,130 @@
+"""Which blocks of the KV pool are free. Attention reads a contiguous run without copying, so runs are kept whole."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+from kedge.errors import ConfigError, OutOfBlocks, PlanError
+
+
+class BlockPool:
+    """Blocks `0 … num_blocks-1`, handed out in as few ascending runs as possible.
+
+    Free runs are known by their start, by their stop (to merge neighbours) and by their length (for the best fit).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """All blocks are free. Raises `ConfigError` if there are none."""
+        if num_blocks < 1:
+            raise ConfigError("num_blocks", num_blocks, "a pool needs at least one block")
+        self.num_blocks = num_blocks
+        self.num_free = 0
+        self._is_free = bytearray(num_blocks)
+        self._length: dict[int, int] = {}
+        self._start_by_stop: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
+        self._give_back(0, num_blocks)
+
+    def allocate(self, n: int, after: int | None = None) -> list[int]:
+        """`n` blocks, ascending: the run that follows block `after` if it is long enough, else the best-fitting
+        run, else the fewest runs. Raises `OutOfBlocks`, having changed nothing, if fewer than `n` are free.
+        """
+        if n < 0:
+            raise PlanError("blocks", n, "cannot allocate a negative number")
+        if n > self.num_free:
+            raise OutOfBlocks("blocks", n, f"{self.num_free} of {self.num_blocks} are free")
+        blocks: list[int] = []
+        for start, count in sorted(self._choose(n, after)):
+            self._take(start, count)
+            blocks.extend(range(start, start + count))
+        return blocks
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Gives blocks back. Raises `PlanError`, having changed nothing, for one that is free or not of this pool."""
+        runs = _runs(sorted(blocks))
+        for start, count in runs:
+            self._check_taken(start, count)
+        for start, count in runs:
+            self._give_back(start, count)
+
+    def is_free(self, block: int) -> bool:
+        """Whether nobody owns `block`."""
+        return bool(self._is_free[block])
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` unless the free runs are whole, apart from each other and sum to `num_free`."""
+        runs = sorted(self._length.items())
+        expected = bytearray(self.num_blocks)
+        for start, length in runs:
+            expected[start : start + length] = b"\x01" * length
+        consistent = (
+            expected == self._is_free
+            and sum(length for _, length in runs) == self.num_free == self._is_free.count(1)
+            and self._by_length == sorted((length, start) for start, length in runs)
+            and self._start_by_stop == {start + length: start for start, length in runs}
+            and all(start not in self._start_by_stop for start, _ in runs)
+        )
+        if not consistent:
+            raise PlanError("free runs", runs, f"do not describe {self.num_free} free blocks")
+
+    def _choose(self, n: int, after: int | None) -> list[tuple[int, int]]:
+        if after is not None and 0 < n <= self._length.get(after + 1, 0):
+            return [(after + 1, n)]
+        chosen = []
+        unused = len(self._by_length)
+        while n:
+            fit = bisect_left(self._by_length, (n,), 0, unused)
+            unused = fit if fit < unused else unused - 1
+            length, start = self._by_length[unused]
+            chosen.append((start, min(n, length)))
+            n -= min(n, length)
+        return chosen
+
+    def _take(self, start: int, count: int) -> None:
+        length = self._forget_run(start)
+        if length > count:
+            self._remember_run(start + count, length - count)
+        self._is_free[start : start + count] = bytes(count)
+        self.num_free -= count
+
+    def _give_back(self, start: int, count: int) -> None:
+        self._is_free[start : start + count] = b"\x01" * count
+        self.num_free += count
+        stop = start + count
+        if stop in self._length:
+            stop += self._forget_run(stop)
+        if start in self._start_by_stop:
+            start = self._start_by_stop[start]
+            self._forget_run(start)
+        self._remember_run(start, stop - start)
+
+    def _remember_run(self, start: int, length: int) -> None:
+        self._length[start] = length
+        self._start_by_stop[start + length] = start
+        insort(self._by_length, (length, start))
+
+    def _forget_run(self, start: int) -> int:
+        length = self._length.pop(start)
+        del self._start_by_stop[start + length]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length
+
+    def _check_taken(self, start: int, count: int) -> None:
+        inside = start >= 0 and start + count <= self.num_blocks
+        if not inside or self._is_free.count(1, start, start + count):
+            raise PlanError("blocks", range(start, start + count), "freed twice, or not of this pool")
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs `(start, count)` of ascending blocks. Raises `PlanError` for a block that occurs twice."""
+    runs: list[tuple[int, int]] = []
+    start = stop = blocks[0] if blocks else 0
+    for block in blocks:
+        if block < stop:
+            raise PlanError("block", block, "freed twice")
+        if block > stop:
+            runs.append((start, stop - start))
+            start = block
+        stop = block + 1
+    return [*runs, (start, stop - start)] if blocks else runs

@@ -1,0 +1,78 @@
+"""`kedge bench …`: measurements as commands, each against a baseline in the same run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kedge.bench.ttft import AgentTimes, TtftSettings
+
+bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
+
+
+@bench.callback()
+def _group() -> None:
+    """Keeps `ttft` a sub-command while it is the only one."""
+
+
+@bench.command()
+def ttft(
+    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size with random weights.")] = "32m",
+    question: Annotated[int, typer.Option(min=8, help="Tokens of the question.")] = 1000,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of every agent's own prefix.")] = 512,
+    output: Annotated[int, typer.Option(min=8, help="Tokens of every agent's answer.")] = 512,
+    agents: Annotated[int, typer.Option(min=1)] = 5,
+    samples: Annotated[int, typer.Option(min=2, help="Samples in every pool before the measurement.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    estimator: Annotated[str, typer.Option(help="token or interpolate.")] = "token",
+    recompute_head: Annotated[int | None, typer.Option(min=0, help="Default: the engine's.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """TTFT of every agent, dense and translated on one engine (KVCOMM, tables 2 and 3)."""
+    from kedge.bench.ttft import TtftSettings, measure
+
+    settings = TtftSettings(
+        model_size, question, prefix, output, agents, samples, repeats, estimator, recompute_head, device
+    )
+    console = Console()
+    with console.status("building the model") as status:
+        times = measure(settings, status.update)
+    console.print(_table(settings, times))
+    if json_file:
+        data = {"settings": asdict(settings), "machine": _machine(), "agents": [agent.as_json() for agent in times]}
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
+        console.print(f"results: {json_file}")
+
+
+def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:
+    title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
+    table = Table(title=title)
+    for column in ("agent", "prompt", "mode", "dense ms", "Kedge ms", "speed-up", "parts ms"):
+        table.add_column(column, justify="right")
+    for row in (agent.as_json() for agent in times):
+        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in row["parts_ms"].items())
+        cells = (row["agent"] + 1, row["prompt_tokens"], row["mode"], f"{row['dense_ms']:.1f}")
+        table.add_row(*map(str, cells), f"{row['translated_ms']:.1f}", f"{row['speedup']:.1f}x", parts)
+    return table
+
+
+def _machine() -> dict[str, object]:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,122 @@
+"""`kedge inspect`: what Kedge can do with a model and why not more, or who hears whom in a workflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kedge.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from kedge.types import AgentId
+    from kedge.workflow.graph import Workflow
+
+FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
+TRANSLATABLE = "yes, as far as its config tells; its rotation is checked when it is loaded"
+
+
+def inspect(
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL|FLOW]", help="A model's folder or a workflow file.")
+    ] = None,
+) -> None:
+    """Say what Kedge can do with a model (default: the bundled one) and why not more, or show a workflow's graph."""
+    is_flow = target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir()
+    Console().print(_flow(target) if is_flow and target else _model(target))
+
+
+def _model(path: Path | None) -> Table:
+    from kedge.engine.local.build import model_path
+    from kedge.engine.local.model import read_config
+
+    folder = model_path(path)
+    config = read_config(folder)
+    return _facts(str(folder), [*_shape(config), *_verdict(config)])
+
+
+def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
+    text = config.get_text_config()
+    names = {
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "KV heads",
+        "vocab_size": "vocabulary",
+        "max_position_embeddings": "longest prompt",
+    }
+    known = ((label, getattr(text, name, None)) for name, label in names.items())
+    return [("family", text.model_type), *((label, str(value)) for label, value in known if value is not None)]
+
+
+def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
+    from kedge.kv.spec import KVSpec, translation_refusal
+
+    try:
+        spec = KVSpec.from_config(config)
+    except UnsupportedModel as error:
+        return [("runs", f"no: {error.why}")]
+    refusal = translation_refusal(config)
+    return [
+        ("KV per token", _kv_per_token(config)),
+        ("RoPE", _rope(config, spec.rotary_dim, spec.head_dim)),
+        ("runs, exact reuse", "yes"),
+        ("translation", f"no: {refusal}" if refusal else TRANSLATABLE),
+    ]
+
+
+def _kv_per_token(config: PretrainedConfig) -> str:
+    import torch
+
+    from kedge.kv.spec import KVSpec
+
+    sizes = {dtype: KVSpec.from_config(config, dtype).bytes_per_token for dtype in (torch.float32, torch.bfloat16)}
+    return ", ".join(f"{size:,} bytes in {str(dtype).removeprefix('torch.')}" for dtype, size in sizes.items())
+
+
+def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return f"by kind of layer: {', '.join(sorted(rope))}"
+    share = "" if rotary_dim == head_dim else f", first {rotary_dim} of {head_dim} dimensions"
+    return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta', 'unknown')}{share}"
+
+
+def _flow(path: Path) -> Table:
+    from kedge.workflow.spec import load_workflow
+
+    flow = load_workflow(path)
+    caption = f"inputs: {', '.join(flow.inputs)}; turns: {flow.turns}"
+    table = Table(title=flow.name, caption=caption, show_lines=True)
+    for column in ("agent", "waits for", "reads", "tool", "reuse"):
+        table.add_column(column, overflow="fold")
+    for agent_id in flow.order:
+        table.add_row(*_agent(flow, agent_id))
+    return table
+
+
+def _agent(flow: Workflow, agent_id: AgentId) -> tuple[str, ...]:
+    agent = flow.agent(agent_id)
+    waits_for = [other for other in flow.order if other in flow.waits_for[agent_id]]
+    reads = [f"{{{placeholder.name}}}" for placeholder in agent.placeholders]
+    return (
+        agent_id,
+        "\n".join(waits_for) or "nobody",
+        "\n".join(reads),
+        "yes" if agent.tool else "",
+        agent.reuse or "",
+    )

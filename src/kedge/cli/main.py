@@ -1,0 +1,60 @@
+"""`kedge`: the commands and what they share: the version, and errors as one clean line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from kedge import __version__
+from kedge.cli.bench import bench
+from kedge.cli.demo import demo
+from kedge.cli.inspect import inspect
+from kedge.cli.run import run
+from kedge.errors import KedgeError
+
+EXIT_BAD_INPUT = 2
+
+
+class _Commands(TyperGroup):
+    """Shows an error that Kedge raised on purpose without a traceback; anything else is a bug and keeps its own."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override] # typer's contexts are the only ones here
+        try:
+            return super().invoke(ctx)
+        except KedgeError as error:
+            Console(stderr=True).print(_line(error), style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(EXIT_BAD_INPUT) from error
+
+
+def _line(error: KedgeError) -> str:
+    notes = getattr(error, "__notes__", [])
+    text = f"error: {error}" + (f" ({'; '.join(notes)})" if notes else "")
+    return " ".join(text.split())
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kedge {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.callback()
+def kedge(
+    version: Annotated[  # noqa: ARG001 (its callback does the work)
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Kedge moves KV caches between the prompts of cooperating LLM agents."""
+
+
+# A command imports torch and models in its body, so that `kedge --help` is quick.
+app.command()(run)
+app.command()(inspect)
+app.command()(demo)
+app.add_typer(bench, name="bench")

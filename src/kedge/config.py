@@ -1,0 +1,251 @@
+"""The settings: one class, filled from a TOML file, then `KEDGE_*` variables, then flags; the later wins.
+
+    # kedge.toml                            # the same as a variable
+    reuse = "translate"                     # KEDGE_REUSE=translate
+    [engine]
+    model = "models/llama"                  # KEDGE_ENGINE__MODEL=models/llama
+    kv_memory = "2GiB"                      # KEDGE_ENGINE__KV_MEMORY=2GiB
+    [engine.anchors]
+    capacity = 20                           # KEDGE_ENGINE__ANCHORS__CAPACITY=20
+
+Every bad value raises a `ConfigError` that names its key and the value.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kedge.errors import ConfigError
+from kedge.types import ReuseMode
+
+DEFAULT_FILE = Path("kedge.toml")
+ENV_PREFIX = "KEDGE_"
+
+Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0)]
+"""A size in bytes; a text such as `512MiB` is understood."""
+
+
+class _Section(BaseModel):
+    """A part of the settings. Building one with a bad value raises `ConfigError`, wherever it is built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    section: ClassVar[str]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_bad_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise _config_error(error, cls.section) from None
+
+
+class AnchorSettings(_Section):
+    """How anchors are kept, matched and judged; the engine builds its `AnchorConfig` from these (same names)."""
+
+    section = "engine.anchors"
+
+    estimator: str = "token"
+    """How offsets are estimated: `token` looks up single tokens, `interpolate` blends whole anchors (Eq. 6, 7)."""
+    criterion: str = "error"
+    """What makes a value shareable: `error` is the predicted relative error of its offsets, `entropy` is Eq. 5."""
+    capacity: PositiveInt = 20
+    """Anchors per pool (the paper's V)."""
+    gamma: NonNegativeFloat = 0.3
+    """Entropy over log of the number of anchors, above which a value is not shareable (Eq. 5)."""
+    temperature: PositiveFloat = 10.0
+    """Sharpness of an anchor's weight."""
+    tau: PositiveFloat = 0.05
+    """Softness of a token's weight."""
+    top_k: PositiveInt = 8
+    """Anchor tokens that a token's offset is blended from."""
+    match_layer: NonNegativeInt | None = None
+    """Layer whose base KV is compared; None is a third of the way up."""
+    match_dim: PositiveInt = 64
+    """Dimensions that base KV is projected to before it is compared."""
+    max_error: PositiveFloat = 0.35
+    """Mean predicted relative error of a value's offsets, up to which it is shareable."""
+    weak_error: PositiveFloat = 0.6
+    """Predicted relative error above which a single token of a shareable value is computed."""
+    min_anchors: PositiveInt = 4
+    """Anchors with the agent's offsets, below which `error` shares nothing."""
+    max_bytes: Bytes = 2 << 30
+    """Bytes of all pools together."""
+    max_pools: PositiveInt = 256
+    """Pools at once; the one that was used longest ago goes first."""
+    max_slots: PositiveInt = 64
+    """Slots per pool; the one that was used longest ago goes first."""
+    max_base_bytes: Bytes = 1 << 30
+    """Bytes of all base KV."""
+
+
+def estimator_settings(name: str) -> dict[str, Any]:
+    """The estimator `name` with the criterion that belongs to it: Eq. 5 for `interpolate`, as the paper has it."""
+    return {"estimator": name, "criterion": "entropy" if name == "interpolate" else "error"}
+
+
+class PlannerSettings(_Section):
+    """How the planner decides; the engine builds its `ReusePolicy` from these fields (same names)."""
+
+    section = "engine.planner"
+
+    recompute_head: NonNegativeInt = 4
+    """First tokens of every translated segment that are computed again."""
+    recompute_tail: bool = False
+    """Compute the whole last segment instead of only the last token."""
+    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
+
+
+class EngineConfig(_Section):
+    """What an engine runs on and how much of it it may take."""
+
+    section = "engine"
+
+    model: Path | None = None
+    """Folder of a model as Transformers saves it; None is the bundled one."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """`auto` is the GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on the CPU and the dtype of the weights on a GPU."""
+    block_size: PositiveInt = 16
+    """Tokens per block of the device tier."""
+    num_blocks: PositiveInt | None = None
+    """Blocks of the device tier; None takes as many as `kv_memory` holds."""
+    kv_memory: Bytes = 1 << 30
+    """Bytes of the device tier, where `num_blocks` does not say."""
+    max_batch_tokens: PositiveInt = 2048
+    """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks."""
+    max_running: PositiveInt = 16
+    """Requests that run at once; the others wait."""
+    anchors: AnchorSettings = AnchorSettings()
+    planner: PlannerSettings = PlannerSettings()
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. `Settings()` reads the environment only; `Settings.load` the file as well."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        # A section is set field by field; one given whole, as JSON text, is then a bad value like any other.
+        enable_decoding=False,
+    )
+
+    reuse: ReuseMode = ReuseMode.TRANSLATE
+    """How far a request leans on KV that others computed, where it does not say itself."""
+    engine: EngineConfig = EngineConfig()
+
+    @classmethod
+    def load(cls, file: Path | None = None, **flags: object) -> Self:
+        """Settings from `file` (`kedge.toml` of the working folder if None, where there is one), the environment and
+        `flags` (top-level names; a section is a mapping, and None is a flag that was not given).
+
+        Raises `ConfigError` for a bad value, an unknown key, or a file that is missing or no TOML.
+        """
+        _check_environment(cls)
+        return cls(**_merged(_read(file), EnvSettingsSource(cls)(), flags))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_bad_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise _config_error(error) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
+
+
+def _config_error(error: ValidationError, section: str = "") -> ConfigError:
+    """The first complaint as the error; the keys of any others are named in its text."""
+    first, *others = error.errors(include_url=False)
+    why = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+    if others:
+        why += f" (also wrong: {', '.join(_key(section, other['loc']) for other in others)})"
+    return ConfigError(_key(section, first["loc"]), first["input"], why)
+
+
+def _key(section: str, location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in (section, *location) if part != "") or "settings"
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    if file is None and not DEFAULT_FILE.exists():
+        return {}
+    path = file or DEFAULT_FILE
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("file", str(path), str(error)) from None
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings laid over each other, section by section; None leaves what is below."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if isinstance(value, Mapping):
+                result[key] = _merged(_section_below(key, result.get(key, {})), value)
+            elif value is not None:
+                result[key] = value
+    return result
+
+
+def _section_below(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(key, value, "is a section, not a value")
+    return value
+
+
+def _check_environment(settings: type[BaseSettings]) -> None:
+    """Refuses a variable that misses a setting only by its underscores; foreign `KEDGE_*` variables are let be."""
+    near = {name.replace("__", "_"): name for name in _variables(settings, ENV_PREFIX)}
+    for name, value in os.environ.items():
+        right = near.get(name.upper().replace("__", "_"))
+        if right and name.upper() != right:
+            raise ConfigError(name, value, f"sections are set apart by two underscores: {right}")
+
+
+def _variables(model: type[BaseModel], prefix: str) -> list[str]:
+    names: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, _Section):
+            names += _variables(inner, f"{prefix}{name.upper()}__")
+        else:
+            names.append(f"{prefix}{name.upper()}")
+    return names

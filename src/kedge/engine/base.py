@@ -1,0 +1,63 @@
+"""The contract of an engine. `LocalEngine` and the shipped fake `EchoEngine` implement it; any other one can be
+checked with `kedge.engine.conformance`.
+
+Who calls what: any thread may call any method. A request that cannot be accepted raises a `RequestError` from
+`submit`; one that was accepted always ends with exactly one `Completion` or one error in its stream, and whatever
+happens to it leaves other requests alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
+
+
+class Stream(Protocol):
+    """One request's tokens as they come."""
+
+    request_id: RequestId
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        """Deltas until the one that carries the completion. Raises the request's error. One reader, once."""
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the end; raises the request's error, or `TimeoutError` after `timeout` seconds."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What Kedge needs of a tokenizer."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of `text` by itself: no special tokens are added, those spelled out in it are recognised."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """Text of `tokens`, without special tokens."""
+
+    def chat(self, system: str | None, user: str) -> str:
+        """The text of a prompt with these two messages, up to where the answer begins (BOS included)."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generates; see the module's text for the contract."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; the same for the engine's whole life."""
+
+    def submit(self, request: GenerateRequest) -> Stream:
+        """Queues a request. Raises `RequestError` where it can never be served, `EngineClosed` after `close`."""
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Ends a request at the next step with `FinishReason.CANCELLED`; False if it is not (or no longer) known."""
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forgets what the run shared between its agents; an unknown run is no error."""
+
+    def close(self) -> None:
+        """Cancels what runs, frees everything. Idempotent."""

@@ -1,0 +1,322 @@
+"""`EchoEngine`: an engine without a model, for tests of everything above an engine.
+
+Its answers are canned or an echo, its cache is a real `CacheManager` with blocks of one token, so receipts show the
+same exact reuse that a model's engine would give.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kedge.cache import CacheManager, Lease
+from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, OutOfBlocks, PromptTooLong, RequestError
+from kedge.types import (
+    AgentId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    RunId,
+    Source,
+    Span,
+    TenantId,
+    TokenDelta,
+    Tokens,
+)
+
+Script = Mapping[AgentId, str] | Callable[[GenerateRequest], str]
+
+
+class ByteTokenizer:
+    """Token ids are UTF-8 bytes; 256, 257 and 258 are `<|bos|>`, `<|eos|>` and `<|turn|>`."""
+
+    specials: Mapping[str, int] = {"<|bos|>": 256, "<|eos|>": 257, "<|turn|>": 258}
+    eos_token_id: int | None = 257
+    vocab_size = 259
+    _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of `text` by itself; specials that are spelled out become one token."""
+        parts = self._special.split(text)
+        ids = ((self.specials[part],) if part in self.specials else part.encode() for part in parts)
+        return tuple(itertools.chain.from_iterable(ids))
+
+    def decode(self, tokens: Tokens) -> str:
+        """Text without specials; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def chat(self, system: str | None, user: str) -> str:
+        """`<|bos|>`, the messages by `<|turn|>`, and the beginning of the answer's turn."""
+        opening = "" if system is None else f"<|turn|>system\n{system}"
+        return f"<|bos|>{opening}<|turn|>user\n{user}<|turn|>assistant\n"
+
+
+class EchoStream:
+    """One request's tokens as they come; see `kedge.engine.base.Stream`."""
+
+    def __init__(self, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self._deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
+        self._completion: Completion | None = None
+        self._done = threading.Event()
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        while True:
+            delta = self._deltas.get()
+            yield delta
+            if delta.completion is not None:
+                return
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the end; `TimeoutError` after `timeout` seconds."""
+        self._done.wait(timeout)
+        if self._completion is None:
+            raise TimeoutError(f"{self.request_id} is not done after {timeout} s")
+        return self._completion
+
+    def put(self, delta: TokenDelta) -> None:
+        """Called by the engine for every step; the delta with the completion is the last."""
+        self._completion = delta.completion
+        self._deltas.put(delta)
+        if delta.completion is not None:
+            self._done.set()
+
+
+class _Text:
+    """A growing answer that withholds what may yet become a character or a stop string."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.certain, self.stopped = "", False
+        self._stop, self._held = stop, ""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, data: bytes, *, last: bool = False) -> str:
+        """The text that became certain with `data`."""
+        self._held += "" if self.stopped else self._utf8.decode(data, last)
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        self.stopped = self.stopped or bool(found)
+        size = min(found) if found else len(self._held) - (0 if last else self._maybe_stop())
+        certain, self._held = self._held[:size], "" if found else self._held[size:]
+        self.certain += certain
+        return certain
+
+    def _maybe_stop(self) -> int:
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
+        return max(sizes, default=0)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: GenerateRequest
+    stream: EchoStream
+    answer: Iterator[int]
+    text: _Text
+    arrived: float
+    lease: Lease | None = None
+    admitted: float = 0.0
+    first_token: float = 0.0
+    generated: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class EchoEngine:
+    """Answers every request with its script's text or, where there is none, with an echo of the last placeholder's
+    bytes (of the whole prompt's, without placeholders), then EOS; with `ignore_eos`, again from the start.
+
+    `script` is by agent (agents that are not in it echo) or a function, called by `submit` in the caller's thread.
+    `delay_s` is the length of a step, which gives each running request one token. `requests` are all that were
+    accepted, in order. `capacity` in tokens bounds the cache; a request waits until prompt and `max_tokens` fit.
+    """
+
+    def __init__(
+        self, script: Script | None = None, *, delay_s: float = 0.0, max_prompt: int = 8192, capacity: int = 65536
+    ) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.cache = CacheManager(capacity, block_size=1)
+        self.requests: list[GenerateRequest] = []
+        self._script, self._delay_s, self._max_prompt = script, delay_s, max_prompt
+        self._changed = threading.Condition()
+        self._jobs: dict[RequestId, _Job] = {}
+        self._closed = False
+        self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
+        self._worker.start()
+
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` (bad sampling, an
+        id in flight) or `EngineClosed`.
+        """
+        self._check_open()
+        self._validate(request)
+        answer = itertools.cycle((*self._answer(request), 257))
+        text = _Text(request.sampling.stop)
+        job = _Job(request, EchoStream(request.request_id), answer, text, time.perf_counter())
+        with self._changed:
+            self._check_open()
+            if request.request_id in self._jobs:
+                raise RequestError("request_id", request.request_id, "is in flight already")
+            self.requests.append(request)
+            self._jobs[request.request_id] = job
+            self._changed.notify()
+        return job.stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Ends a request at the next step; False if it is not (or no longer) known."""
+        with self._changed:
+            job = self._jobs.get(request_id)
+            if job is not None:
+                job.cancelled = True
+        return job is not None
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Nothing to forget: an echo shares nothing between the agents of a run."""
+
+    def close(self) -> None:
+        """Cancels what runs or waits, and ends the worker. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._worker.join()
+
+    def __enter__(self) -> EchoEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("engine", "echo", "was closed")
+
+    def _validate(self, request: GenerateRequest) -> None:
+        tokens, sampling = request.tokens, request.sampling
+        if not tokens:
+            raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
+        if len(tokens) > self._max_prompt:
+            raise PromptTooLong("prompt_tokens", len(tokens), f"at most {self._max_prompt} are served")
+        if len(tokens) + sampling.max_tokens > self.cache.num_blocks:
+            raise PromptTooLong("prompt_tokens", len(tokens), f"with {sampling.max_tokens} more it exceeds the cache")
+        for token in tokens:
+            if not 0 <= token < self.tokenizer.vocab_size:
+                raise InvalidToken("token", token, f"outside the vocabulary of {self.tokenizer.vocab_size}")
+        if sampling.max_tokens < 1:
+            raise RequestError("max_tokens", sampling.max_tokens, "must be at least one")
+        if "" in sampling.stop:
+            raise RequestError("stop", sampling.stop, "an empty string stops everything")
+
+    def _answer(self, request: GenerateRequest) -> Tokens:
+        if callable(self._script):
+            return self.tokenizer.encode(self._script(request))
+        if self._script is not None and request.agent in self._script:
+            return self.tokenizer.encode(self._script[request.agent])
+        filled = [segment.tokens for segment in request.segments if segment.is_placeholder]
+        return tuple(token for token in (filled[-1] if filled else request.tokens) if token < 256)
+
+    # the worker's thread, which owns the cache --------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while jobs := self._next_jobs():
+            self._step(jobs)
+            time.sleep(self._delay_s)
+
+    def _next_jobs(self) -> list[_Job]:
+        """Waits for work. Once closed, every job is cancelled and ends with its next step; then there are none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            for job in self._jobs.values():
+                job.cancelled = job.cancelled or self._closed
+            return list(self._jobs.values())
+
+    def _step(self, jobs: list[_Job]) -> None:
+        full = False
+        for job in jobs:
+            if job.cancelled:
+                self._end(job, FinishReason.CANCELLED)
+            elif job.lease is not None or (not full and self._admit(job)):
+                self._advance(job)
+            else:
+                full = True
+
+    def _admit(self, job: _Job) -> bool:
+        request = job.request
+        limit = 0 if request.reuse is ReuseMode.OFF else request.prompt_tokens - 1
+        total = request.prompt_tokens + request.sampling.max_tokens
+        try:
+            job.lease = self.cache.admit(request.request_id, (request.tenant, "echo"), request.tokens, limit, total)
+        except OutOfBlocks:
+            return False
+        job.admitted = time.perf_counter()
+        return True
+
+    def _advance(self, job: _Job) -> None:
+        token = next(job.answer)
+        job.first_token = job.first_token or time.perf_counter()
+        if token == self.tokenizer.eos_token_id and not job.request.sampling.ignore_eos:
+            self._end(job, FinishReason.STOP)
+            return
+        job.generated.append(token)
+        text = job.text.push(bytes([token] if token < 256 else []))
+        if job.text.stopped:
+            self._end(job, FinishReason.STOP, text, (token,))
+        elif len(job.generated) == job.request.sampling.max_tokens:
+            self._end(job, FinishReason.LENGTH, text, (token,))
+        else:
+            job.stream.put(TokenDelta(text, (token,)))
+
+    def _end(self, job: _Job, reason: FinishReason, text: str = "", tokens: Tokens = ()) -> None:
+        text += job.text.push(b"", last=True)
+        if job.lease is not None:
+            self.cache.finish(job.request.request_id, _tokens_with_kv(job))
+        with self._changed:
+            del self._jobs[job.request.request_id]
+            reason = FinishReason.CANCELLED if job.cancelled else reason
+        job.stream.put(TokenDelta(text, tokens, _completion(job, reason)))
+
+
+def _tokens_with_kv(job: _Job) -> Tokens:
+    """What others may reuse: all but the last token, which was drawn and never read; nothing where reuse is off."""
+    return () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
+
+
+def _completion(job: _Job, reason: FinishReason) -> Completion:
+    now = time.perf_counter()
+    ttft_ms = 1e3 * ((job.first_token or now) - job.arrived)
+    return Completion(
+        request_id=job.request.request_id,
+        text=job.text.certain,
+        tokens=tuple(job.generated),
+        finish_reason=reason,
+        receipt=_receipt(job, ttft_ms),
+        ttft_ms=ttft_ms,
+        total_ms=1e3 * (now - job.arrived),
+    )
+
+
+def _receipt(job: _Job, ttft_ms: float) -> Receipt:
+    """Spans sum to the prompt; a request that was cancelled in the queue has none."""
+    request = job.request
+    if job.lease is None:
+        return Receipt(request.request_id, request.reuse, (), parts_ms={"queue": ttft_ms})
+    exact, stop = job.lease.exact_tokens, request.prompt_tokens
+    spans = (Span(0, exact, Source.DEVICE), Span(exact, stop, Source.COMPUTED))
+    queue_ms = 1e3 * (job.admitted - job.arrived)
+    parts = {"queue": queue_ms, "compute": ttft_ms - queue_ms}
+    return Receipt(request.request_id, request.reuse, spans if exact else spans[1:], _misses(request, exact), parts)
+
+
+def _misses(request: GenerateRequest, exact: int) -> tuple[Miss, ...]:
+    """Segments that were computed, in whole or in part; the last prompt token is always computed and does not count."""
+    reason = "reuse is off" if request.reuse is ReuseMode.OFF else "not in the cache"
+    stops = itertools.accumulate(len(segment.tokens) for segment in request.segments)
+    wanted = request.prompt_tokens - 1
+    ends = zip(request.segments, stops, strict=True)
+    return tuple(Miss(segment.name, reason) for segment, stop in ends if exact < min(stop, wanted))

@@ -1,0 +1,276 @@
+"""The engine without its thread: admit, run, postprocess, harvest. One owner, no locks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from torch import Tensor
+
+from kedge.anchors.translator import Translator
+from kedge.cache import CacheManager
+from kedge.engine.local.batch import flatten
+from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.errors import EngineClosed, KedgeError, OutOfBlocks
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.runtime.layout import Placed
+from kedge.runtime.runtime import Runtime
+from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, TokenDelta, new_request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """A finished dense request whose blocks are kept until its offsets have been measured, step by step."""
+
+    sequence: RequestSequence
+    steps: Iterator[Placed]
+
+
+class EngineCore:
+    """Owns the model, the cache, the storage and the anchors."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: CacheManager,
+        storage: PagedStorage,
+        runtime: Runtime,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        capacity: int,
+    ) -> None:
+        self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
+        self._translator = Translator(storage)
+        self.scheduler = Scheduler(self._admit, max_batch_tokens, max_running)
+        self._capacity = capacity
+        self._harvests: deque[Harvest] = deque()
+        self._ended_runs: list[tuple[TenantId, RunId]] = []
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self._harvests
+
+    def submit(self, sequence: RequestSequence) -> None:
+        self.scheduler.waiting.append(sequence)
+
+    def step(self) -> None:
+        """One pass over the model; beside decodes, while nobody waits for a first token, one piece of learning."""
+        if work := self.scheduler.schedule():
+            self._run(work)
+        elif self.scheduler.waiting:
+            self._make_room()
+        if self.scheduler.running and not self.scheduler.someone_waits and self.can_learn:
+            self.learn()
+
+    @property
+    def can_learn(self) -> bool:
+        """A finished request is left to learn from, and the base KV that this needs is there."""
+        return bool(self._harvests) and not self.scheduler.jobs
+
+    def _run(self, work: list[Work]) -> None:
+        logits = self._runner.forward(flatten(work, self._storage))
+        for item, row in zip(work, logits, strict=True):
+            del item.sequence.todo[: len(item.positions)]
+            if not item.sequence.todo:
+                self._computed(item.sequence, row)
+
+    # admission ------------------------------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Finds KV and room for a sequence; False where it has to wait for blocks."""
+        if isinstance(sequence, RequestSequence):
+            return self._admit_request(sequence)
+        exact = self._lease(sequence, exact_limit=len(sequence.tokens) - 1, room=len(sequence.tokens))
+        sequence.todo = list(range(exact or 0, len(sequence.tokens)))
+        return exact is not None
+
+    def _admit_request(self, sequence: RequestSequence) -> bool:
+        began = time.monotonic()
+        request = sequence.request
+        limit = 0 if request.reuse is ReuseMode.OFF else request.prompt_tokens - 1
+        exact = self._lease(sequence, limit, room=request.prompt_tokens + sequence.max_tokens)
+        if exact is None or sequence.table is None:
+            return False
+        planned = time.monotonic()
+        try:
+            sequence.plan = self._runtime.plan(request, exact)
+        except KedgeError as error:
+            self.end(sequence, error)
+            return False
+        sequence.todo = sequence.plan.computed
+        matched = time.monotonic()
+        self._translator.write(sequence.table, sequence.plan.translations)
+        assembled = time.monotonic()
+        sequence.parts = {
+            "queue": began - sequence.arrival,
+            "match": matched - planned,
+            "assemble": assembled - matched,
+            "other": planned - began,
+        }
+        return True
+
+    def _lease(self, sequence: Sequence, exact_limit: int, room: int) -> int | None:
+        """Leases blocks for a sequence; the number of exact tokens in them, or None where there is no room now."""
+        try:
+            lease = self._cache.admit(sequence.key, (sequence.tenant, ""), sequence.tokens, exact_limit, room)
+        except OutOfBlocks:
+            return None
+        sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
+        return lease.exact_tokens
+
+    # after a pass ---------------------------------------------------------------------------------------------
+
+    def _computed(self, sequence: Sequence, logits: Tensor) -> None:
+        if isinstance(sequence, BaseJob):
+            self._job_done(sequence)
+        elif isinstance(sequence, RequestSequence):
+            self._next_token(sequence, logits)
+
+    def _next_token(self, sequence: RequestSequence, logits: Tensor) -> None:
+        if sequence.finish:
+            return self._finish(sequence, sequence.finish)
+        token = sequence.sampler(logits)
+        if sequence.first_token is None:
+            self._note_first_token(sequence)
+        if token in self._runner.eos_token_ids and not sequence.request.sampling.ignore_eos:
+            return self._finish(sequence, FinishReason.STOP)
+        sequence.tokens.append(token)
+        text = sequence.text.push(token)
+        sequence.stream.put(TokenDelta(text, (token,)))
+        if sequence.text.stopped:
+            sequence.finish = FinishReason.STOP
+        elif len(sequence.response) >= sequence.max_tokens:
+            sequence.finish = FinishReason.LENGTH
+        if sequence.finish and sequence.request.produces is None:
+            return self._finish(sequence, sequence.finish)
+        # The last token's KV is left behind too where others are going to read this response.
+        sequence.todo = [len(sequence.tokens) - 1]
+        return None
+
+    def _note_first_token(self, sequence: RequestSequence) -> None:
+        sequence.first_token = time.monotonic()
+        spent = sequence.first_token - sequence.arrival
+        assert sequence.plan is not None
+        name = "last_token" if sequence.plan.translates else "compute"
+        sequence.parts[name] = spent - sum(sequence.parts.values())
+        if sequence.request.reuse is not ReuseMode.OFF:
+            self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
+        self._start_jobs(sequence)
+
+    def _finish(self, sequence: RequestSequence, reason: FinishReason) -> None:
+        request, table, plan = sequence.request, sequence.table, sequence.plan
+        assert table is not None and plan is not None
+        self.scheduler.done(sequence)
+        if request.produces is not None and sequence.response:
+            kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
+            self._runtime.keep_response(request, tuple(sequence.response), kv, exact=not plan.translates)
+        if self._runtime.wants_harvest(request, plan):
+            steps = self._runtime.observe(request, partial(self._storage.read, table))
+            self._harvests.append(Harvest(sequence, steps))
+        else:
+            self._release(sequence)
+        held = sequence.text.flush()
+        sequence.stream.put(TokenDelta(held, (), sequence.completion(reason)))
+
+    def _release(self, sequence: RequestSequence) -> None:
+        """Exact tokens with KV enter the tree, all other blocks are freed."""
+        assert sequence.plan is not None
+        computed = len(sequence.tokens) - 1 if not sequence.plan.translates else sequence.plan.exact_tokens
+        exact = 0 if sequence.request.reuse is ReuseMode.OFF else computed
+        self._cache.finish(sequence.key, sequence.tokens[:exact])
+
+    # learning, off the critical path --------------------------------------------------------------------------
+
+    def _start_jobs(self, sequence: RequestSequence) -> None:
+        queued = {tuple(job.tokens) for job in self.scheduler.jobs}
+        for need in self._runtime.needs(sequence.request):
+            if need.tokens not in queued and len(need.tokens) <= self._capacity:
+                self.scheduler.jobs.append(
+                    BaseJob(RequestId(f"base-{new_request_id()}"), need.tenant, list(need.tokens), cuts=need.cuts)
+                )
+
+    def _job_done(self, job: BaseJob) -> None:
+        assert job.table is not None
+        self.scheduler.done(job)
+        for cut in job.cuts:
+            cut.keep(self._storage.read(job.table, cut.start, cut.stop))
+        self._cache.finish(job.key, job.tokens)
+
+    def learn(self) -> None:
+        """One piece of learning: measures the offsets of one segment of a finished request."""
+        if not self._harvests:
+            return
+        harvest = self._harvests[0]
+        if next(harvest.steps, None) is None:
+            self._harvests.popleft()
+            self._release(harvest.sequence)
+            if not self._harvests:
+                self._forget_ended_runs()
+
+    def _forget_ended_runs(self) -> None:
+        for tenant, run in self._ended_runs:
+            self._runtime.end_run(tenant, run)
+        self._ended_runs.clear()
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forgets a run, once nothing is left to learn from it."""
+        self._ended_runs.append((tenant, run))
+        if not self._harvests:
+            self._forget_ended_runs()
+
+    def _make_room(self) -> None:
+        """Nothing runs and the first request has no blocks: gives up what only waits to be learned from."""
+        if self._harvests:
+            self._release(self._harvests.popleft().sequence)
+        elif job := next((job for job in self.scheduler.jobs if job.admitted), None):
+            self._cache.abort(job.key)
+            self.scheduler.done(job)
+        else:
+            sequence = self.scheduler.waiting[0]
+            self.end(sequence, OutOfBlocks("request_id", sequence.key, "no room, though nothing else runs"))
+
+    # early ends -----------------------------------------------------------------------------------------------
+
+    def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
+        """Ends a request early: with an error, or as cancelled. Nothing of it is kept."""
+        self.scheduler.done(sequence)
+        if sequence.admitted:
+            self._cache.abort(sequence.key)
+        if error is not None:
+            sequence.stream.put(error)
+        else:
+            held = sequence.text.flush()
+            sequence.stream.put(TokenDelta(held, (), sequence.completion(FinishReason.CANCELLED)))
+
+    def find(self, request_id: RequestId) -> RequestSequence | None:
+        return next((s for s in (*self.scheduler.waiting, *self.scheduler.running) if s.key == request_id), None)
+
+    def stats(self) -> dict[str, object]:
+        """Figures of the cache and the anchors."""
+        return {"cache": asdict(self._cache.stats()), **self._runtime.stats()}
+
+    def clear(self) -> None:
+        """Empties the prefix cache and forgets all anchors and base KV; what runs goes on."""
+        self._cache.clear_all()
+        self._runtime.clear()
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` where a block has not exactly one owner."""
+        self._cache.check_integrity()
+
+    def cancel(self, request_id: RequestId) -> bool:
+        if sequence := self.find(request_id):
+            self.end(sequence)
+        return sequence is not None
+
+    def shut(self, cause: BaseException | None) -> None:
+        """Ends everything: as cancelled, or, where the thread died, with `EngineClosed`."""
+        error = cause and EngineClosed("engine", cause, "its thread has died")
+        for sequence in (*self.scheduler.waiting, *self.scheduler.running):
+            self.end(sequence, error)

@@ -1,0 +1,179 @@
+"""The embedded engine: a Transformers model, continuous batching and KV reuse in this process.
+
+One thread owns the model, the cache and the anchors (`EngineCore`). Other threads talk to it through a queue of
+commands and read their tokens from their streams.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from kedge.config import EngineConfig
+from kedge.engine.local import build
+from kedge.engine.local.model import HFTokenizer, ModelRunner
+from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.text import TextStream
+from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong
+from kedge.types import GenerateRequest, RequestId, RunId, TenantId
+
+Command = Callable[[], None]
+T = TypeVar("T")
+GRACE = 0.02
+"""Seconds that an idle engine waits before it learns: the next agent of a workflow comes within milliseconds."""
+
+
+class LocalEngine:
+    """Runs a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
+
+    Raises `ModelNotFound`, `CorruptWeights`, `UnsupportedModel` or `ConfigError`. On a model that cannot be
+    translated (`translation_refusal` says why) requests in mode `translate` are served with exact reuse, and their
+    receipts give the reason.
+    """
+
+    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        path = build.model_path(model or self.config.model)
+        runner = build.load_runner(path, self.config)
+        self.tokenizer = HFTokenizer.load(path)
+        self._start(runner)
+
+    @classmethod
+    def from_runner(cls, runner: ModelRunner, tokenizer: HFTokenizer, config: EngineConfig) -> LocalEngine:
+        """An engine around a model that is in memory already (random weights in benchmarks and tests)."""
+        self = cls.__new__(cls)
+        self.config, self.tokenizer = config, tokenizer
+        self._start(runner)
+        return self
+
+    def _start(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._core, self.capacity = build.core(runner, self.config)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._dead: BaseException | None = None
+        self._idle_waiters: list[threading.Event] = []
+        self._thread = threading.Thread(target=self._serve, name="kedge-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def translation_refusal(self) -> str | None:
+        """Why this model cannot be translated, or None where it can."""
+        return self._runner.refusal
+
+    # any thread -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> LocalStream:
+        tokens = self._validated(request)
+        room = min(self._runner.max_positions, self.capacity) - len(tokens)
+        sequence = RequestSequence(
+            key=request.request_id,
+            tenant=request.tenant,
+            tokens=tokens,
+            request=request,
+            stream=LocalStream(request.request_id),
+            sampler=Sampler(request.sampling),
+            text=TextStream(self.tokenizer, request.sampling.stop),
+            max_tokens=min(request.sampling.max_tokens, room),
+        )
+        self._post(partial(self._core.submit, sequence))
+        return sequence.stream
+
+    def _validated(self, request: GenerateRequest) -> list[int]:
+        tokens = list(request.tokens)
+        if not tokens:
+            raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
+        if (longest := min(self._runner.max_positions, self.capacity)) <= len(tokens):
+            raise PromptTooLong("prompt_tokens", len(tokens), f"the model and the cache hold less than {longest}")
+        if min(tokens) < 0 or max(tokens) >= self._runner.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self._runner.vocab_size)
+            raise InvalidToken("token", bad, f"outside the vocabulary of {self._runner.vocab_size}")
+        return tokens
+
+    def cancel(self, request_id: RequestId) -> bool:
+        return self._ask(lambda: self._core.cancel(request_id))
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forgets what the run shared between its agents."""
+        self._post(partial(self._core.end_run, tenant, run))
+
+    def wait_idle(self, timeout: float = 600.0) -> None:
+        """Returns once nothing runs, waits or is left to be learned. Raises `TimeoutError`."""
+        done = threading.Event()
+        self._post(partial(self._idle_waiters.append, done))
+        if not done.wait(timeout):
+            raise TimeoutError(f"the engine is still busy after {timeout} s")
+
+    def inspect(self) -> dict[str, object]:
+        """Figures of the cache and the anchors, taken between two steps."""
+        return self._ask(self._core.stats)
+
+    def clear(self) -> None:
+        """Empties the prefix cache and forgets all anchors and base KV."""
+        self._ask(self._core.clear)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            self._commands.put(lambda: None)
+        self._thread.join()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _post(self, command: Command) -> None:
+        with self._lock:  # so that nothing is put after the thread's last look
+            if self._closed.is_set():
+                raise EngineClosed("engine", self._dead, "it was closed, or its thread has died")
+            self._commands.put(command)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._post(lambda: answer.put(question()))
+        return answer.get()
+
+    # the engine's thread --------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed.is_set():
+                self._next_step()
+        except BaseException as error:  # the thread's last word: nobody may wait for it for ever
+            self._dead = error
+            raise
+        finally:
+            with self._lock:
+                self._closed.set()
+                self._drain()
+                self._core.shut(self._dead)
+
+    def _next_step(self) -> None:
+        if not self._core.scheduler.idle:
+            self._drain()
+            self._core.step()
+        elif self._core.can_learn:
+            if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
+                self._core.learn()
+        else:
+            while self._idle_waiters:
+                self._idle_waiters.pop().set()
+            self._drain(wait=None)
+
+    def _drain(self, wait: float | None = 0.0) -> bool:
+        """Runs the commands that are there, waiting up to `wait` seconds (None: for ever) for a first one."""
+        try:
+            command = self._commands.get(timeout=wait) if wait != 0.0 else self._commands.get_nowait()
+        except queue.Empty:
+            return False
+        command()
+        while not self._commands.empty():
+            self._commands.get()()
+        return True

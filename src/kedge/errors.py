@@ -1,0 +1,114 @@
+"""The error tree.
+
+KedgeError
+├── ConfigError              a setting has a bad value
+├── ModelError               a model cannot be used
+│   ├── ModelNotFound        no such folder, or no config in it
+│   ├── CorruptWeights       weights cannot be read, or do not fit the config
+│   └── UnsupportedModel     not a RoPE decoder that Kedge can run
+├── WorkflowError            a workflow is wrong
+│   ├── UnknownPlaceholder   a template names something that nobody fills
+│   ├── CycleError           agents wait for each other and no edge is marked as a loop
+│   └── SpecError            a workflow file cannot be read
+├── RequestError             a request is wrong; the engine goes on
+│   ├── PromptTooLong        longer than the model or the cache allows
+│   ├── EmptyPrompt          nothing to generate from
+│   ├── InvalidToken         a token id outside the vocabulary
+│   └── MissingInput         a run lacks the value of an input, or it is empty
+├── TranslationRefused       this model's attention cannot be translated
+├── ToolError                a tool raised or ran out of time
+├── OutOfBlocks              the device tier has no room (internal: a request waits for it)
+├── PlanError                a plan and what was executed disagree (a bug)
+└── EngineClosed             the engine was closed, or its thread has died
+
+Every message names the key and the bad value.
+"""
+
+from __future__ import annotations
+
+
+class KedgeError(Exception):
+    """Base of all errors that Kedge raises on purpose.
+
+    `key` names the setting, segment, agent or field; `value` is what was wrong with it.
+    """
+
+    def __init__(self, key: str, value: object, why: str) -> None:
+        super().__init__(f"{key}={value!r}: {why}")
+        self.key, self.value, self.why = key, value, why
+
+
+class ConfigError(KedgeError):
+    """A setting has a bad value."""
+
+
+class ModelError(KedgeError):
+    """A model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, or no config in it."""
+
+
+class CorruptWeights(ModelError):
+    """Weights cannot be read, or do not fit the config."""
+
+
+class UnsupportedModel(ModelError):
+    """Not a RoPE decoder that Kedge can run."""
+
+
+class WorkflowError(KedgeError):
+    """A workflow is wrong."""
+
+
+class UnknownPlaceholder(WorkflowError):
+    """A template names something that nobody fills."""
+
+
+class CycleError(WorkflowError):
+    """Agents wait for each other and no edge is marked as a loop."""
+
+
+class SpecError(WorkflowError):
+    """A workflow file cannot be read."""
+
+
+class RequestError(KedgeError):
+    """A request is wrong; the engine goes on."""
+
+
+class PromptTooLong(RequestError):
+    """Longer than the model or the cache allows."""
+
+
+class EmptyPrompt(RequestError):
+    """Nothing to generate from."""
+
+
+class InvalidToken(RequestError):
+    """A token id outside the vocabulary."""
+
+
+class MissingInput(RequestError):
+    """A run lacks the value of an input, or it is empty."""
+
+
+class TranslationRefused(KedgeError):
+    """This model's attention cannot be translated."""
+
+
+class ToolError(KedgeError):
+    """A tool raised or ran out of time."""
+
+
+class OutOfBlocks(KedgeError):
+    """The device tier has no room (internal: a request waits for it)."""
+
+
+class PlanError(KedgeError):
+    """A plan and what was executed disagree (a bug)."""
+
+
+class EngineClosed(KedgeError):
+    """The engine was closed, or its thread has died."""

@@ -1,0 +1,63 @@
+"""KV of a run of tokens, apart from any position: keys are unrotated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kedge.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class KVSegment:
+    """Keys (unrotated) and values of neighbouring tokens, each [layers, tokens, kv_heads, head_dim], of one dtype.
+
+    Raises `PlanError` where the two differ in shape or dtype.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        if self.keys.shape != self.values.shape or self.keys.dtype != self.values.dtype or self.keys.ndim != 4:
+            raise PlanError("kv", (tuple(self.keys.shape), tuple(self.values.shape)), "keys and values do not match")
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def layers(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def slice(self, start: int, stop: int | None = None) -> KVSegment:
+        """Tokens [start, stop) as a view; `stop=None` is the end."""
+        return KVSegment(self.keys[:, start:stop], self.values[:, start:stop])
+
+    def owned(self) -> KVSegment:
+        """The same KV in memory of its own: a view is copied, so that it does not keep a larger tensor alive."""
+        return KVSegment(_owned(self.keys), _owned(self.values))
+
+    @classmethod
+    def cat(cls, parts: Sequence[KVSegment]) -> KVSegment:
+        """The parts one after the other (at least one)."""
+        return cls(torch.cat([p.keys for p in parts], dim=1), torch.cat([p.values for p in parts], dim=1))
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

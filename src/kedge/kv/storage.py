@@ -1,0 +1,71 @@
+"""The device tier's memory: one pool of KV slots per layer, in blocks, with keys rotated as attention reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
+from kedge.kv.spec import KVSpec
+
+Runs = tuple[slice, ...]
+"""Slots in the order of positions, as slices of neighbours: most requests have one or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """Where the tokens of one request lie: position -> slot."""
+
+    slots: Tensor
+    """int64 [capacity], on the CPU"""
+
+    @classmethod
+    def of(cls, blocks: Sequence[int], block_size: int) -> SlotTable:
+        starts = torch.tensor(blocks, dtype=torch.int64) * block_size
+        return cls((starts[:, None] + torch.arange(block_size)).flatten())
+
+    def runs(self, start: int, stop: int) -> Runs:
+        """The slots of positions [start, stop) as slices of neighbours."""
+        slots = self.slots[start:stop]
+        if not len(slots):
+            return ()
+        edges = [0, *(i + 1 for i in (slots.diff() != 1).nonzero().flatten().tolist()), len(slots)]
+        first = slots[torch.tensor(edges[:-1])].tolist()
+        return tuple(slice(slot, slot + b - a) for slot, (a, b) in zip(first, pairwise(edges), strict=True))
+
+
+class PagedStorage:
+    """Keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one request."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotary) -> None:
+        shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
+        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.values = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.spec, self.block_size, self.rotary = spec, block_size, rotary
+
+    def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes one layer's rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)
+
+    def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
+        """A copy of positions [start, stop) of a request, keys unrotated."""
+        runs = table.runs(start, stop)
+        keys = torch.cat([self.keys[:, run] for run in runs], dim=1)
+        values = torch.cat([self.values[:, run] for run in runs], dim=1)
+        return KVSegment(self.rotary.unrotate(keys, slice(start, stop)), values)
+
+    def write(self, table: SlotTable, start: int, kv: KVSegment) -> None:
+        """Writes a segment with unrotated keys to the positions from `start` on, rotating it to them."""
+        done = 0
+        for run in table.runs(start, start + kv.tokens):
+            size = run.stop - run.start
+            at = slice(start + done, start + done + size)
+            self.rotary.rotate(kv.keys[:, done : done + size], at, out=self.keys[:, run])
+            self.values[:, run] = kv.values[:, done : done + size]
+            done += size

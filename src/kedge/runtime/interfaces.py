@@ -1,0 +1,139 @@
+"""What the runtime needs of the rooms that hold tensors. It passes their data through and never looks inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kedge.errors import PlanError
+from kedge.types import RunId, SampleId, TenantId, Tokens, WorkflowId
+
+KV = Any
+"""kedge.kv.segment.KVSegment: keys (unrotated) and values, each [layers, tokens, kv_heads, head_dim]"""
+
+ReadKV = Callable[[int, int], KV]
+"""The real KV of prompt positions [start, stop), keys unrotated."""
+
+
+class PoolKey(NamedTuple):
+    """The name of an anchor pool: the placeholder it is for, in one tenant's workflow."""
+
+    tenant: TenantId
+    workflow: WorkflowId
+    placeholder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One occurrence of a placeholder in an agent's template."""
+
+    agent_key: str
+    """The agent and its template's wording"""
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """A placeholder's value with its base KV. Raises `PlanError` where base KV and tokens differ in number."""
+
+    pool: PoolKey
+    tokens: Tokens
+    base: KV
+    key: Hashable
+    """Names this base KV: equal keys in a pool mean equal base KV"""
+
+    def __post_init__(self) -> None:
+        if self.base.tokens != len(self.tokens):
+            raise PlanError("tokens", len(self.tokens), f"base KV has {self.base.tokens}")
+
+
+class Estimate(Protocol):
+    """Whether a value is shareable in a slot and, if so, the blends of its offsets and the tables they read."""
+
+    @property
+    def shareable(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def learnable(self) -> bool: ...
+    @property
+    def phi(self) -> Any: ...
+    @property
+    def prefix(self) -> Any: ...
+    @property
+    def phi_table(self) -> Any: ...
+    @property
+    def prefix_table(self) -> Any: ...
+    def weak_positions(self) -> list[int]:
+        """Tokens of the value that should be computed all the same."""
+
+
+class Anchors(Protocol):
+    """The anchor pools (`kedge.anchors.store.AnchorStore`)."""
+
+    def estimate(self, slot: Slot, sample: SampleView) -> Estimate: ...
+    def use(self, estimate: Any) -> None: ...
+    def observe(
+        self, slot: Slot, sample: SampleView, real_phi: KV, base_prefix: KV | None = None, real_prefix: KV | None = None
+    ) -> None: ...
+    def clear(self) -> None: ...
+    def stats(self) -> Any: ...
+
+
+class BaseEntry(Protocol):
+    """Base KV of a value, under a name of its own."""
+
+    @property
+    def kv(self) -> KV: ...
+    @property
+    def key(self) -> Hashable: ...
+
+
+class Bases(Protocol):
+    """Base KV that running workflows share (`kedge.anchors.base_store.BaseStore`)."""
+
+    def find(
+        self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, lead_in: Tokens
+    ) -> BaseEntry | None: ...
+    def prefixes(self, tenant: TenantId, template: str) -> Mapping[int, KV] | None: ...
+    def put_sample(
+        self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool
+    ) -> None: ...
+    def put_content(self, tenant: TenantId, tokens: Tokens, lead_in: Tokens, kv: KV) -> None: ...
+    def put_prefix(self, tenant: TenantId, template: str, index: int, kv: KV) -> None: ...
+    def end_run(self, tenant: TenantId, run: RunId) -> None: ...
+    def clear(self) -> None: ...
+    def stats(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a base prefill that is kept, and where it goes."""
+
+    start: int
+    stop: int
+    keep: Callable[[KV], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseNeed:
+    """A base prefill that is worth doing off the critical path: its tokens and what to keep of its KV."""
+
+    tenant: TenantId
+    tokens: Tokens
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePolicy:
+    """How the planner decides.
+
+    `recompute_head` first tokens of every translated segment are computed again: they carry the largest error.
+    `recompute_tail` computes the whole last segment instead of only the last token.
+    A prompt of which less than `min_translated` (of what is not exact) could be translated is prefilled densely.
+    """
+
+    recompute_head: int = 4
+    recompute_tail: bool = False
+    min_translated: float = 0.5

@@ -1,0 +1,55 @@
+"""Where the segments of a prompt lie, and the name under which an agent's template is known."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from kedge.types import GenerateRequest, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A segment at prompt positions [start, stop). `index` counts the segments of the prompt from 0."""
+
+    segment: Segment
+    index: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.segment.tokens)
+
+    def __len__(self) -> int:
+        return len(self.segment.tokens)
+
+
+def layout(request: GenerateRequest) -> tuple[Placed, ...]:
+    """The request's segments with their positions."""
+    placed, start = [], 0
+    for index, segment in enumerate(request.segments):
+        placed.append(Placed(segment, index, start))
+        start += len(segment.tokens)
+    return tuple(placed)
+
+
+def template_key(request: GenerateRequest) -> str:
+    """Workflow, agent and a digest of the template: what was observed under another wording is never used."""
+    digest = hashlib.blake2b(digest_size=8)
+    for segment in request.segments:
+        digest.update(segment.name.encode())
+        if not segment.is_placeholder:
+            digest.update(array("q", segment.tokens).tobytes())
+    return f"{request.workflow}/{request.agent}/{digest.hexdigest()}"
+
+
+def template_tokens(request: GenerateRequest) -> tuple[int, ...]:
+    """The template itself as a prompt: every placeholder is replaced by its name as text."""
+    parts = (s.stand_in if s.is_placeholder else s.tokens for s in request.segments)
+    return tuple(token for part in parts for token in part)
+
+
+def later_prefixes(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
+    """The prefix segments after the first segment: those that need base KV to be translated."""
+    return tuple(p for p in placed if not p.segment.is_placeholder and p.index > 0 and len(p))

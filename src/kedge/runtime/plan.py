@@ -1,0 +1,65 @@
+"""A reuse plan: for every prompt token where its KV will come from, and what is still to be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from kedge.errors import PlanError
+from kedge.types import Miss, Source, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Tokens to be written by translation, from a position on: base KV plus a blend of observed offsets."""
+
+    start: int
+    base: Any
+    """KVSegment, keys unrotated"""
+    blend: Any
+    """Blend over the rows of `table`, one per token of `base`"""
+    table: Any
+    """OffsetTable of the agent's slot"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """Spans tile the prompt in order. Translations are written first, then computed positions run through the model.
+
+    Raises `PlanError` where the spans leave a gap or overlap.
+    """
+
+    spans: tuple[Span, ...]
+    translations: tuple[Translation, ...] = ()
+    misses: tuple[Miss, ...] = ()
+    estimates: tuple[Any, ...] = field(default=(), repr=False)
+    """The estimates that were used, for counting anchor hits."""
+
+    def __post_init__(self) -> None:
+        starts, stops = [span.start for span in self.spans], [span.stop for span in self.spans]
+        if starts != [0, *stops[:-1]] or any(len(span) <= 0 for span in self.spans):
+            raise PlanError("spans", self.spans, "they do not tile the prompt")
+
+    @property
+    def translates(self) -> bool:
+        return bool(self.translations)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Prompt tokens before the first translated one: their KV is what dense prefill would give."""
+        first = next((span.start for span in self.spans if span.source is Source.TRANSLATED), None)
+        return self.spans[-1].stop if first is None else first
+
+    @property
+    def computed(self) -> list[int]:
+        """Positions to run through the model, ascending."""
+        return [p for span in self.spans if span.source is Source.COMPUTED for p in range(span.start, span.stop)]
+
+
+def spans_of(sources: Iterable[Source]) -> tuple[Span, ...]:
+    """Joins one source per position into spans."""
+    listed = list(sources)
+    edges = [0, *(i for i, (a, b) in enumerate(pairwise(listed), 1) if a is not b), len(listed)]
+    return tuple(Span(a, b, listed[a]) for a, b in pairwise(edges) if b > a)

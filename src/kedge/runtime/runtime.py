@@ -1,0 +1,105 @@
+"""The life of reuse around one request: plan, what base KV it needs, what it leaves behind, what is learned from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+
+from kedge.runtime.interfaces import KV, Anchors, BaseNeed, Bases, Cut, ReadKV, ReusePolicy, Slot
+from kedge.runtime.layout import Placed, later_prefixes, layout, template_key, template_tokens
+from kedge.runtime.plan import ReusePlan
+from kedge.runtime.planner import Planner
+from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens
+
+
+class Runtime:
+    """One per engine, called by its owner thread only."""
+
+    def __init__(self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None) -> None:
+        self._anchors, self._bases, self._refusal = anchors, bases, refusal
+        self._planner = Planner(anchors, bases, policy, refusal)
+        self._short = policy.recompute_head
+
+    def plan(self, request: GenerateRequest, exact: int) -> ReusePlan:
+        """The plan for a request of which `exact` leading tokens are on the device; counts the anchors it uses."""
+        plan = self._planner.plan(request, exact)
+        for estimate in plan.estimates:
+            self._anchors.use(estimate)
+        return plan
+
+    def needs(self, request: GenerateRequest) -> list[BaseNeed]:
+        """Base prefills that this request's agents would profit from and that nobody has done yet."""
+        if not self._learns(request):
+            return []
+        placed = layout(request)
+        missing = (self._placeholder_need(request, p) for p in placed if self._lacks_base(request, p))
+        return [*self._template_need(request, placed), *missing]
+
+    def _learns(self, request: GenerateRequest) -> bool:
+        return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
+
+    def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
+        wanted = placed.segment.is_placeholder and len(placed) > self._short
+        return wanted and self._planner.sample(request, placed) is None
+
+    def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
+        segment = placed.segment
+        lead = len(segment.lead_in)
+        keep = partial(self._bases.put_content, request.tenant, segment.tokens, segment.lead_in)
+        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (Cut(lead, lead + len(placed), keep),))
+
+    def _template_need(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[BaseNeed]:
+        key, later = template_key(request), later_prefixes(placed)
+        if not later or self._bases.prefixes(request.tenant, key) is not None:
+            return []
+        cuts, start = [], 0
+        for p in placed:
+            size = len(p.segment.stand_in) if p.segment.is_placeholder else len(p)
+            if p in later:
+                keep = partial(self._bases.put_prefix, request.tenant, key, p.index)
+                cuts.append(Cut(start, start + size, keep))
+            start += size
+        return [BaseNeed(request.tenant, template_tokens(request), tuple(cuts))]
+
+    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool) -> None:
+        """A response's own KV becomes the base KV of the placeholder that it fills."""
+        if self._learns(request) and request.produces is not None:
+            self._bases.put_sample(request.tenant, request.run, request.produces, tokens, kv, exact_lineage=exact)
+
+    def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
+        """Offsets can be measured where the whole prompt was computed as if nothing could be translated."""
+        return self._learns(request) and not plan.translates and any(s.is_placeholder for s in request.segments)
+
+    def observe(self, request: GenerateRequest, read: ReadKV) -> Iterator[Placed]:
+        """Measures the offsets of a densely prefilled prompt and feeds the anchor pools.
+
+        One placeholder a step, so that decodes beside it are not held up for long; yields what was measured.
+        """
+        key, placed = template_key(request), layout(request)
+        prefixes = self._bases.prefixes(request.tenant, key)
+        if prefixes is None and later_prefixes(placed):
+            return
+        for here, after in zip(placed, [*placed[1:], None], strict=True):
+            if not here.segment.is_placeholder or len(here) <= self._short:
+                continue
+            sample = self._planner.sample(request, here)
+            if sample is not None:
+                base_prefix = prefixes.get(after.index) if prefixes and after else None
+                real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
+                real = read(here.start, here.stop)
+                self._anchors.observe(Slot(key, here.index), sample, real, base_prefix, real_prefix)
+                yield here
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forgets what a run shared between its agents."""
+        self._bases.end_run(tenant, run)
+
+    def stats(self) -> dict[str, object]:
+        """Figures of the anchors and of the base KV."""
+        return {"anchors": asdict(self._anchors.stats()), "base_kv": asdict(self._bases.stats())}
+
+    def clear(self) -> None:
+        """Forgets all anchors and all base KV."""
+        self._anchors.clear()
+        self._bases.clear()

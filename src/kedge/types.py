@@ -1,0 +1,182 @@
+"""The vocabulary: ids, segments, requests, receipts. Everything above imports this; it imports nothing of Kedge."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+AgentId = NewType("AgentId", str)
+WorkflowId = NewType("WorkflowId", str)
+RunId = NewType("RunId", str)
+RequestId = NewType("RequestId", str)
+TenantId = NewType("TenantId", str)
+SampleId = NewType("SampleId", str)
+"""Identity of one placeholder value inside a run, e.g. `agent_solver@0`: producer and turn."""
+
+Tokens = tuple[int, ...]
+
+_counter = itertools.count()
+
+
+def new_request_id() -> RequestId:
+    """A request id that is unique in this process."""
+    return RequestId(f"req-{next(_counter)}")
+
+
+class ReuseMode(StrEnum):
+    """How far a request may lean on KV that others computed."""
+
+    OFF = "off"
+    EXACT = "exact"
+    TRANSLATE = "translate"
+
+
+class Source(StrEnum):
+    """Where the KV of a prompt token came from."""
+
+    DEVICE = "device"
+    HOST = "host"
+    TRANSLATED = "translated"
+    COMPUTED = "computed"
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of token ids of one prompt with its source, tokenized by itself.
+
+    A prefix segment has `sample=None` and is named `p0`, `p1`, …; a placeholder segment is named by its placeholder.
+    """
+
+    tokens: Tokens
+    name: str
+    sample: SampleId | None = None
+    lead_in: Tokens = ()
+    """Context in which a placeholder's base KV is prefilled when no producer left one (BOS, user header, lead-in)."""
+    stand_in: Tokens = ()
+    """The placeholder's name as text, which takes its place when the template itself is prefilled."""
+
+    @property
+    def is_placeholder(self) -> bool:
+        return self.sample is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature=0` is greedy."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One agent's call: its prompt in segments, how to sample and whose it is."""
+
+    segments: tuple[Segment, ...]
+    sampling: SamplingParams = SamplingParams()
+    reuse: ReuseMode = ReuseMode.EXACT
+    request_id: RequestId = field(default_factory=new_request_id)
+    tenant: TenantId = TenantId("default")
+    workflow: WorkflowId = WorkflowId("")
+    run: RunId = RunId("")
+    agent: AgentId = AgentId("")
+    produces: SampleId | None = None
+    """The sample that this response will be, where other agents are going to read it."""
+
+    @property
+    def tokens(self) -> Tokens:
+        return tuple(itertools.chain.from_iterable(segment.tokens for segment in self.segments))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Prompt positions `[start, stop)` with one source."""
+
+    start: int
+    stop: int
+    source: Source
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a segment did not come from somewhere better."""
+
+    segment: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Per request: which prompt tokens came from where, and why not from somewhere better."""
+
+    request_id: RequestId
+    mode: ReuseMode
+    spans: tuple[Span, ...]
+    misses: tuple[Miss, ...] = ()
+    parts_ms: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds from arrival to first token by part: queue, match, assemble, compute (or last_token), other."""
+
+    def tokens(self, *sources: Source) -> int:
+        """Prompt tokens that came from any of `sources`."""
+        return sum(len(span) for span in self.spans if span.source in sources)
+
+    @property
+    def exact(self) -> int:
+        return self.tokens(Source.DEVICE, Source.HOST)
+
+    @property
+    def translated(self) -> int:
+        return self.tokens(Source.TRANSLATED)
+
+    @property
+    def computed(self) -> int:
+        return self.tokens(Source.COMPUTED)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(span) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished (or cancelled) response."""
+
+    request_id: RequestId
+    text: str
+    tokens: Tokens
+    finish_reason: FinishReason
+    receipt: Receipt
+    ttft_ms: float
+    """Milliseconds from the arrival of the request to its first token, everything included."""
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """One streamed step: the text that became certain, its token ids, and the completion with the last one."""
+
+    text: str
+    tokens: Tokens
+    completion: Completion | None = None

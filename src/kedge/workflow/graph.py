@@ -1,0 +1,217 @@
+"""Workflows: agents, who waits for whom, and in which order they run."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from kedge.errors import CycleError, UnknownPlaceholder, WorkflowError
+from kedge.types import AgentId, ReuseMode, SamplingParams
+from kedge.workflow.template import Kind, Placeholder, placeholders
+
+Tool = Callable[[str, Mapping[str, str]], str]
+"""A tool: an agent's answer and the run's inputs to the text of the result (the agent's `condition`)."""
+
+_ID = re.compile(r"[\w-]+")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One role in a workflow. `system` and `user` are templates, see `kedge.workflow.template`.
+
+    Raises `WorkflowError` naming the agent and the field for a value that can never work.
+    """
+
+    id: str
+    system: str
+    user: str
+    tool: Tool | None = field(default=None, hash=False)
+    title: str = ""
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    reuse: ReuseMode | None = None
+    """How far this agent may lean on shared KV; None: as the run says."""
+    tool_seconds: float = 10.0
+    """Longest time that the tool may take."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not _ID.fullmatch(self.id):
+            raise WorkflowError("agent", self.id, "an id has only letters, digits, '_' and '-'")
+        self._require("max_tokens", self.max_tokens >= 1, "must be at least 1")
+        self._require("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or above")
+        self._require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]")
+        self._require("tool_seconds", self.tool_seconds > 0, "must be above 0")
+        self._require("stop", all(self.stop), "a stop string must not be empty")
+
+    def _require(self, key: str, good: bool, why: str) -> None:
+        if not good:
+            raise WorkflowError(f"agent {self.id}: {key}", getattr(self, key), why)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, self.stop)
+
+    @cached_property
+    def placeholders(self) -> tuple[Placeholder, ...]:
+        """Everything that this agent reads."""
+        return placeholders(self.system, self.user)
+
+
+class Step(NamedTuple):
+    """One call of an agent in a run; turns count from 0."""
+
+    agent: AgentId
+    turn: int
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """Agents and the dependencies between them, as their templates state them.
+
+    An agent that reads `{agent_X_current}` or `{condition_X_current}` waits for X in this turn. A pair `(X, Y)` in
+    `loops` makes this a back edge: Y reads what X said in the turn before, and nothing in the first one. History never
+    is an edge; in the first turns it is empty.
+
+    Raises `UnknownPlaceholder`, `CycleError` or another `WorkflowError`, all of them at construction.
+    """
+
+    name: str
+    agents: tuple[Agent, ...]
+    inputs: tuple[str, ...] = ("user_question",)
+    turns: int = 1
+    loops: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("agents", "inputs", "loops"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        self._check_shape()
+        for agent in self.agents:
+            for placeholder in agent.placeholders:
+                self._check(agent, placeholder)
+        self._check_loops()
+        order(self.ids, self.waits_for)
+
+    def _check_shape(self) -> None:
+        if not self.agents:
+            raise WorkflowError("agents", (), "a workflow needs at least one agent")
+        for key, names in (("agents", self.ids), ("inputs", self.inputs)):
+            if doubles := sorted({name for name in names if names.count(name) > 1}):
+                raise WorkflowError(key, doubles[0], "stands there twice")
+        if self.turns < 1:
+            raise WorkflowError("turns", self.turns, "must be at least 1")
+        for name in self.inputs:
+            if Placeholder.parse(name).kind is not Kind.INPUT:
+                raise WorkflowError("inputs", name, "this name is kept for what agents say")
+        for agent in self.agents:
+            if not agent.user.strip():
+                raise WorkflowError(f"agent {agent.id}: user", agent.user, "the user message is empty")
+
+    def _check(self, agent: Agent, placeholder: Placeholder) -> None:
+        key, name = f"agent {agent.id}", placeholder.name
+        if placeholder.kind is Kind.INPUT:
+            if name not in self.inputs:
+                raise UnknownPlaceholder(key, name, f"no input has this name (inputs: {', '.join(self.inputs)})")
+        elif placeholder.of not in self.ids:
+            raise UnknownPlaceholder(key, name, f"there is no agent {placeholder.of!r}")
+        elif placeholder.kind is Kind.CONDITION and self.agent(placeholder.of).tool is None:
+            raise UnknownPlaceholder(key, name, f"agent {placeholder.of!r} has no tool")
+
+    def _check_loops(self) -> None:
+        for speaker, listener in self.loops:
+            reads = self.agent(listener).placeholders if listener in self.ids else ()
+            if speaker not in (placeholder.of for placeholder in reads if _is_current(placeholder)):
+                raise WorkflowError("loops", (speaker, listener), "the second does not read the first's current answer")
+
+    @cached_property
+    def ids(self) -> tuple[AgentId, ...]:
+        return tuple(AgentId(agent.id) for agent in self.agents)
+
+    def agent(self, agent_id: str) -> Agent:
+        """The agent with this id. Raises `WorkflowError` where there is none."""
+        if agent_id not in self.ids:
+            raise WorkflowError("agent", agent_id, f"not one of {', '.join(self.ids)}")
+        return self.agents[self.ids.index(AgentId(agent_id))]
+
+    @cached_property
+    def waits_for(self) -> Mapping[AgentId, frozenset[AgentId]]:
+        """Agent -> the agents that it waits for within one turn."""
+        return {
+            AgentId(agent.id): frozenset(
+                AgentId(read.of)
+                for read in agent.placeholders
+                if _is_current(read) and (read.of, agent.id) not in self.loops
+            )
+            for agent in self.agents
+        }
+
+    @cached_property
+    def order(self) -> tuple[AgentId, ...]:
+        """The agents as they run in one turn: topological, otherwise as declared."""
+        return order(self.ids, self.waits_for)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """All calls of a run, turn by turn. The last one gives the final answer."""
+        return tuple(Step(agent, turn) for turn in range(self.turns) for agent in self.order)
+
+    def source(self, step: Step, placeholder: Placeholder) -> Step | None:
+        """The step whose answer or tool result fills `placeholder`; None where that is before the first turn.
+
+        Not for inputs, which no step makes.
+        """
+        back = placeholder.turns_back
+        if _is_current(placeholder) and (placeholder.of, step.agent) in self.loops:
+            back = 1
+        return Step(AgentId(placeholder.of), step.turn - back) if step.turn >= back else None
+
+    def needs(self, step: Step) -> frozenset[Step]:
+        """The steps that must be done before this one: those it reads from, and its own agent's last turn."""
+        reads = (read for read in self.agent(step.agent).placeholders if read.kind is not Kind.INPUT)
+        sources = {source for read in reads if (source := self.source(step, read))}
+        return frozenset(sources | ({Step(step.agent, step.turn - 1)} if step.turn else set()))
+
+
+def _is_current(placeholder: Placeholder) -> bool:
+    return placeholder.kind is not Kind.INPUT and placeholder.turns_back == 0
+
+
+def order(ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]]) -> tuple[AgentId, ...]:
+    """Topological order; of those that could run, the one declared first goes first. Raises `CycleError`."""
+    left = {agent: len(waits_for[agent]) for agent in ids}
+    ready = [index for index, agent in enumerate(ids) if not left[agent]]
+    done: list[AgentId] = []
+    while ready:
+        done.append(ids[heapq.heappop(ready)])
+        for index in _released(done[-1], ids, waits_for, left):
+            heapq.heappush(ready, index)
+    if len(done) < len(ids):
+        cycle = _cycle({agent: waits_for[agent] - set(done) for agent in ids if agent not in done})
+        raise CycleError("agents", " -> ".join(cycle), "each waits for the next; mark the back edge in `loops`")
+    return tuple(done)
+
+
+def _released(
+    done: AgentId, ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]], left: dict[AgentId, int]
+) -> Iterator[int]:
+    for index, agent in enumerate(ids):
+        if done in waits_for[agent]:
+            left[agent] -= 1
+            if not left[agent]:
+                yield index
+
+
+def _cycle(waits_for: Mapping[AgentId, frozenset[AgentId]]) -> list[AgentId]:
+    """One cycle of a graph in which every agent waits for another one, first agent again at the end."""
+    path = [next(iter(waits_for))]
+    while path[-1] not in path[:-1]:
+        path.append(min(waits_for[path[-1]]))
+    return path[path.index(path[-1]) :]

@@ -1,0 +1,226 @@
+"""Workflows in YAML and JSON files.
+
+    name: math team
+    topology: fully_connected          # writes every `user` text; without it each agent has its own
+    agents:
+      - {id: solver, title: Math Solver, system: You are a math solver.}
+      - {id: programmer, system: Write solve()., tool: python, tool_append: "print(solve())"}
+      - {id: final, system: You decide.}
+
+A tool is named, never imported by a file: from `TOOLS` or from what the caller passes.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kedge.errors import SpecError, WorkflowError
+from kedge.types import ReuseMode
+from kedge.workflow.graph import Agent, Tool, Workflow
+from kedge.workflow.topologies import TOPOLOGIES, Wording, connect
+
+TOOLS: dict[str, str] = {"python": "kedge.workloads.sandbox:answer_as_python"}
+"""Tools that every file may name -> where they are, imported when first named."""
+
+
+@dataclass(frozen=True)
+class Appended:
+    """A tool that gets some text after the answer, such as the call of a function that the answer defines."""
+
+    tool: Tool
+    text: str
+
+    def __call__(self, answer: str, inputs: Mapping[str, str]) -> str:
+        return self.tool(f"{answer}\n{self.text}", inputs)
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    def given(self, *leave_out: str) -> dict[str, Any]:
+        """The fields that the file sets; the others have the defaults of what is built from them."""
+        return {key: getattr(self, key) for key in self.model_fields_set if key not in leave_out}
+
+
+class AgentSpec(_Spec):
+    """An agent; every key means what it means in `Agent`, and those left out have its defaults."""
+
+    id: str
+    system: str = ""
+    user: str | None = None
+    title: str = ""
+    tool: str | None = None
+    tool_append: str | None = None
+    tool_seconds: float = 0.0
+    max_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = []
+    reuse: Literal["off", "exact", "translate"] | None = None
+
+    @field_validator("reuse", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
+
+
+class TopologySpec(_Spec):
+    """A topology and its options."""
+
+    kind: str
+    width: int = 0
+    turns: int = 0
+    seed: int = 0
+    share: float = 0.0
+
+
+class WordingSpec(_Spec):
+    """See `Wording`."""
+
+    header: str = ""
+    intro: str = ""
+    speaker: str = ""
+    tool: str = ""
+    footer: str = ""
+
+
+class WorkflowSpec(_Spec):
+    """A workflow file."""
+
+    name: str
+    agents: list[AgentSpec]
+    inputs: list[str] = ["user_question"]
+    turns: int = 1
+    loops: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = []
+    topology: TopologySpec | None = None
+    wording: WordingSpec = WordingSpec()
+
+    @field_validator("topology", mode="before")
+    @classmethod
+    def _short(cls, value: object) -> object:
+        """A topology without options may be written as its name alone."""
+        return {"kind": value} if isinstance(value, str) else value
+
+
+def load_workflow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> Workflow:
+    """The workflow of a `.yaml`, `.yml` or `.json` file; `tools` adds to those that it may name.
+
+    Raises `SpecError` naming file, key and value for a file that is no workflow, and `UnknownPlaceholder`,
+    `CycleError` or another `WorkflowError` for a workflow that is wrong.
+    """
+    path = Path(path)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise SpecError("path", str(path), f"a workflow file ends in {', '.join(_READERS)}")
+    try:
+        data = reader(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise SpecError("path", str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start : error.end]
+        raise SpecError(f"{path}: byte {error.start}", bad, "is not UTF-8") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SpecError("path", str(path), f"is not {path.suffix[1:].upper()}: {error}") from error
+    return build_workflow(data, tools, source=str(path))
+
+
+def build_workflow(data: object, tools: Mapping[str, Tool] | None = None, source: str = "workflow") -> Workflow:
+    """The workflow of parsed YAML or JSON; `source` names it in errors, which are those of `load_workflow`."""
+    spec = _validated(data, source)
+    try:
+        agents = tuple(_agent(agent, i, spec, tools or {}, source) for i, agent in enumerate(spec.agents))
+        if spec.topology is None:
+            loops = tuple((speaker, listener) for speaker, listener in spec.loops)
+            return Workflow(spec.name, agents, tuple(spec.inputs), spec.turns, loops)
+        return _connected(spec, spec.topology, agents, source)
+    except WorkflowError as error:
+        error.add_note(f"in {source}")
+        raise
+
+
+def _validated(data: object, source: str) -> WorkflowSpec:
+    if not isinstance(data, dict):
+        raise SpecError(source, _short(data), "a workflow is a mapping with `name` and `agents`")
+    try:
+        return WorkflowSpec.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise SpecError(f"{source}: {key}", _short(first["input"]), first["msg"]) from None
+
+
+def _short(value: object) -> object:
+    """`value`, or the beginning of its text where it is a long or nested one."""
+    return reprlib.repr(value) if isinstance(value, dict | list) else value
+
+
+def _agent(spec: AgentSpec, at: int, flow: WorkflowSpec, tools: Mapping[str, Tool], source: str) -> Agent:
+    key = f"{source}: agents.{at}"
+    if (spec.user is None) != (flow.topology is not None):
+        raise SpecError(f"{key}.user", spec.user, "is needed without `topology`, which writes it otherwise")
+    if spec.tool is None and spec.model_fields_set & {"tool_append", "tool_seconds"}:
+        raise SpecError(f"{key}.tool", None, "is needed for tool_append and tool_seconds")
+    values = spec.given("id", "system", "user", "tool", "tool_append", "reuse")
+    reuse = ReuseMode(spec.reuse) if spec.reuse else None
+    tool = _tool(spec, tools, f"{key}.tool")
+    return Agent(spec.id, spec.system, spec.user or "", tool, reuse=reuse, **values)
+
+
+def _tool(spec: AgentSpec, tools: Mapping[str, Tool], key: str) -> Tool | None:
+    if spec.tool is None:
+        return None
+    if spec.tool not in tools and spec.tool not in TOOLS:
+        raise SpecError(key, spec.tool, f"no tool has this name (known: {', '.join(sorted({*tools, *TOOLS}))})")
+    tool: Tool = tools[spec.tool] if spec.tool in tools else pkgutil.resolve_name(TOOLS[spec.tool])
+    return tool if spec.tool_append is None else Appended(tool, spec.tool_append)
+
+
+def _connected(spec: WorkflowSpec, topology: TopologySpec, agents: tuple[Agent, ...], source: str) -> Workflow:
+    for key in sorted(spec.model_fields_set & {"turns", "loops"}):
+        raise SpecError(f"{source}: {key}", getattr(spec, key), "is the topology's to say")
+    if topology.kind not in TOPOLOGIES:
+        raise SpecError(f"{source}: topology", topology.kind, f"not one of {', '.join(TOPOLOGIES)}")
+    options = topology.given("kind")
+    try:
+        who_hears_whom = TOPOLOGIES[topology.kind](agents, **options)
+    except TypeError as error:
+        raise SpecError(f"{source}: topology.{topology.kind}", options, "it has no such option") from error
+    return connect(spec.name, agents, who_hears_whom, Wording(**spec.wording.given()), tuple(spec.inputs))
+
+
+class _Yaml(yaml.SafeLoader):
+    """Safe YAML in which a key may stand only once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        _no_double(keys)
+        return super().construct_mapping(node, deep)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _no_double([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _no_double(keys: list[str]) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"the key {key!r} stands there twice")
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    ".yaml": lambda text: yaml.load(text, _Yaml),  # noqa: S506 (a safe loader)
+    ".yml": lambda text: yaml.load(text, _Yaml),  # noqa: S506
+    ".json": lambda text: json.loads(text, object_pairs_hook=_unique),
+}

@@ -1,0 +1,226 @@
+"""Prompt templates: fixed prefix segments and placeholders (KVCOMM, paper 6.2.3), and their compilation to segments.
+
+A template is text with placeholders in braces; `{{` and `}}` stand for the braces themselves.
+
+| placeholder                 | filled with                                          |
+|-----------------------------|------------------------------------------------------|
+| `{user_question}`           | an input of the workflow (any declared name)         |
+| `{agent_X_current}`         | the answer of agent X in this turn                   |
+| `{agent_X_history_t}`       | the answer of agent X, t turns back (t >= 1)         |
+| `{condition_X_current}`     | what agent X's tool made of its answer in this turn  |
+| `{condition_X_history_t}`   | the same, t turns back                               |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from kedge.errors import UnknownPlaceholder, WorkflowError
+from kedge.types import AgentId, SampleId, Segment, Tokens
+
+_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_NAME = re.compile(r"[\w-]+")
+_OF_AGENT = re.compile(r"(agent|condition)_(.+)_(?:current|history_(\d+))")
+
+
+class Kind(StrEnum):
+    """What a placeholder is filled with."""
+
+    INPUT = "input"
+    AGENT = "agent"
+    CONDITION = "condition"
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A typed placeholder. `of` is the name of an input or the id of an agent."""
+
+    kind: Kind
+    of: str
+    turns_back: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name in the template, without braces."""
+        if self.kind is Kind.INPUT:
+            return self.of
+        return f"{self.kind}_{self.of}_{f'history_{self.turns_back}' if self.turns_back else 'current'}"
+
+    @classmethod
+    def parse(cls, name: str) -> Placeholder:
+        """The placeholder with this name. Raises `WorkflowError` where it can be none."""
+        if not _NAME.fullmatch(name):
+            raise WorkflowError(
+                "placeholder", name, "a name has only letters, digits, '_' and '-' (write '{{' for '{')"
+            )
+        found = _OF_AGENT.fullmatch(name)
+        if not found:
+            return cls(Kind.INPUT, name)
+        kind, of, turns = found.groups()
+        if turns is not None and (turns.startswith("0") or not turns.isascii()):
+            raise WorkflowError("placeholder", name, "history counts turns back as 1, 2, 3, …")
+        return cls(Kind(kind), of, int(turns or 0))
+
+
+Part = str | Placeholder
+
+
+def parse(text: str) -> tuple[Part, ...]:
+    """Splits a template into texts (braces unescaped) and placeholders.
+
+    Texts are not empty and never follow each other, placeholders may. Raises `WorkflowError` naming what is malformed.
+    """
+    parts: list[Part] = []
+    literal, at = "", 0
+    for match in _TOKEN.finditer(text):
+        literal += text[at : match.start()]
+        at = match.end()
+        if match[1] is None:
+            literal += _unescaped(match, text)
+            continue
+        parts += [literal] if literal else []
+        parts.append(Placeholder.parse(match[1]))
+        literal = ""
+    literal += text[at:]
+    return (*parts, literal) if literal else tuple(parts)
+
+
+def _unescaped(brace: re.Match[str], text: str) -> str:
+    if len(brace[0]) == 2:
+        return brace[0][0]
+    excerpt = text[max(0, brace.start() - 20) : brace.end() + 20]
+    raise WorkflowError("template", excerpt, f"a single {brace[0]!r} (double it to write the brace itself)")
+
+
+def escape(text: str) -> str:
+    """`text` as a template that has no placeholders."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def placeholders(*texts: str) -> tuple[Placeholder, ...]:
+    """The placeholders of some templates in their order, each as often as it stands there."""
+    return tuple(part for text in texts for part in parse(text) if isinstance(part, Placeholder))
+
+
+class ChatTokenizer(Protocol):
+    """What compiling needs of a tokenizer; `kedge.engine.base.Tokenizer` has it."""
+
+    def encode(self, text: str) -> Tokens: ...
+
+    def chat(self, system: str | None, user: str) -> str: ...
+
+
+class Prompt(Protocol):
+    """What compiling needs of an agent: its id and its two templates."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def system(self) -> str: ...
+
+    @property
+    def user(self) -> str: ...
+
+
+class Value(NamedTuple):
+    """What fills a placeholder: token ids and the sample that they are. No tokens: the segment is left out."""
+
+    tokens: Tokens
+    sample: SampleId
+
+
+@dataclass(frozen=True)
+class CompiledAgent:
+    """An agent's chat text, cut at its placeholders and tokenized piece by piece."""
+
+    agent: AgentId
+    prefixes: tuple[Tokens, ...]
+    """`p0 … pn`: one more than placeholders, empty where nothing stands between two of them."""
+    placeholders: tuple[Placeholder, ...]
+    lead_ins: tuple[Tokens, ...]
+    stand_ins: tuple[Tokens, ...]
+
+    def fill(self, values: Mapping[Placeholder, Value]) -> tuple[Segment, ...]:
+        """The prompt `p0 φ1 p1 φ2 …` without empty segments. Raises `UnknownPlaceholder` where a value is missing."""
+        return tuple(segment for segment in self._segments(values) if segment.tokens)
+
+    def _segments(self, values: Mapping[Placeholder, Value]) -> Iterator[Segment]:
+        yield Segment(self.prefixes[0], "p0")
+        filled = zip(self.placeholders, self.lead_ins, self.stand_ins, self.prefixes[1:], strict=True)
+        for i, (placeholder, lead_in, stand_in, prefix) in enumerate(filled, 1):
+            if placeholder not in values:
+                raise UnknownPlaceholder(f"agent {self.agent}", placeholder.name, "has no value")
+            tokens, sample = values[placeholder]
+            yield Segment(tokens, placeholder.name, sample, lead_in, stand_in)
+            yield Segment(prefix, f"p{i}")
+
+
+def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[AgentId, CompiledAgent]:
+    """Renders and tokenizes the prompts of agents that share placeholder values.
+
+    Every prefix part is tokenized by itself, so that its token ids do not depend on its neighbours. A placeholder has
+    one lead-in for all agents: the last line of text before it in the first agent that uses it, as the beginning of a
+    chat without system message. Raises `WorkflowError` where the chat template loses or repeats a placeholder.
+    """
+    lines = _last_lines(agents)
+    lead_ins = {at: tokenizer.encode(_up_to_mark(tokenizer, line)) for at, line in lines.items()}
+    return {AgentId(agent.id): _compile(agent, tokenizer, lead_ins) for agent in agents}
+
+
+def _compile(agent: Prompt, tokenizer: ChatTokenizer, lead_ins: Mapping[Placeholder, Tokens]) -> CompiledAgent:
+    texts, found = _render(agent, tokenizer)
+    return CompiledAgent(
+        AgentId(agent.id),
+        tuple(tokenizer.encode(text) if text else () for text in texts),
+        found,
+        tuple(lead_ins[placeholder] for placeholder in found),
+        tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
+    )
+
+
+def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:
+    """The chat text cut at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
+    mark = _mark(agent.system + agent.user)
+    system, user = parse(agent.system), parse(agent.user)
+    known = [part for part in (*system, *user) if isinstance(part, Placeholder)]
+    numbers = iter(range(len(known)))
+    marked = [
+        "".join(part if isinstance(part, str) else f"<{mark}:{next(numbers)}>" for part in parts)
+        for parts in (system, user)
+    ]
+    pieces = re.split(f"<{mark}:(\\d+)>", tokenizer.chat(marked[0] or None, marked[1]))
+    order = [int(number) for number in pieces[1::2]]
+    if sorted(order) != list(range(len(known))):
+        raise WorkflowError(f"agent {agent.id}", [p.name for p in known], "the chat template loses or repeats some")
+    return pieces[::2], tuple(known[number] for number in order)
+
+
+def _mark(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _last_lines(agents: Sequence[Prompt]) -> dict[Placeholder, str]:
+    """Placeholder -> last line that is not blank, with what follows it, of the text right before its first use."""
+    lines: dict[Placeholder, str] = {}
+    for agent in agents:
+        parts = (*parse(agent.system), "", *parse(agent.user))
+        for before, part in zip(("", *parts), parts, strict=False):
+            if isinstance(part, Placeholder):
+                lines.setdefault(part, _last_line(before) if isinstance(before, str) else "")
+    return lines
+
+
+def _last_line(text: str) -> str:
+    blank_from = len(text.rstrip())
+    return text[text.rfind("\n", 0, blank_from) + 1 :]
+
+
+def _up_to_mark(tokenizer: ChatTokenizer, line: str) -> str:
+    mark = f"<{_mark(line)}>"
+    return tokenizer.chat(None, line + mark).partition(mark)[0]

@@ -1,0 +1,176 @@
+"""Who hears whom: the topologies of the paper, and a builder that makes a workflow from one.
+
+Agents are given in speaking order and the last one decides: it hears everyone whom nobody else hears.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import NamedTuple
+
+from kedge.errors import WorkflowError
+from kedge.types import AgentId
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.template import Kind, Placeholder, escape
+
+
+class Hears(NamedTuple):
+    """An agent that is heard, this turn or some turns back."""
+
+    agent: AgentId
+    turns_back: int = 0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Agent -> whom it hears, in the order of its prompt; and for how many turns they talk."""
+
+    hears: Mapping[AgentId, tuple[Hears, ...]]
+    turns: int = 1
+
+
+Edges = Iterable[tuple[int, int]]
+"""Pairs (speaker, listener) of positions, the deciding agent apart."""
+
+
+def fully_connected(agents: Sequence[Agent]) -> Topology:
+    """Everyone hears everyone before it."""
+    return _topology(agents, ((i, j) for j in range(len(agents)) for i in range(j)))
+
+
+def chain(agents: Sequence[Agent]) -> Topology:
+    """Everyone hears the one before it."""
+    return _topology(agents, ((i, i + 1) for i in range(len(agents) - 1)))
+
+
+def star(agents: Sequence[Agent]) -> Topology:
+    """The last agent is the hub: it hears all others, who hear nobody."""
+    return _topology(agents, ())
+
+
+def layered(agents: Sequence[Agent], *, width: int = 2) -> Topology:
+    """Layers of `width` agents; each agent hears the whole layer before its own."""
+    _require("width", width, width >= 1, "must be at least 1")
+    count = len(agents) - 1
+    return _topology(agents, ((i, j) for j in range(count) for i in range(j) if j // width - i // width == 1))
+
+
+def mesh(agents: Sequence[Agent]) -> Topology:
+    """A square grid, filled row by row; each agent hears its left and its upper neighbour."""
+    count = len(_at_least_one(agents)) - 1
+    side = max(1, math.ceil(math.sqrt(count)))
+    left = ((j - 1, j) for j in range(count) if j % side)
+    upper = ((j - side, j) for j in range(side, count))
+    return _topology(agents, [*upper, *left])
+
+
+def random(agents: Sequence[Agent], *, seed: int = 0, share: float = 0.5) -> Topology:
+    """Everyone hears each one before it with probability `share`; the same for the same seed."""
+    _require("share", share, 0 <= share <= 1, "must be in [0, 1]")
+    rng = Random(seed)
+    return _topology(agents, [(i, j) for j in range(len(agents) - 1) for i in range(j) if rng.random() < share])
+
+
+def debate(agents: Sequence[Agent], *, turns: int = 2) -> Topology:
+    """Everyone but the last speaks every turn and hears what the others said in the turn before; the last hears all."""
+    _require("turns", turns, turns >= 1, "must be at least 1")
+    *ids, judge = (AgentId(agent.id) for agent in _at_least_one(agents))
+    hears = {listener: tuple(Hears(speaker, 1) for speaker in ids if speaker != listener) for listener in ids}
+    return Topology({**hears, judge: tuple(map(Hears, ids))}, turns)
+
+
+TOPOLOGIES: dict[str, Callable[..., Topology]] = {
+    topology.__name__: topology for topology in (fully_connected, chain, star, layered, mesh, random, debate)
+}
+
+
+def _topology(agents: Sequence[Agent], edges: Edges) -> Topology:
+    ids = [AgentId(agent.id) for agent in _at_least_one(agents)]
+    pairs = list(edges)
+    unheard = set(range(len(ids) - 1)) - {speaker for speaker, _ in pairs}
+    pairs += [(speaker, len(ids) - 1) for speaker in sorted(unheard)]
+    return Topology({name: tuple(Hears(ids[i]) for i, j in pairs if j == at) for at, name in enumerate(ids)})
+
+
+def _at_least_one(agents: Sequence[Agent]) -> Sequence[Agent]:
+    _require("agents", agents, bool(agents), "a topology needs at least one agent")
+    return agents
+
+
+def _require(key: str, value: object, good: bool, why: str) -> None:
+    if not good:
+        raise WorkflowError(f"topology: {key}", value, why)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The text of a user message: header, then what was heard, then footer. All of them are templates.
+
+    `{title}` in `speaker` and `footer` is the title of an agent.
+    """
+
+    header: str = "Question: {user_question}"
+    intro: str = "\n\nThe other agents say:"
+    """Stands before the answers, where there are any."""
+    speaker: str = "\n\n{title}:\n"
+    """Stands before each answer."""
+    tool: str = "\nThe tool answers:\n"
+    """Stands between an answer and the result of its tool."""
+    footer: str = "\n\nNow answer as {title}."
+
+
+@dataclass(frozen=True)
+class Heard:
+    """How a prompt presents an agent that is heard. `tool_lead` is the text before its tool's result, if it has one."""
+
+    id: str
+    title: str
+    tool_lead: str | None = None
+    turns_back: int = 0
+
+    def template(self, wording: Wording) -> str:
+        text = _titled(wording.speaker, self.title) + self._placeholder(Kind.AGENT)
+        return text if self.tool_lead is None else text + self.tool_lead + self._placeholder(Kind.CONDITION)
+
+    def _placeholder(self, kind: Kind) -> str:
+        return f"{{{Placeholder(kind, self.id, self.turns_back).name}}}"
+
+
+def user_template(title: str, heard: Sequence[Heard], wording: Wording) -> str:
+    """The user message of the agent with this title, with placeholders for what it hears."""
+    answers = [wording.intro, *(one.template(wording) for one in heard)] if heard else []
+    return "".join([wording.header, *answers, _titled(wording.footer, title)])
+
+
+def _titled(text: str, title: str) -> str:
+    return text.replace("{title}", escape(title))
+
+
+def connect(
+    name: str,
+    agents: Sequence[Agent],
+    topology: Topology,
+    wording: Wording | None = None,
+    inputs: tuple[str, ...] = ("user_question",),
+) -> Workflow:
+    """A workflow of these agents, whose `user` templates are written anew from the topology and the wording."""
+    wording = wording or Wording()
+    by_id = {agent.id: agent for agent in agents}
+
+    def heard(one: Hears) -> Heard:
+        speaker = by_id[one.agent]
+        return Heard(speaker.id, speaker.title or speaker.id, wording.tool if speaker.tool else None, one.turns_back)
+
+    written = (
+        replace(
+            agent,
+            user=user_template(
+                agent.title or agent.id, [heard(one) for one in topology.hears[AgentId(agent.id)]], wording
+            ),
+        )
+        for agent in agents
+    )
+    return Workflow(name, tuple(written), inputs, topology.turns)

@@ -1,0 +1,132 @@
+"""Runs Python that a model wrote, in a process of its own with limits.
+
+What holds:
+
+- Linux and macOS: an isolated interpreter with the standard library only (`-I -S`), an empty environment and an empty
+  temporary working directory; limits on wall time (the whole process group is killed), CPU time, size of a file, open
+  files; and an audit hook that refuses sockets, subprocesses, fork, exec, signals, ctypes, reading outside of the
+  standard library and the working directory, and writing outside of the latter.
+- Linux: a limit on memory too. No new process or thread, unless Kedge runs as root. Where the kernel allows
+  unprivileged user namespaces, the process has no network interface, whatever the code does.
+- Windows: nothing; it does not run there.
+
+The audit hook stops what a model writes by mistake or by habit. It is no wall against code made to break out of
+CPython: for hostile code run Kedge itself in a container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from kedge.errors import ConfigError
+
+_CHILD = str(Path(__file__).with_name("sandbox_child.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the code may use. Raises `ConfigError` for a limit that is not above 0."""
+
+    seconds: float = 2.0
+    memory_mb: int = 512
+    file_mb: int = 1
+    output_kb: int = 64
+
+    def __post_init__(self) -> None:
+        for key in self.__slots__:
+            if not 0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"sandbox {key}", getattr(self, key), "must be above 0")
+
+
+DEFAULT = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the code printed, and the class name of the error that ended it (None where it ran to its end).
+
+    Besides Python's own names: `TimeoutError` when time ran out, `OutputTooLong` when the output was cut, the name of
+    a signal that killed it.
+    """
+
+    stdout: str
+    error: str | None
+
+    @property
+    def summary(self) -> str:
+        """The error's name, or what was printed, without blank space around it."""
+        return self.error or self.stdout.strip()
+
+
+def run_python(code: str, limits: Limits = DEFAULT) -> Outcome:
+    """Runs `code` as a main module, with an empty stdin. Never raises for what the code does."""
+    read, write = os.pipe()
+    with (
+        os.fdopen(read, "rb") as report,
+        tempfile.TemporaryDirectory(prefix="kedge-", ignore_cleanup_errors=True) as home,
+        tempfile.TemporaryFile() as out,
+    ):
+        with os.fdopen(write, "wb"):
+            process = _start(limits, home, out, write)
+        ended = _finish(process, code.encode("utf-8", "surrogatepass"), limits.seconds)
+        stdout, cut = _output(out, limits.output_kb * 1024)
+        error = _error(process, ended, report) or ("OutputTooLong" if cut else None)
+    return Outcome(stdout, error)
+
+
+def answer_as_python(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (the signature of a tool)
+    """The tool `python` of workflow files: runs an agent's answer; its output, or its error's class name."""
+    return run_python(answer).summary
+
+
+def _start(limits: Limits, home: str, out: IO[bytes], report: int) -> subprocess.Popen[bytes]:
+    numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, limits.file_mb << 20, report)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD, *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        stdout=out,
+        stderr=subprocess.DEVNULL,
+        cwd=home,
+        env={},
+        pass_fds=(report,),
+        start_new_session=True,
+    )
+
+
+def _finish(process: subprocess.Popen[bytes], code: bytes, seconds: float) -> bool:
+    """Waits for the end and kills whatever is left of the process group; False where time ran out."""
+    try:
+        process.communicate(code, timeout=seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _output(out: IO[bytes], limit: int) -> tuple[str, bool]:
+    out.seek(0)
+    data = out.read(limit + 1)
+    return data[:limit].decode("utf-8", "replace"), len(data) > limit
+
+
+def _error(process: subprocess.Popen[bytes], ended: bool, report: IO[bytes]) -> str | None:
+    code = process.returncode
+    if not ended or -code in (signal.SIGXCPU, signal.SIGKILL):
+        return "TimeoutError"
+    if code < 0:
+        return signal.Signals(-code).name
+    name = report.read(200).decode("utf-8", "replace")
+    return (name if name.isidentifier() else "SystemExit") if code else None

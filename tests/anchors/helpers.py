@@ -1,0 +1,78 @@
+"""Synthetic KV: random base KV, and offsets that depend on it in a fixed way for each agent."""
+
+from __future__ import annotations
+
+import torch
+
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.offsets import add_rows
+from kedge.anchors.store import AnchorStore, Estimate, SampleView, Slot
+from kedge.kv.segment import KVSegment
+
+LAYERS, HEADS, DIM = 4, 2, 8
+POOL = ("tenant", "flow", "agent_a_current")
+SLOT = Slot("solver", 1)
+PREFIX = 5
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_kv(tokens: int, seed: int, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> KVSegment:
+    keys, values = torch.randn(2, layers, tokens, HEADS, DIM, generator=generator(seed))
+    return KVSegment(keys.to(dtype), values.to(dtype))
+
+
+def in_context(base: KVSegment, seed: int, size: float = 0.5) -> KVSegment:
+    """Real KV: base KV plus a random offset in every layer but the first."""
+    offset = random_kv(base.tokens, seed, layers=base.layers)
+    keys, values = base.keys.clone(), base.values.clone()
+    keys[1:] += (size * offset.keys[1:]).to(base.dtype)
+    values[1:] += (size * offset.values[1:]).to(base.dtype)
+    return KVSegment(keys, values)
+
+
+def sample(seed: int, tokens: int = 12, dtype: torch.dtype = torch.float32, pool: tuple = POOL) -> SampleView:
+    return SampleView(pool, tuple(range(seed, seed + tokens)), random_kv(tokens, seed, dtype), ("sample", seed, tokens))
+
+
+PREFIX_BASE = random_kv(PREFIX, 999)
+
+
+def observe(store: AnchorStore, value: SampleView, slot: Slot = SLOT, seed: int | None = None) -> KVSegment:
+    """One dense prefill of `value` in `slot`; returns its real KV."""
+    seed = 10_000 + 100 * sum(value.tokens) + slot.index if seed is None else seed
+    real = in_context(value.base, seed)
+    store.observe(slot, value, real, PREFIX_BASE, in_context(PREFIX_BASE, seed + 1))
+    return real
+
+
+def filled(seeds: range, slot: Slot = SLOT, **settings: object) -> AnchorStore:
+    store = AnchorStore(AnchorConfig(**settings))
+    for seed in seeds:
+        observe(store, sample(seed), slot)
+    return store
+
+
+def translated(estimate: Estimate, value: SampleView) -> KVSegment:
+    return add_rows(value.base, estimate.phi_table.blend(estimate.phi))
+
+
+def translated_prefix(estimate: Estimate) -> KVSegment:
+    return add_rows(PREFIX_BASE, estimate.prefix_table.blend(estimate.prefix))
+
+
+def relative_error(got: KVSegment, wanted: KVSegment) -> float:
+    return max(
+        float((got.keys - wanted.keys).norm() / wanted.keys.norm()),
+        float((got.values - wanted.values).norm() / wanted.values.norm()),
+    )
+
+
+OPEN = {"max_error": 1e9, "weak_error": 1e9, "gamma": 1.0, "min_anchors": 2}
+"""Thresholds that let everything pass"""
+BOTH = [
+    {"estimator": "token", "criterion": "error", **OPEN},
+    {"estimator": "interpolate", "criterion": "entropy", **OPEN},
+]

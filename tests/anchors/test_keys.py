@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.keys import KeyBlock, KeyReader
+from kedge.errors import ConfigError
+from tests.anchors.helpers import DIM, HEADS, generator, random_kv
+
+
+def anchors(lengths: list[int], dim: int, seed: int) -> list[Anchor]:
+    noise = generator(seed)
+    keys = [torch.randn(n, dim, generator=noise) for n in lengths]
+    return [Anchor(AnchorId(i), tuple(range(len(k))), k) for i, k in enumerate(keys)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 30), st.integers(1, 9), st.integers(0, 99))
+def test_nearest_is_exact(lengths: list[int], tokens: int, k: int, seed: int) -> None:
+    stored = anchors(lengths, 6, seed)
+    query = Query((0,) * tokens, torch.randn(tokens, 6, generator=generator(seed + 1)), 1e-3)
+    found = KeyBlock(stored).nearest(query, k)
+    distances = torch.cdist(query.keys.double(), torch.cat([a.keys for a in stored]).double()).square()
+    wanted = distances.topk(min(k, sum(lengths)), dim=1, largest=False)
+    torch.testing.assert_close(found.squared.double(), wanted.values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(distances.gather(1, found.columns), wanted.values, atol=1e-4, rtol=1e-4)
+    assert found.mean_squared == pytest.approx(float(distances.mean()), rel=1e-4)
+
+
+def test_nearest_is_exact_in_a_large_block_and_over_many_chunks() -> None:
+    stored = anchors([1500, 700, 2301], 8, 3)
+    query = Query((0,) * 600, torch.randn(600, 8, generator=generator(4)), 1e-3)
+    found = KeyBlock(stored).nearest(query, 8)
+    wanted = torch.cdist(query.keys, torch.cat([a.keys for a in stored])).topk(8, dim=1, largest=False)
+    torch.testing.assert_close(found.squared.sqrt(), wanted.values, atol=1e-3, rtol=1e-3)
+    assert (found.columns == wanted.indices).float().mean() > 0.999
+
+
+def test_aligned_compares_token_by_token() -> None:
+    stored = anchors([3, 7, 9], 4, 0)
+    query = Query((0,) * 5, torch.randn(5, 4, generator=generator(1)), 1e-3)
+    block = KeyBlock(stored)
+    long = block.long_enough(5)
+    assert long.tolist() == [1, 2]
+    wanted = torch.stack([(a.keys[:5] - query.keys).square().sum(1) for a in stored[1:]])
+    torch.testing.assert_close(block.aligned(query, long), wanted)
+    assert block.owner.tolist() == [0] * 3 + [1] * 7 + [2] * 9
+
+
+def test_ends_compare_as_many_last_tokens_as_both_have() -> None:
+    stored = anchors([3, 7, 9], 4, 0)
+    for tokens in (1, 5, 20):
+        query = Query((0,) * tokens, torch.randn(tokens, 4, generator=generator(1)), 1e-3)
+        wanted = []
+        for anchor in stored:
+            n = min(6, tokens, anchor.length)
+            wanted.append((anchor.keys[-n:] - query.keys[-n:]).square().sum(1).mean())
+        torch.testing.assert_close(KeyBlock(stored).ends(query, 6), torch.stack(wanted))
+
+
+def test_projection_is_orthonormal_seeded_and_only_where_needed() -> None:
+    base = random_kv(3, 0)
+    wide = torch.cat([base.keys[1].flatten(1), base.values[1].flatten(1)], dim=1)
+    assert torch.equal(KeyReader(None, 2 * HEADS * DIM).read((1, 2, 3), base).keys, wide)
+    first, second = (KeyReader(None, 4).read((1, 2, 3), base).keys for _ in range(2))
+    assert first.shape == (3, 4)
+    assert torch.equal(first, second)
+    basis = torch.zeros(1, 2 * HEADS * DIM, HEADS, DIM)
+    basis[0].flatten(1)[: HEADS * DIM] = torch.eye(HEADS * DIM)  # unit vectors as keys, zeros as values: rows of P
+    rows = KeyReader(0, 4).read((), type(base)(basis, basis.flip(1))).keys
+    torch.testing.assert_close(rows.T @ rows, torch.eye(4), atol=1e-5, rtol=0)
+
+
+def test_the_layer_is_a_third_of_the_depth_or_as_set() -> None:
+    base = random_kv(2, 0, layers=9)
+    tokens, everything = (1, 2), 2 * HEADS * DIM
+    assert torch.equal(KeyReader(None, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[3].flatten(1))
+    assert torch.equal(KeyReader(5, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[5].flatten(1))
+    shallow = random_kv(2, 0, layers=1)
+    assert len(KeyReader(None, 4).read(tokens, shallow).keys) == 2
+    with pytest.raises(ConfigError, match="anchors.match_layer=9"):
+        KeyReader(9, 4).read(tokens, base)
+
+
+def test_rounding_is_no_difference_but_context_is() -> None:
+    base = random_kv(6, 0, torch.bfloat16)
+    query = KeyReader(None, 64).read(tuple(range(6)), base)
+    anchor = Anchor(AnchorId(0), query.tokens, query.keys)
+    assert anchor.is_value(Query(query.tokens, query.keys * 1.01, query.tolerance))
+    assert not anchor.is_value(Query(query.tokens, query.keys * 1.2, query.tolerance))
+    assert not anchor.is_value(Query((0,) * 6, query.keys, query.tolerance))

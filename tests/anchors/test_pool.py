@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import torch
+
+from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.pool import AnchorPool
+from kedge.anchors.slot import Observation
+from kedge.runtime.interfaces import Slot
+from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
+
+
+def add(pool: AnchorPool, number: int, slot: Slot = SLOT, hits: int = 0) -> AnchorId:
+    base = random_kv(4, number)
+    observed = Observation.measure(base, in_context(base, 1), PREFIX_BASE, PREFIX_BASE)
+    keys = base.keys[1].flatten(1)
+    known = pool.find(Query((number,) * 4, keys, 1e-3))
+    anchor = known or Anchor(AnchorId(number), (number,) * 4, keys, hits)
+    pool.add(slot, pool.slot(slot, base, PREFIX), anchor, observed)
+    pool.check_integrity()
+    return anchor.id
+
+
+def test_the_pool_holds_exactly_its_capacity() -> None:
+    pool = AnchorPool(3, 8)
+    for number, size in enumerate((1, 2, 3, 3, 3)):
+        add(pool, number)
+        assert len(pool.anchors) == size
+        assert len(pool.slots[SLOT].holders) == size
+
+
+def test_prunes_the_least_used_among_the_five_earliest() -> None:
+    pool = AnchorPool(7, 8)
+    for number, hits in enumerate((4, 2, 3, 2, 9, 0, 0)):
+        add(pool, number, hits=hits)
+    add(pool, 7)  # the window is 0-4: 1 and 3 have two hits, and 1 is older; 5 and 6 are not looked at
+    assert list(pool.anchors) == [0, 2, 3, 4, 5, 6, 7]
+    add(pool, 8)  # 0, 2, 3, 4, 5
+    assert list(pool.anchors) == [0, 2, 3, 4, 6, 7, 8]
+
+
+def test_a_pool_of_one_keeps_the_newest() -> None:
+    pool = AnchorPool(1, 8)
+    add(pool, 0, hits=99)
+    add(pool, 1)
+    assert list(pool.anchors) == [1]
+
+
+def test_another_agent_adds_to_the_same_anchor() -> None:
+    pool, other = AnchorPool(3, 8), Slot("critic", 3)
+    assert add(pool, 0) == add(pool, 0, other) == add(pool, 0, other)
+    assert len(pool.anchors) == 1
+    assert [s.holders for s in pool.slots.values()] == [[0], [0]]
+
+
+def test_the_same_tokens_with_other_base_keys_are_another_anchor() -> None:
+    pool = AnchorPool(3, 8)
+    add(pool, 5)
+    keys = pool.anchors[AnchorId(5)].keys
+    assert pool.find(Query((5,) * 4, keys + 1e-6, 1e-3)) is pool.anchors[AnchorId(5)]
+    assert pool.find(Query((5,) * 4, keys * 1.2, 1e-3)) is None
+    assert pool.find(Query((6,) * 4, keys, 1e-3)) is None
+
+
+def test_slots_are_bounded_and_take_their_orphans_along() -> None:
+    pool = AnchorPool(9, 2)
+    first, second, third = (Slot(name, 1) for name in "abc")
+    add(pool, 0, first)
+    add(pool, 1, first)
+    add(pool, 1, second)
+    add(pool, 2, third)
+    assert list(pool.slots) == [second, third]
+    assert list(pool.anchors) == [1, 2]
+
+
+def test_hits_of_an_anchor_that_has_gone_are_passed_over() -> None:
+    pool = AnchorPool(2, 2)
+    add(pool, 0)
+    pool.hit([AnchorId(0), AnchorId(77)])
+    assert [a.hits for a in pool.anchors.values()] == [1]
+
+
+def test_nbytes_counts_tables_and_keys() -> None:
+    pool = AnchorPool(2, 2)
+    add(pool, 0)
+    width = 3 * 2 * 2 * 8
+    assert pool.nbytes == (4 + PREFIX) * width * 2 + 4 * 16 * 4
+    pool.block((AnchorId(0),))
+    assert pool.nbytes > (4 + PREFIX) * width * 2 + 4 * 16 * 4
+    pool.drop(AnchorId(0))
+    assert pool.nbytes == 0
+    assert torch.equal(torch.tensor([t.live for t in pool.tables]), torch.zeros(2, dtype=torch.int64))

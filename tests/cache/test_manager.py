@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kedge.cache import CacheManager
+from kedge.errors import ConfigError, OutOfBlocks, PlanError
+from kedge.types import RequestId
+
+NS = ("tenant", "model")
+A, B = RequestId("a"), RequestId("b")
+
+
+def serve(cache: CacheManager, text: str, exact: int | None = None) -> int:
+    """One request from admission to finish; returns how many of its tokens were exact hits."""
+    tokens = text.encode()
+    lease = cache.admit(A, NS, tokens, len(tokens) - 1, len(tokens))
+    cache.finish(A, tokens[:exact])
+    cache.check_integrity()
+    return lease.exact_tokens
+
+
+def test_a_finished_prompt_is_reused_up_to_the_limit() -> None:
+    cache = CacheManager(16, block_size=2)
+    assert serve(cache, "abcdefg") == 0
+    assert cache.match(NS, b"abcdefgh").tokens_count == 6
+    lease = cache.admit(B, NS, b"abcdefgh", 5, 9)
+    assert lease.exact_tokens == 4 and len(lease.blocks) == 5
+    assert lease.blocks[:2] == cache.match(NS, b"abcdefgh").blocks[:2]
+    cache.check_integrity()
+
+
+def test_new_blocks_follow_the_hit() -> None:
+    cache = CacheManager(16, block_size=1)
+    serve(cache, "abc")
+    assert cache.admit(A, NS, b"abcdef", 5, 6).blocks == (0, 1, 2, 3, 4, 5)
+    assert cache.extend(A, 8).blocks == (0, 1, 2, 3, 4, 5, 6, 7)
+    assert cache.extend(A, 3).blocks == (0, 1, 2, 3, 4, 5, 6, 7), "a lease never shrinks"
+
+
+def test_translated_and_partial_blocks_are_never_found() -> None:
+    cache = CacheManager(16, block_size=2)
+    tokens = b"aabbccddee"
+    lease = cache.admit(A, NS, tokens, 9, 10)
+    cache.finish(A, tokens[:5])
+    assert cache.match(NS, tokens).blocks == lease.blocks[:2]
+    stats = cache.stats()
+    assert (stats.cached_blocks, stats.free_blocks, stats.leased_blocks) == (2, 14, 0)
+    cache.check_integrity()
+
+
+def test_concurrent_duplicates_are_freed() -> None:
+    cache = CacheManager(16, block_size=1)
+    first = cache.admit(A, NS, b"abcd", 3, 4)
+    second = cache.admit(B, NS, b"abxy", 3, 4)
+    assert not set(first.blocks) & set(second.blocks)
+    cache.finish(A, b"abcd")
+    cache.finish(B, b"abxy")
+    assert cache.match(NS, b"abxy").blocks == first.blocks[:2] + second.blocks[2:]
+    assert cache.stats().free_blocks == 10
+    cache.check_integrity()
+
+
+def test_a_committed_prefix_is_shared_and_locked_while_the_lease_runs() -> None:
+    cache = CacheManager(8, block_size=1)
+    first = cache.admit(A, NS, b"abcd", 3, 5)
+    cache.commit_prefix(A, b"abcd")
+    cache.check_integrity()
+    second = cache.admit(B, NS, b"abcx", 3, 4)
+    assert second.blocks[:3] == first.blocks[:3]
+    with pytest.raises(OutOfBlocks):
+        cache.admit(RequestId("c"), NS, b"12345", 0, 5)
+    cache.abort(A)
+    cache.check_integrity()
+    assert cache.match(NS, b"abcd").tokens_count == 4
+    cache.finish(B, b"abcx")
+    cache.check_integrity()
+
+
+def test_a_late_commit_keeps_the_blocks_of_the_lease() -> None:
+    cache = CacheManager(8, block_size=1)
+    first, second = cache.admit(A, NS, b"abc", 2, 3), cache.admit(B, NS, b"abd", 2, 3)
+    cache.commit_prefix(A, b"abc")
+    cache.commit_prefix(B, b"abd")
+    cache.check_integrity()
+    assert cache.extend(B, 3).blocks == second.blocks
+    assert cache.match(NS, b"abd").blocks == first.blocks[:2] + second.blocks[2:]
+    cache.commit_prefix(B, b"a")
+    cache.check_integrity()
+    cache.finish(A, b"abc")
+    cache.finish(B, b"abd")
+    cache.check_integrity()
+    assert cache.stats().free_blocks == 4
+
+
+def known(cache: CacheManager, *texts: str) -> list[str]:
+    return [text for text in texts if cache.match(NS, text.encode()).tokens_count == len(text)]
+
+
+def test_exact_lru_order_under_pressure() -> None:
+    cache = CacheManager(6, block_size=1)
+    for text in ("ab", "cd", "ef"):
+        serve(cache, text)
+    assert serve(cache, "abX") == 2, "evicts d, the end of what was used least recently"
+    assert known(cache, "abX", "cd", "c", "ef") == ["abX", "c", "ef"]
+    serve(cache, "gh")
+    assert known(cache, "abX", "c", "ef", "e", "gh") == ["abX", "e", "gh"]
+    assert cache.stats().evictions == 3
+
+
+def test_a_look_up_makes_nothing_more_recent() -> None:
+    cache = CacheManager(2, block_size=1)
+    serve(cache, "a")
+    serve(cache, "b")
+    cache.match(NS, b"a")
+    serve(cache, "c")
+    assert cache.match(NS, b"a").tokens_count == 0 and cache.match(NS, b"b").tokens_count == 1
+
+
+def test_out_of_blocks_changes_nothing() -> None:
+    cache = CacheManager(6, block_size=1)
+    serve(cache, "abc")
+    cache.admit(B, NS, b"xy", 1, 2)
+    before = cache.stats()
+    for tokens in (b"abcdef", b"zzzzz"):
+        with pytest.raises(OutOfBlocks):
+            cache.admit(A, NS, tokens, len(tokens) - 1, len(tokens))
+        cache.check_integrity()
+        assert cache.stats() == before
+    with pytest.raises(OutOfBlocks):
+        cache.extend(B, 7)
+    assert cache.stats() == before
+    assert len(cache.extend(B, 6).blocks) == 6
+    assert cache.match(NS, b"abc").tokens_count == 0
+    cache.check_integrity()
+
+
+def test_stats_count_admissions_that_could_reuse() -> None:
+    cache = CacheManager(16, block_size=2)
+    serve(cache, "abcdef")
+    serve(cache, "abcdeX")
+    cache.admit(A, NS, b"abcdef", 0, 6)
+    stats = cache.stats()
+    assert (stats.hits, stats.misses, stats.hit_tokens, stats.missed_tokens) == (1, 1, 4, 8)
+
+
+def test_namespaces_do_not_meet() -> None:
+    cache = CacheManager(8, block_size=1)
+    serve(cache, "abc")
+    assert cache.match(("other", "model"), b"abc").tokens_count == 0
+    assert cache.clear(("other", "model")) == 0
+    assert cache.clear(NS) == 3
+    assert cache.stats().free_blocks == 8
+
+
+def test_clear_all_spares_what_is_leased() -> None:
+    cache = CacheManager(8, block_size=1)
+    serve(cache, "abc")
+    cache.admit(A, ("other", "model"), b"abc", 0, 3)
+    cache.commit_prefix(A, b"ab")
+    assert cache.clear_all() == 3
+    assert cache.match(("other", "model"), b"ab").tokens_count == 2
+    cache.check_integrity()
+
+
+def test_misuse_is_refused() -> None:
+    cache = CacheManager(8, block_size=1)
+    serve(cache, "ab")
+    cache.admit(A, NS, b"abc", 2, 4)
+    with pytest.raises(PlanError, match="holds a lease already"):
+        cache.admit(A, NS, b"abc", 2, 4)
+    with pytest.raises(PlanError, match="differ from the tokens the lease reads"):
+        cache.finish(A, b"aXc")
+    with pytest.raises(PlanError, match="the lease has 4 blocks"):
+        cache.commit_prefix(A, b"abcde")
+    with pytest.raises(PlanError, match="total_tokens=1"):
+        cache.admit(B, NS, b"abc", 2, 1)
+    for call in (cache.abort, lambda request: cache.finish(request, b""), lambda request: cache.extend(request, 1)):
+        with pytest.raises(PlanError, match="holds no lease"):
+            call(B)
+    cache.check_integrity()
+    with pytest.raises(ConfigError, match="block_size=0"):
+        CacheManager(8, block_size=0)
+
+
+def test_reorder_reaches_the_tree() -> None:
+    far = {"x": 1, "y": 2}
+    cache = CacheManager(2, 1, lambda node: (-far[node.namespace[0]],))
+    for name in far:
+        cache.admit(A, (name, "m"), b"a", 0, 1)
+        cache.finish(A, b"a")
+    far.update(x=3)
+    cache.reorder()
+    cache.admit(A, ("x", "m"), b"b", 0, 1)
+    assert (cache.match(("x", "m"), b"a").tokens_count, cache.match(("y", "m"), b"a").tokens_count) == (0, 1)
+
+
+Prefix = tuple[tuple[str, str], bytes]
+NAMES = st.sampled_from([("t", "m"), ("u", "m")])
+TEXTS = st.text("ab", min_size=1, max_size=12).map(str.encode)
+
+
+class Twin:
+    """The same cache, written naively: a dict of block-aligned prefixes with the time of their last use."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.blocks, self.size, self.clock = blocks, size, 0
+        self.used: dict[Prefix, int] = {}
+        self.leases: dict[RequestId, dict] = {}
+
+    def prefixes(self, name: tuple[str, str], tokens: bytes) -> list[Prefix]:
+        return [(name, tokens[:stop]) for stop in range(self.size, len(tokens) + 1, self.size)]
+
+    def match(self, name: tuple[str, str], tokens: bytes) -> int:
+        return self.size * sum(prefix in self.used for prefix in self.prefixes(name, tokens))
+
+    def touch(self, name: tuple[str, str], tokens: bytes) -> None:
+        self.clock += 1
+        self.used.update(dict.fromkeys(self.prefixes(name, tokens), self.clock))
+
+    def locked(self) -> set[Prefix]:
+        return {prefix for lease in self.leases.values() for prefix in self.prefixes(lease["name"], lease["shared"])}
+
+    def make_room(self, n: int, locked: set[Prefix]) -> bool:
+        free = self.blocks - len(self.used) - sum(lease["own"] for lease in self.leases.values())
+        if n - free > len(self.used.keys() - locked):
+            return False
+        for _ in range(n - free):
+            inner = {(name, text[: -self.size]) for name, text in self.used}
+            del self.used[min(self.used.keys() - locked - inner, key=self.used.__getitem__)]
+        return True
+
+    def admit(self, request: RequestId, name: tuple[str, str], tokens: bytes, limit: int, total: int) -> bool:
+        shared = tokens[: self.match(name, tokens[:limit])]
+        own = -(-total // self.size) - len(shared) // self.size
+        if not self.make_room(own, self.locked() | set(self.prefixes(name, shared))):
+            return False
+        self.touch(name, shared)
+        self.leases[request] = {"name": name, "tokens": tokens, "shared": shared, "own": own, "total": total}
+        return True
+
+    def extend(self, request: RequestId, total: int) -> bool:
+        lease = self.leases[request]
+        more = max(0, -(-total // self.size) - -(-lease["total"] // self.size))
+        if not self.make_room(more, self.locked()):
+            return False
+        lease["own"] += more
+        lease["total"] = max(total, lease["total"])
+        return True
+
+    def enter(self, request: RequestId, tokens: bytes) -> None:
+        lease, known = self.leases[request], len(self.used)
+        if len(tokens) >= self.size:
+            self.touch(lease["name"], tokens)
+        lease["own"] -= len(self.used) - known
+
+
+class CacheComparison(RuleBasedStateMachine):
+    size = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.twin, self.count = CacheManager(14, self.size), Twin(14, self.size), 0
+        self.seen: set[Prefix] = set()
+
+    @rule(name=NAMES, tokens=TEXTS, limit=st.integers(0, 12), more=st.integers(0, 4))
+    def admit(self, name: tuple[str, str], tokens: bytes, limit: int, more: int) -> None:
+        self.count += 1
+        request = RequestId(f"r{self.count}")
+        if self.twin.admit(request, name, tokens, limit, len(tokens) + more):
+            lease = self.cache.admit(request, name, tokens, limit, len(tokens) + more)
+            assert lease.exact_tokens == len(self.twin.leases[request]["shared"])
+            assert lease.blocks[: lease.exact_tokens // self.size] == (
+                self.cache.match(name, tokens[: lease.exact_tokens]).blocks
+            )
+        else:
+            with pytest.raises(OutOfBlocks):
+                self.cache.admit(request, name, tokens, limit, len(tokens) + more)
+
+    @precondition(lambda self: self.twin.leases)
+    @rule(data=st.data(), more=st.integers(0, 5))
+    def extend(self, data: st.DataObject, more: int) -> None:
+        request = data.draw(st.sampled_from(sorted(self.twin.leases)))
+        total = self.twin.leases[request]["total"] + more
+        if self.twin.extend(request, total):
+            assert len(self.cache.extend(request, total).blocks) == -(-total // self.size)
+        else:
+            with pytest.raises(OutOfBlocks):
+                self.cache.extend(request, total)
+
+    @precondition(lambda self: self.twin.leases)
+    @rule(data=st.data(), exact=st.integers(0, 14))
+    def commit(self, data: st.DataObject, exact: int) -> None:
+        request = data.draw(st.sampled_from(sorted(self.twin.leases)))
+        lease = self.twin.leases[request]
+        tokens = lease["tokens"][: exact - exact % self.size]
+        tokens = tokens[: len(tokens) - len(tokens) % self.size]
+        self.cache.commit_prefix(request, tokens)
+        if len(tokens) > len(lease["shared"]):
+            self.twin.enter(request, tokens)
+            lease["shared"] = tokens
+
+    @precondition(lambda self: self.twin.leases)
+    @rule(data=st.data(), exact=st.integers(0, 20))
+    def finish(self, data: st.DataObject, exact: int) -> None:
+        request = data.draw(st.sampled_from(sorted(self.twin.leases)))
+        lease = self.twin.leases[request]
+        tokens = (lease["tokens"] + b"c" * 99)[: lease["total"]][:exact]
+        self.cache.finish(request, tokens)
+        self.twin.enter(request, tokens)
+        del self.twin.leases[request]
+
+    @precondition(lambda self: self.twin.leases)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.twin.leases)))
+        self.cache.abort(request)
+        del self.twin.leases[request]
+
+    @rule(name=NAMES)
+    def clear(self, name: tuple[str, str]) -> None:
+        gone = {prefix for prefix in self.twin.used.keys() - self.twin.locked() if prefix[0] == name}
+        assert self.cache.clear(name) == len(gone)
+        for prefix in gone:
+            del self.twin.used[prefix]
+
+    @invariant()
+    def same(self) -> None:
+        self.cache.check_integrity()
+        self.seen |= self.twin.used.keys()
+        for name, tokens in self.seen:
+            assert self.cache.match(name, tokens).tokens_count == self.twin.match(name, tokens)
+        stats = self.cache.stats()
+        assert stats.cached_blocks == len(self.twin.used)
+        assert stats.leased_blocks == sum(lease["own"] for lease in self.twin.leases.values())
+
+
+class CacheComparison3(CacheComparison):
+    size = 3
+
+
+CacheComparison.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+CacheComparison3.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestBlocksOfOne = CacheComparison.TestCase
+TestBlocksOfThree = CacheComparison3.TestCase

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pytest
+
+from kedge.cache.radix_tree import RadixTree
+from kedge.errors import InvalidToken, OutOfBlocks, PlanError
+
+NS = ("tenant", "model")
+
+
+def tree_of(block_size: int, *entries: tuple[str, list[int]]) -> RadixTree:
+    tree = RadixTree(block_size)
+    for text, blocks in entries:
+        tree.insert(NS, text.encode(), blocks)
+    return tree
+
+
+def test_match_is_block_aligned() -> None:
+    tree = tree_of(2, ("aabbcc", [4, 5, 6]))
+    assert tree.match(NS, b"aabbcc") == [4, 5, 6]
+    assert tree.match(NS, b"aabbcd") == [4, 5]
+    assert tree.match(NS, b"aab") == [4]
+    assert tree.match(NS, b"ab") == []
+    assert tree.match(("other", "model"), b"aabb") == []
+    tree.check_integrity([])
+
+
+def test_insert_tells_adopted_from_duplicates() -> None:
+    tree = tree_of(1, ("abc", [0, 1, 2]))
+    inserted = tree.insert(NS, b"abxy", [0, 7, 8, 9])
+    assert (inserted.adopted, inserted.duplicates) == ([8, 9], [7])
+    assert tree.match(NS, b"abxy") == [0, 1, 8, 9]
+    assert tree.match(NS, b"abc") == [0, 1, 2]
+    assert tree.size == 5
+    tree.check_integrity([])
+
+
+def test_insert_of_a_known_prefix_adopts_nothing() -> None:
+    tree = tree_of(1, ("abc", [0, 1, 2]))
+    inserted = tree.insert(NS, b"ab", [0, 9])
+    assert (inserted.adopted, inserted.duplicates, tree.size) == ([], [9], 3)
+    tree.check_integrity([])
+
+
+def test_a_partial_block_takes_no_block() -> None:
+    tree = RadixTree(4)
+    with pytest.raises(PlanError, match="7 tokens fill 1"):
+        tree.insert(NS, b"abcdefg", [0, 1])
+    tree.insert(NS, b"abcdefg", [0])
+    assert tree.match(NS, b"abcdefg") == [0]
+    tree.insert(NS, b"xyz", [])
+    tree.check_integrity([])
+
+
+def test_splits_keep_locks_right() -> None:
+    tree = tree_of(1, ("abcd", [0, 1, 2, 3]))
+    long, _ = tree.lock(NS, b"abcd")
+    short, blocks = tree.lock(NS, b"abz")
+    assert blocks == [0, 1]
+    tree.check_integrity([long, short])
+    assert tree.evictable == 0
+    tree.unlock(long)
+    assert tree.evictable == 2
+    assert tree.evict(2) == [2, 3]
+    with pytest.raises(OutOfBlocks, match="0 of 2"):
+        tree.evict(1)
+    tree.unlock(short)
+    tree.check_integrity([])
+    assert sorted(tree.evict(2)) == [0, 1]
+    tree.check_integrity([])
+
+
+def test_unlock_without_lock() -> None:
+    tree = tree_of(1, ("a", [0]))
+    node, _ = tree.lock(NS, b"a")
+    tree.unlock(node)
+    with pytest.raises(PlanError, match="unlocked more often"):
+        tree.unlock(node)
+
+
+def test_exact_lru_order_leaves_first_from_their_end() -> None:
+    tree = tree_of(1, ("ab", [0, 1]), ("acd", [0, 2, 3]), ("x", [4]), ("ab", [0, 1]))
+    assert [tree.evict(1) for _ in range(5)] == [[3], [2], [4], [1], [0]]
+    tree.check_integrity([])
+
+
+def test_evict_frees_exactly_what_is_asked_or_nothing() -> None:
+    tree = tree_of(1, ("abcd", [0, 1, 2, 3]))
+    assert tree.evict(3) == [1, 2, 3]
+    with pytest.raises(OutOfBlocks):
+        tree.evict(2)
+    assert tree.match(NS, b"abcd") == [0]
+
+
+def test_a_policy_may_change_its_mind() -> None:
+    steps = {"near": 1, "far": 9}
+    tree = RadixTree(1, lambda node: (-steps[node.namespace[0]], node.last_access))
+    tree.insert(("near", "m"), b"a", [0])
+    tree.insert(("far", "m"), b"a", [1])
+    steps.update(near=9, far=1)
+    tree.reorder()
+    assert tree.evict(2) == [0, 1]
+
+
+def test_clear_spares_what_is_locked() -> None:
+    tree = tree_of(1, ("abc", [0, 1, 2]), ("abd", [0, 1, 3]))
+    tree.insert(("other", "m"), b"abc", [4, 5, 6])
+    node, _ = tree.lock(NS, b"abc")
+    assert tree.clear(NS) == [3]
+    tree.check_integrity([node])
+    tree.unlock(node)
+    assert sorted(tree.clear(NS)) == [0, 1, 2]
+    assert tree.clear(NS) == []
+    tree.check_integrity([])
+    assert tree.match(("other", "m"), b"abc") == [4, 5, 6]
+
+
+def test_wide_tokens() -> None:
+    tree = RadixTree(1)
+    tree.insert(NS, (2**31 - 1, 7), [0, 1])
+    assert tree.match(NS, (2**31 - 1, 7)) == [0, 1]
+    with pytest.raises(InvalidToken, match=f"tokens={2**31}"):
+        tree.match(NS, (1, 2**31))
+
+
+def test_integrity_check_can_fail() -> None:
+    tree = tree_of(1, ("ab", [0, 1]))
+    node, _ = tree.lock(NS, b"a")
+    with pytest.raises(PlanError, match="locks=1"):
+        tree.check_integrity([])
+    tree.unlock(node)
+    node.key = b"????"
+    with pytest.raises(PlanError, match="node="):
+        tree.check_integrity([])

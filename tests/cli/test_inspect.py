@@ -1,0 +1,108 @@
+"""`kedge inspect`: the verdict on models of several kinds, and a workflow's graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, LlamaConfig, MistralConfig, PretrainedConfig, T5Config
+from typer.testing import CliRunner
+
+from kedge.cli.main import app
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1234,
+}
+
+
+def inspect(*args: str):  # noqa: ANN201
+    return CliRunner().invoke(app, ["inspect", *args], env={"COLUMNS": "200"})
+
+
+def rows(folder: Path, config: PretrainedConfig) -> dict[str, str]:
+    """The facts that are shown about a model with this config."""
+    config.save_pretrained(folder)
+    result = inspect(str(folder))
+    assert result.exit_code == 0, result.output
+    cells = [line.strip("│").split("│") for line in result.output.splitlines() if line.startswith("│")]
+    return {label.strip(): value.strip() for label, value in cells}
+
+
+def test_a_model_that_can_be_translated(tmp_path: Path) -> None:
+    shown = rows(tmp_path, LlamaConfig(**SMALL))
+    assert (shown["family"], shown["layers"], shown["heads"], shown["KV heads"]) == ("llama", "3", "4", "2")
+    assert shown["vocabulary"] == "1234"
+    assert shown["KV per token"] == "768 bytes in float32, 384 bytes in bfloat16"
+    assert shown["RoPE"].startswith("default, theta")
+    assert shown["runs, exact reuse"] == "yes"
+    assert shown["translation"].startswith("yes")
+
+
+def test_part_of_the_dimensions_rotated_and_scaled_rope_are_shown(tmp_path: Path) -> None:
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "partial_rotary_factor": 0.5,
+    }
+    shown = rows(tmp_path, LlamaConfig(**SMALL, rope_parameters=scaled))
+    assert shown["RoPE"] == "llama3, theta 500000.0, first 8 of 16 dimensions"
+
+
+def test_a_sliding_window_is_run_but_not_translated(tmp_path: Path) -> None:
+    shown = rows(tmp_path, MistralConfig(**SMALL, sliding_window=128))
+    assert shown["runs, exact reuse"] == "yes"
+    assert shown["translation"].startswith("no: sliding-window attention (window 128)")
+
+
+@pytest.mark.parametrize("config", [T5Config(), BertConfig()], ids=["encoder-decoder", "no rope"])
+def test_a_model_that_cannot_be_run(tmp_path: Path, config: PretrainedConfig) -> None:
+    shown = rows(tmp_path, config)
+    assert shown["runs"].startswith("no: ")
+    assert "translation" not in shown
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "nothing"}'])
+def test_a_folder_that_is_no_model(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    result = inspect(str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: model='{tmp_path}'")
+
+
+def test_a_workflow(tmp_path: Path) -> None:
+    flow = tmp_path / "flow.yaml"
+    flow.write_text(
+        "name: pair\nturns: 2\nagents:\n"
+        "  - {id: b, user: 'Q: {user_question} {agent_a_current} {agent_b_history_1}', reuse: exact}\n"
+        "  - {id: a, user: 'Q: {user_question}'}\n",
+        encoding="utf-8",
+    )
+    result = inspect(str(flow))
+    assert result.exit_code == 0, result.output
+    cells = [[cell.strip() for cell in line.split("│")[1:6]] for line in result.output.splitlines() if line[:1] == "│"]
+    assert cells == [
+        ["a", "nobody", "{user_question}", "", ""],
+        ["b", "a", "{user_question}", "", "exact"],
+        ["", "", "{agent_a_current}", "", ""],
+        ["", "", "{agent_b_history_1}", "", ""],
+    ]
+    assert "inputs: user_question; turns: 2" in result.output
+
+
+@pytest.mark.parametrize("text", ["- a list", "name: [", "name: x\nagents: [{id: a, user: '{nobody}'}]"])
+def test_a_broken_workflow_is_one_line(tmp_path: Path, text: str) -> None:
+    flow = tmp_path / "flow.yaml"
+    flow.write_text(text, encoding="utf-8")
+    result = inspect(str(flow))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

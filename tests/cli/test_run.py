@@ -1,0 +1,138 @@
+"""`kedge run` on the echo engine: what it shows, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.cli import run as command
+from kedge.cli.main import app
+from kedge.config import Settings
+from kedge.engine.echo import EchoEngine
+from kedge.errors import RequestError
+from kedge.types import AgentId, ReuseMode
+
+FLOW = """
+name: pair
+agents:
+  - {id: first, system: You begin., user: "Q: {user_question}"}
+  - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current}"}
+"""
+ANSWERS = {AgentId("first"): "one [red]and[/red]", AgentId("last"): "the end"}
+QUESTION = ["--input", "user_question=a=b?"]
+
+
+class Opened:
+    """Stands for the embedded engine and keeps what it was opened with."""
+
+    def __init__(self) -> None:
+        self.engine = EchoEngine(ANSWERS)
+        self.settings: list[Settings] = []
+
+    def __call__(self, settings: Settings) -> EchoEngine:
+        self.settings.append(settings)
+        return self.engine
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Opened]:
+    monkeypatch.chdir(tmp_path)
+    Path("flow.yaml").write_text(FLOW, encoding="utf-8")
+    stand_in = Opened()
+    monkeypatch.setattr(command, "open_engine", stand_in)
+    yield stand_in
+    stand_in.engine.close()
+
+
+def kedge(*args: str):  # noqa: ANN201
+    return CliRunner().invoke(app, ["run", *args], env={"COLUMNS": "200"})
+
+
+def test_answers_and_receipts_are_shown(opened: Opened) -> None:
+    result = kedge("flow.yaml", *QUESTION)
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.output.splitlines() if line.startswith(("›", "✓", "one", "the end"))]
+    assert [line.split("  ")[0] for line in told] == [
+        "› first",
+        "✓ first",
+        "one [red]and[/red]",
+        "› last",
+        "✓ last",
+        "the end",
+    ]
+    assert "where the prompt tokens came from" in result.output
+    assert "· not in the cache: p0 of first" in result.output
+    assert opened.settings[0] == Settings()
+
+
+def test_the_first_equals_sign_ends_the_name(opened: Opened) -> None:
+    kedge("flow.yaml", *QUESTION)
+    request = opened.engine.requests[0]
+    values = [segment.tokens for segment in request.segments if segment.is_placeholder]
+    assert [opened.engine.tokenizer.decode(value) for value in values] == ["a=b?"]
+
+
+def test_json_holds_answers_and_receipts_that_sum(opened: Opened) -> None:
+    assert kedge("flow.yaml", *QUESTION, "--json", "out.json").exit_code == 0
+    data = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert (data["workflow"], data["reuse"], data["answer"]) == ("pair", "translate", "the end")
+    assert [(agent["agent"], agent["text"]) for agent in data["agents"]] == list(ANSWERS.items())
+    for agent, request in zip(data["agents"], opened.engine.requests, strict=True):
+        assert sum(agent["tokens"].values()) == request.prompt_tokens == agent["spans"][-1]["stop"]
+
+
+@pytest.mark.parametrize("mode", list(ReuseMode))
+def test_reuse_reaches_the_engine(opened: Opened, mode: ReuseMode) -> None:
+    assert kedge("flow.yaml", *QUESTION, "--reuse", mode.value).exit_code == 0
+    assert {request.reuse for request in opened.engine.requests} == {mode}
+
+
+def test_flags_win_over_the_settings_file(opened: Opened) -> None:
+    Path("own.toml").write_text("reuse = 'off'\n[engine]\nmodel = 'a'\ndevice = 'cuda'\n", encoding="utf-8")
+    assert kedge("flow.yaml", *QUESTION, "--config", "own.toml", "--model", "b").exit_code == 0
+    engine = opened.settings[0].engine
+    assert (engine.model, engine.device) == (Path("b"), "cuda")
+    assert opened.engine.requests[0].reuse is ReuseMode.OFF
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["flow.yaml"], "input user_question=None"),
+        (["flow.yaml", "-i", "user_question= "], "input user_question=' '"),
+        (["flow.yaml", "-i", "nothing"], "--input='nothing': is not NAME=VALUE"),
+        (["flow.yaml", "-i", "=x"], "--input='=x': is not NAME=VALUE"),
+        (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': stands there twice"),
+        (["flow.yaml", *QUESTION, "-i", "other=1"], "input='other'"),
+        (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
+        (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json="),
+        (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),
+        (["none.yaml", *QUESTION], "path='none.yaml'"),
+    ],
+)
+def test_bad_input_is_one_line(opened: Opened, args: list[str], message: str) -> None:  # noqa: ARG001
+    result = kedge(*args)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {message}")
+
+
+def test_a_mode_that_does_not_exist_is_a_usage_error(opened: Opened) -> None:  # noqa: ARG001
+    assert kedge("flow.yaml", *QUESTION, "--reuse", "maybe").exit_code == 2
+
+
+def test_a_missing_model_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("flow.yaml").write_text(FLOW, encoding="utf-8")
+    result = kedge("flow.yaml", *QUESTION, "--model", "nowhere")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: model='nowhere'")
+
+
+def test_inputs_are_parsed_as_they_stand() -> None:
+    assert command.parse_inputs(["a=", "b=x = y"]) == {"a": "", "b": "x = y"}
+    with pytest.raises(RequestError):
+        command.parse_inputs(["a=1", "a=2"])

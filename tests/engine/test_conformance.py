@@ -1,0 +1,118 @@
+"""The suite passes on the shipped fake, and notices engines that break the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+pytest.register_assert_rewrite("kedge.engine.conformance")
+
+from kedge.engine.conformance import EngineConformance  # noqa: E402
+from kedge.engine.echo import EchoEngine, EchoStream  # noqa: E402
+from kedge.errors import RequestError  # noqa: E402
+from kedge.types import GenerateRequest, RequestId, ReuseMode, Segment, TenantId  # noqa: E402
+
+TESTS = [name for name in vars(EngineConformance) if name.startswith("test_")]
+
+
+class TestEchoEngine(EngineConformance):
+    timeout_s = 10.0
+
+    @pytest.fixture
+    def engine(self) -> Iterator[EchoEngine]:
+        with EchoEngine(delay_s=2e-4) as engine:
+            yield engine
+
+
+def change(request: GenerateRequest, **changes: object) -> GenerateRequest:
+    return replace(request, **changes)
+
+
+class NeverReuses(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, reuse=ReuseMode.OFF))
+
+
+class AlwaysReuses(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, reuse=ReuseMode.EXACT))
+
+
+class MixesTenants(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, tenant=TenantId("all")))
+
+
+class DropsTheFirstToken(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        first, *rest = request.segments
+        return super().submit(change(request, segments=(replace(first, tokens=first.tokens[1:]), *rest)))
+
+
+class IgnoresStop(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, sampling=replace(request.sampling, stop=())))
+
+
+class TalksOn(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        longer = replace(request.sampling, max_tokens=request.sampling.max_tokens + 1)
+        return super().submit(change(request, sampling=longer))
+
+
+class ForgetsCancel(EchoEngine):
+    def cancel(self, request_id: RequestId) -> bool:
+        return request_id in self._jobs
+
+
+class Renames(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, request_id=RequestId(f"my-{request.request_id}")))
+
+
+class AnswersByCount(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        count = str(len(self.requests)).encode() * 99
+        return super().submit(change(request, segments=(*request.segments, Segment(tuple(count), "n", "n"))))
+
+
+class AcceptsEverything(EchoEngine):
+    def _validate(self, request: GenerateRequest) -> None:
+        if not request.tokens:
+            raise RequestError("tokens", (), "some other error")
+
+    def _serve(self) -> None:
+        """Nobody serves: it only matters what is refused."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (NeverReuses, "test_exact_reuse_changes_no_token"),
+        (AlwaysReuses, "test_exact_reuse_changes_no_token"),
+        (MixesTenants, "test_reuse_never_crosses_tenants"),
+        (DropsTheFirstToken, "test_receipt_accounts_for_every_prompt_token"),
+        (IgnoresStop, "test_a_stop_string_ends_the_text_before_it"),
+        (TalksOn, "test_max_tokens_is_honoured"),
+        (ForgetsCancel, "test_cancel_ends_one_request_only"),
+        (Renames, "test_ids_are_unique_and_kept"),
+        (AnswersByCount, "test_greedy_is_deterministic"),
+        (AnswersByCount, "test_requests_at_once_answer_as_one_by_one"),
+        (AcceptsEverything, "test_a_prompt_that_is_too_long_is_refused"),
+        (AcceptsEverything, "test_tokens_outside_the_vocabulary_are_refused"),
+    ],
+)
+def test_broken_engines_are_noticed(broken: type[EchoEngine], test: str) -> None:
+    with broken(delay_s=1e-4) as engine, pytest.raises(AssertionError):
+        getattr(EngineConformance(), test)(engine)
+
+
+def test_a_wrong_error_is_not_taken_for_the_right_one() -> None:
+    with AcceptsEverything() as engine, pytest.raises(RequestError, match="some other error"):
+        EngineConformance().test_an_empty_prompt_is_refused(engine)
+
+
+def test_closing_comes_last() -> None:
+    assert TESTS[-1] == "test_close_cancels_refuses_and_is_idempotent"

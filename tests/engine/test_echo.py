@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.engine.base import Engine, Tokenizer
+from kedge.engine.echo import ByteTokenizer, EchoEngine, _Text
+from kedge.errors import EngineClosed, PromptTooLong, RequestError
+from kedge.types import (
+    AgentId,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Source,
+    Span,
+    TenantId,
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[EchoEngine]:
+    with EchoEngine() as engine:
+        yield engine
+
+
+def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.EXACT, **sampling) -> GenerateRequest:
+    encode = ByteTokenizer().encode
+    samples = (Segment(encode(part), f"x{n}", SampleId(f"x{n}@0")) for n, part in enumerate(filled))
+    segments = (Segment(encode(text), "p0"), *samples)
+    return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=AgentId(agent))
+
+
+def test_it_is_an_engine(engine: EchoEngine) -> None:
+    assert isinstance(engine, Engine) and isinstance(engine.tokenizer, Tokenizer)
+    assert engine.end_run(TenantId("t"), RunId("r")) is None
+
+
+def test_tokenizer() -> None:
+    tokenizer = ByteTokenizer()
+    text = tokenizer.chat("Be kind.", "Hi <|eos|> é")
+    assert text == "<|bos|><|turn|>system\nBe kind.<|turn|>user\nHi <|eos|> é<|turn|>assistant\n"
+    assert tokenizer.encode("a<|eos|>é<|bos|>") == (97, 257, 0xC3, 0xA9, 256)
+    assert tokenizer.decode((256, 97, 257, 0xC3, 0xA9, 258)) == "aé"
+    assert tokenizer.chat(None, "Hi") == "<|bos|><|turn|>user\nHi<|turn|>assistant\n"
+
+
+@given(st.text("a<|é🚢"), st.text("a<|é🚢"))
+def test_bytes_do_not_depend_on_their_neighbours(left: str, right: str) -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode(left) + tokenizer.encode(right) == tokenizer.encode(left + right)
+    assert tokenizer.decode(tokenizer.encode(left)) == left
+
+
+@given(st.text("abé🚢", max_size=20), st.lists(st.text("abé", min_size=1, max_size=3), max_size=3).map(tuple))
+def test_streamed_text_is_the_text_before_the_first_stop_string(text: str, stop: tuple[str, ...]) -> None:
+    stream, out, seen = _Text(stop), "", ""
+    for char in text:
+        for byte in char.encode():
+            out += stream.push(bytes([byte]))
+        seen += char
+        cuts = [at for at in map(seen.find, stop) if at >= 0]
+        assert stream.stopped == bool(cuts)
+        if cuts:
+            break
+    out += stream.push(b"", last=True)
+    expected = seen[: min(map(seen.find, (each for each in stop if each in seen)))] if stream.stopped else seen
+    assert out == stream.certain == expected
+
+
+def test_echoes_the_last_placeholder_or_the_prompt(engine: EchoEngine) -> None:
+    assert engine.submit(ask("Say: ", "one", "two")).result(5).text == "two"
+    done = engine.submit(ask("<|bos|>plain é")).result(5)
+    assert (done.text, done.finish_reason) == ("plain é", FinishReason.STOP)
+    assert engine.tokenizer.decode(done.tokens) == done.text
+
+
+def test_ignore_eos_goes_on_to_the_limit(engine: EchoEngine) -> None:
+    done = engine.submit(ask("ab", ignore_eos=True, max_tokens=5)).result(5)
+    assert (done.text, done.tokens, done.finish_reason) == ("abab", (97, 98, 257, 97, 98), FinishReason.LENGTH)
+
+
+def test_a_cut_character_is_shown_as_such(engine: EchoEngine) -> None:
+    assert engine.submit(ask("é", max_tokens=1)).result(5).text == "\ufffd"
+
+
+def test_script_by_agent_and_requests_are_recorded() -> None:
+    with EchoEngine({AgentId("solver"): "42", AgentId("mute"): ""}) as engine:
+        requests = [ask("six times seven", agent=agent) for agent in ("solver", "mute", "else")]
+        texts = [engine.submit(request).result(5).text for request in requests]
+    assert texts == ["42", "", "six times seven"]
+    assert engine.requests == requests
+
+
+def test_script_by_function_runs_in_the_callers_thread() -> None:
+    def answer(request: GenerateRequest) -> str:
+        if request.prompt_tokens > 3:
+            raise ValueError("too much")
+        return f"{request.prompt_tokens} tokens, {threading.current_thread().name}"
+
+    with EchoEngine(answer) as engine:
+        assert engine.submit(ask("abc")).result(5).text == f"3 tokens, {threading.current_thread().name}"
+        with pytest.raises(ValueError, match="too much"):
+            engine.submit(ask("abcd"))
+        assert len(engine.requests) == 1
+
+
+def test_receipts_show_real_prefix_reuse(engine: EchoEngine) -> None:
+    cold = engine.submit(ask("shared ", "one")).result(5).receipt
+    warm = engine.submit(ask("shared ", "other")).result(5).receipt
+    same = engine.submit(ask("shared ", "one")).result(5).receipt
+    off = engine.submit(ask("shared ", "one", reuse=ReuseMode.OFF)).result(5).receipt
+    assert cold.spans == off.spans == (Span(0, 10, Source.COMPUTED),)
+    assert warm.spans == (Span(0, 8, Source.DEVICE), Span(8, 12, Source.COMPUTED)), "'o' is shared, too"
+    assert same.spans == (Span(0, 9, Source.DEVICE), Span(9, 10, Source.COMPUTED))
+    assert cold.misses == (Miss("p0", "not in the cache"), Miss("x0", "not in the cache"))
+    assert warm.misses == (Miss("x0", "not in the cache"),)
+    assert same.misses == ()
+    assert off.misses == (Miss("p0", "reuse is off"), Miss("x0", "reuse is off"))
+
+
+def test_an_answer_becomes_a_reusable_prefix(engine: EchoEngine) -> None:
+    engine.submit(ask("abc")).result(5)
+    assert engine.submit(ask("abcabcX")).result(5).receipt.exact == 5, "the last token drawn has no KV"
+
+
+def test_a_request_without_reuse_leaves_nothing(engine: EchoEngine) -> None:
+    engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(5)
+    assert engine.submit(ask("abc")).result(5).receipt.exact == 0
+    assert engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(5).receipt.exact == 0
+
+
+def test_parts_sum_to_the_time_to_first_token(engine: EchoEngine) -> None:
+    done = engine.submit(ask("abc")).result(5)
+    assert sum(done.receipt.parts_ms.values()) == pytest.approx(done.ttft_ms)
+
+
+def test_requests_wait_for_room_in_order() -> None:
+    with EchoEngine(delay_s=1e-3, capacity=20) as engine:
+        streams = [engine.submit(ask(text, max_tokens=8)) for text in ("aaaaaaaaaa", "bbbbbbbbbb", "c")]
+        done = [stream.result(5) for stream in streams]
+        assert [each.text for each in done] == ["a" * 8, "b" * 8, "c"]
+        assert done[1].receipt.parts_ms["queue"] > 1, "one after the other"
+        assert engine.cache.stats().leased_blocks == 0
+        engine.cache.check_integrity()
+
+
+def test_a_request_that_waits_can_be_cancelled() -> None:
+    with EchoEngine(delay_s=1e-3, capacity=100) as engine:
+        first = engine.submit(ask("a", max_tokens=90, ignore_eos=True))
+        second = engine.submit(ask("b", max_tokens=90))
+        next(iter(first))
+        assert engine.cancel(second.request_id)
+        done = second.result(5)
+        assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
+        assert engine.cancel(first.request_id)
+        assert first.result(5).finish_reason is FinishReason.CANCELLED
+        engine.cache.check_integrity()
+
+
+def test_bad_requests_are_refused() -> None:
+    with EchoEngine(max_prompt=4, capacity=10) as engine:
+        for error, request in (
+            (PromptTooLong, ask("abcde", max_tokens=1)),
+            (PromptTooLong, ask("abcd", max_tokens=7)),
+            (RequestError, ask("abcd", max_tokens=0)),
+            (RequestError, ask("abcd", max_tokens=1, stop=("",))),
+        ):
+            with pytest.raises(error):
+                engine.submit(request)
+        assert engine.requests == []
+        assert engine.submit(ask("abcd", max_tokens=6)).result(5).text == "abcd"
+
+
+def test_an_id_is_in_flight_once() -> None:
+    with EchoEngine(delay_s=1e-3) as engine:
+        request = ask("abc")
+        stream = engine.submit(request)
+        with pytest.raises(RequestError, match="in flight"):
+            engine.submit(request)
+        stream.result(5)
+        assert engine.submit(request).result(5).text == "abc", "once it has ended, it may come again"
+
+
+def test_result_times_out() -> None:
+    with EchoEngine(delay_s=1e-3) as engine:
+        stream = engine.submit(ask("a", max_tokens=500, ignore_eos=True))
+        with pytest.raises(TimeoutError):
+            stream.result(0.01)
+        engine.cancel(stream.request_id)
+        assert stream.result(5).finish_reason is FinishReason.CANCELLED
+
+
+def test_close_ends_what_runs_and_what_waits() -> None:
+    engine = EchoEngine(delay_s=1e-3, capacity=100)
+    streams = [engine.submit(ask(text, max_tokens=90, ignore_eos=True)) for text in "ab"]
+    engine.close()
+    assert [stream.result(5).finish_reason for stream in streams] == [FinishReason.CANCELLED] * 2
+    assert engine.cache.stats().leased_blocks == 0
+    with pytest.raises(EngineClosed):
+        engine.submit(ask("c"))

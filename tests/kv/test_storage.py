@@ -1,0 +1,39 @@
+"""Blocks, runs, and writing what was read."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.kv.rotary import Rotary
+from kedge.kv.spec import KVSpec
+from kedge.kv.storage import PagedStorage, SlotTable
+from tests.engine.local.conftest import tiny_model
+
+SPEC = KVSpec(layers=3, kv_heads=2, head_dim=16, rotary_dim=16, dtype=torch.float32)
+ROTARY = Rotary(tiny_model("llama").model.rotary_emb, 512, torch.device("cpu"))
+
+
+@given(st.permutations(range(8)), st.integers(0, 32), st.integers(0, 32))
+def test_runs_cover_the_positions_in_order(blocks: list[int], a: int, b: int) -> None:
+    start, stop = min(a, b), max(a, b)
+    table = SlotTable.of(blocks, 4)
+    covered = [slot for run in table.runs(start, stop) for slot in range(run.start, run.stop)]
+    assert covered == [blocks[p // 4] * 4 + p % 4 for p in range(start, stop)]
+
+
+def test_neighbouring_blocks_are_one_run() -> None:
+    assert SlotTable.of([5, 6, 7, 2, 3], 4).runs(2, 19) == (slice(22, 32), slice(8, 15))
+
+
+def test_a_segment_written_elsewhere_is_read_back_unrotated() -> None:
+    storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
+    here, there = SlotTable.of([6, 1, 4], 4), SlotTable.of([0, 7, 3], 4)
+    storage.keys.normal_()
+    storage.values.normal_()
+    kv = storage.read(here, 1, 9)
+    storage.write(there, 3, kv)
+    again = storage.read(there, 3, 11)
+    torch.testing.assert_close(again.keys, kv.keys, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(again.values, kv.values)

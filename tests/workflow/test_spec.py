@@ -1,0 +1,163 @@
+"""Workflow files: good ones build what Python builds, bad ones name file, key and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kedge.errors import CycleError, SpecError, UnknownPlaceholder
+from kedge.types import ReuseMode
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.spec import Appended, build_workflow, load_workflow
+from kedge.workflow.topologies import Wording, connect, random
+from kedge.workloads.sandbox import answer_as_python
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+OWN = """
+name: two
+inputs: [task]
+turns: 2
+loops: [[b, a]]
+agents:
+  - {id: a, system: S, user: "{task} {agent_b_current}", max_tokens: 5, stop: [x], reuse: off, temperature: 1}
+  - id: b
+    user: "{agent_a_current} {condition_a_history_1}"
+    title: B
+"""
+
+
+def shout(answer: str, inputs: object) -> str:  # noqa: ARG001
+    return answer.upper()
+
+
+def write(folder: Path, text: str | bytes, name: str = "flow.yaml") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_yaml_builds_what_python_builds(tmp_path: Path) -> None:
+    text = OWN.replace("stop: [x]", "stop: [x], tool: shout")
+    first = Agent(
+        "a", "S", "{task} {agent_b_current}", shout, max_tokens=5, temperature=1, stop=("x",), reuse=ReuseMode.OFF
+    )
+    second = Agent("b", "", "{agent_a_current} {condition_a_history_1}", title="B")
+    expected = Workflow("two", (first, second), ("task",), 2, (("b", "a"),))
+    assert load_workflow(write(tmp_path, text), {"shout": shout}) == expected
+
+
+def test_json_is_the_same(tmp_path: Path) -> None:
+    data = {"name": "n", "agents": [{"id": "a", "user": "{user_question}", "max_tokens": 9}]}
+    expected = Workflow("n", (Agent("a", "", "{user_question}", max_tokens=9),))
+    assert load_workflow(write(tmp_path, json.dumps(data), "flow.JSON")) == expected
+
+
+def test_topology_and_wording() -> None:
+    agents = [{"id": name, "system": name} for name in "abcd"]
+    data = {"name": "t", "agents": agents, "topology": {"kind": "random", "seed": 5}, "wording": {"intro": "Hear:"}}
+    bare = [Agent(name, name, "") for name in "abcd"]
+    assert build_workflow(data) == connect("t", bare, random(bare, seed=5), Wording(intro="Hear:"))
+
+
+def test_python_tool() -> None:
+    agent = {"id": "a", "user": "{user_question}", "tool": "python", "tool_append": "print(f())", "tool_seconds": 3.0}
+    built = build_workflow({"name": "n", "agents": [agent]}).agents[0]
+    assert (built.tool, built.tool_seconds) == (Appended(answer_as_python, "print(f())"), 3.0)
+    assert built.tool is not None
+    assert built.tool("def f():\n    return 6 * 7", {}) == "42"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
+def test_examples_load(file: Path) -> None:
+    assert load_workflow(file).steps
+
+
+def spec(**changes: object) -> dict[str, object]:
+    return {"name": "n", "agents": [{"id": "a", "user": "{user_question}"}], **changes}
+
+
+def agent_spec(**changes: object) -> dict[str, object]:
+    return spec(agents=[{"id": "a", "user": "{user_question}", **changes}])
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "value"),
+    [
+        (spec(nam="x"), "nam", "x"),
+        (spec(name=3), "name", 3),
+        (spec(turns="2"), "turns", "2"),
+        (spec(turns=True), "turns", True),
+        (spec(loops=[["a"]]), "loops.0", "['a']"),
+        (spec(agents={}), "agents", "{}"),
+        (agent_spec(max_token=3), "agents.0.max_token", 3),
+        (agent_spec(max_tokens=3.5), "agents.0.max_tokens", 3.5),
+        (agent_spec(reuse="all"), "agents.0.reuse", "all"),
+        (agent_spec(tool="rm"), "agents.0.tool", "rm"),
+        (agent_spec(tool="os:system"), "agents.0.tool", "os:system"),
+        (agent_spec(tool_append="x"), "agents.0.tool", None),
+        (spec(agents=[{"id": "a"}]), "agents.0.user", None),
+        (spec(topology="chain"), "agents.0.user", "{user_question}"),
+        (spec(agents=[{"id": "a"}], topology="ring"), "topology", "ring"),
+        (spec(agents=[{"id": "a"}], topology={"kind": "chain", "seed": 1}), "topology.chain", {"seed": 1}),
+        (spec(agents=[{"id": "a"}], topology={"kind": "chain", "size": 1}), "topology.size", 1),
+        (spec(agents=[{"id": "a"}], topology="debate", turns=3), "turns", 3),
+    ],
+)
+def test_bad_specs_name_key_and_value(data: dict[str, object], key: str, value: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        build_workflow(data, source="flow.yaml")
+    assert (caught.value.key, caught.value.value) == (f"flow.yaml: {key}", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("flow.yaml", b"name: \xff\xfe", "is not UTF-8"),
+        ("flow.yaml", b"name: [", "is not YAML"),
+        ("flow.yaml", b"name: a\nname: b", "'name' stands there twice"),
+        ("flow.yaml", b"name: !!python/object:os.system x", "is not YAML"),
+        ("flow.yaml", b"- a", "is a mapping"),
+        ("flow.yaml", b"", "is a mapping"),
+        ("flow.json", b"{", "is not JSON"),
+        ("flow.json", b'{"name": "a", "name": "b"}', "'name' stands there twice"),
+        ("flow.json", b"[" * 100_000, "is not JSON"),
+        ("flow.toml", b"", "a workflow file ends in"),
+    ],
+)
+def test_files_that_are_no_workflow(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    path = write(tmp_path, content, name)
+    with pytest.raises(SpecError, match=why) as caught:
+        load_workflow(path)
+    assert name in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("nothing.yaml", "folder.yaml"):
+        with pytest.raises(SpecError, match="cannot be read"):
+            load_workflow(tmp_path / name)
+
+
+def test_nested_aliases_end_quickly(tmp_path: Path) -> None:
+    lines = [
+        "a0: &a0 [x, x]",
+        *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)),
+        "name: *a59",
+        "agents: []",
+    ]
+    with pytest.raises(SpecError):
+        load_workflow(write(tmp_path, "\n".join(lines)))
+    with pytest.raises(SpecError, match="name"):
+        load_workflow(write(tmp_path, "name: &a [*a]\nagents: []"))
+
+
+def test_wrong_workflows_keep_their_error_and_name_the_file(tmp_path: Path) -> None:
+    unknown = write(tmp_path, "name: n\nagents: [{id: a, user: '{x}'}]")
+    with pytest.raises(UnknownPlaceholder) as caught:
+        load_workflow(unknown)
+    assert caught.value.__notes__ == [f"in {unknown}"]
+    with pytest.raises(CycleError):
+        build_workflow(spec(agents=[{"id": "a", "user": "{agent_a_current}"}]))

@@ -1,0 +1,197 @@
+"""Parsing of placeholders and compilation to segments, on a tokenizer whose token ids are characters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.errors import UnknownPlaceholder, WorkflowError
+from kedge.types import SampleId, Segment
+from kedge.workflow.template import Kind, Placeholder, Value, compile_agents, escape, parse
+
+QUESTION = Placeholder(Kind.INPUT, "user_question")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    system: str
+    user: str
+
+
+class Characters:
+    """Encodes characters; records what it was asked to encode."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.encoded.append(text)
+        return tuple(map(ord, text))
+
+    def chat(self, system: str | None, user: str) -> str:
+        return f"[{user}]" if system is None else f"[{system}|{user}]"
+
+
+def text(tokens: tuple[int, ...]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def values(**by_name: str) -> dict[Placeholder, Value]:
+    tokens = {Placeholder.parse(name): tuple(map(ord, value)) for name, value in by_name.items()}
+    return {placeholder: Value(ids, SampleId(f"{placeholder.name}@0")) for placeholder, ids in tokens.items()}
+
+
+def compiled(user: str, system: str = "") -> list[tuple[str, str]]:
+    """Name and text of the segments, every placeholder filled with its own name in capitals."""
+    agent = compile_agents([Prompt("a", system, user)], Characters())["a"]
+    segments = agent.fill(values(**{p.name: p.name.upper() for p in agent.placeholders}))
+    return [(segment.name, text(segment.tokens)) for segment in segments]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("user_question", (Kind.INPUT, "user_question", 0)),
+        ("agent_solver_current", (Kind.AGENT, "solver", 0)),
+        ("condition_solver_current", (Kind.CONDITION, "solver", 0)),
+        ("agent_solver_history_2", (Kind.AGENT, "solver", 2)),
+        ("condition_a-b_c_history_12", (Kind.CONDITION, "a-b_c", 12)),
+        ("agent_a_history_1_current", (Kind.AGENT, "a_history_1", 0)),
+        ("agent_solver", (Kind.INPUT, "agent_solver", 0)),
+        ("agent_solver_history_", (Kind.INPUT, "agent_solver_history_", 0)),
+    ],
+)
+def test_names(name: str, expected: tuple[Kind, str, int]) -> None:
+    placeholder = Placeholder.parse(name)
+    assert (placeholder.kind, placeholder.of, placeholder.turns_back) == expected
+    assert placeholder.name == name
+
+
+@pytest.mark.parametrize("name", ["", " ", "user question", "x:>3", "x!r", "agent_a_history_0", "agent_a_history_01"])
+def test_malformed_names_are_named(name: str) -> None:
+    with pytest.raises(WorkflowError) as caught:
+        parse(f"before {{{name}}} after")
+    assert caught.value.value == name
+
+
+@pytest.mark.parametrize("template", ["open {", "close }", "{a", "a}", "{a{b}}", "{{a}", "{a}}", "{{{a}}"])
+def test_single_braces_are_refused(template: str) -> None:
+    with pytest.raises(WorkflowError, match="single"):
+        parse(template)
+
+
+def test_parse_and_escapes() -> None:
+    assert parse("a{user_question}b") == ("a", QUESTION, "b")
+    assert parse("{user_question}{user_question}") == (QUESTION, QUESTION)
+    assert parse("{{user_question}} {{{user_question}}}") == ("{user_question} {", QUESTION, "}")
+    assert parse("") == ()
+
+
+@given(st.lists(st.one_of(st.text(), st.sampled_from([QUESTION, Placeholder(Kind.AGENT, "b", 3)]))))
+def test_parse_inverts_writing(parts: list[str | Placeholder]) -> None:
+    written = "".join(escape(part) if isinstance(part, str) else f"{{{part.name}}}" for part in parts)
+    read = parse(written)
+    assert all(part != "" for part in read)
+    assert not any(isinstance(a, str) and isinstance(b, str) for a, b in zip(read, read[1:], strict=False))
+    flat = [piece for part in parts for piece in (part if isinstance(part, str) else [part])]
+    assert [piece for part in read for piece in (part if isinstance(part, str) else [part])] == flat
+
+
+def test_segments_in_order_with_their_names() -> None:
+    assert compiled("Q: {user_question}\nA: {agent_b_current}!", "be nice") == [
+        ("p0", "[be nice|Q: "),
+        ("user_question", "USER_QUESTION"),
+        ("p1", "\nA: "),
+        ("agent_b_current", "AGENT_B_CURRENT"),
+        ("p2", "!]"),
+    ]
+
+
+def test_adjacent_repeated_and_blank_between() -> None:
+    names = [name for name, _ in compiled("{a}{b} \n {a}{a}")]
+    assert names == ["p0", "a", "b", "p2", "a", "a", "p4"]
+    assert dict(compiled("{a}{b} \n {a}"))["p2"] == " \n "
+
+
+def test_placeholder_in_the_system_message_and_literal_braces() -> None:
+    assert compiled("{{x}} {a}", system="You are {b}, {{}}.") == [
+        ("p0", "[You are "),
+        ("b", "B"),
+        ("p1", ", {}.|{x} "),
+        ("a", "A"),
+        ("p2", "]"),
+    ]
+
+
+def test_every_prefix_part_is_tokenized_by_itself() -> None:
+    tokenizer = Characters()
+    compile_agents([Prompt("a", "s", "one {x} two {y} three")], tokenizer)
+    assert {"[s|one ", " two ", " three]"} <= set(tokenizer.encoded)
+    assert "" not in tokenizer.encoded
+
+
+def test_empty_values_leave_no_segment() -> None:
+    agent = compile_agents([Prompt("a", "", "{x} and {y}")], Characters())["a"]
+    assert [segment.name for segment in agent.fill(values(x="", y="v"))] == ["p0", "p1", "y", "p2"]
+
+
+def test_missing_value_is_named() -> None:
+    agent = compile_agents([Prompt("a", "", "{x}")], Characters())["a"]
+    with pytest.raises(UnknownPlaceholder, match="agent a='x'"):
+        agent.fill({})
+
+
+def test_values_stay_as_they_were_generated() -> None:
+    agent = compile_agents([Prompt("a", "", "{agent_b_current}")], Characters())["a"]
+    value = Value((7, -3, 99999), SampleId("agent_b@4"))
+    segment = agent.fill({Placeholder(Kind.AGENT, "b"): value})[1]
+    assert (segment.tokens, segment.sample) == value
+
+
+def lead_in(segments: tuple[Segment, ...], name: str) -> str:
+    return text(next(segment for segment in segments if segment.name == name).lead_in)
+
+
+def test_lead_in_comes_from_the_first_agent_that_uses_the_placeholder() -> None:
+    agents = [
+        Prompt("a", "system a", "Intro.\nQuestion: {q}"),
+        Prompt("b", "system b", "Other words {q}\n\nSolver:\n\n{agent_a_current}{x}"),
+    ]
+    both = compile_agents(agents, Characters())
+    filled = values(q="?", agent_a_current="!", x="x")
+    assert lead_in(both["a"].fill(filled), "q") == "[Question: "
+    assert lead_in(both["b"].fill(filled), "q") == "[Question: "
+    assert lead_in(both["b"].fill(filled), "agent_a_current") == "[Solver:\n\n"
+    assert lead_in(both["b"].fill(filled), "x") == "["
+
+
+def test_stand_in_is_the_name_in_braces() -> None:
+    agent = compile_agents([Prompt("a", "", "{agent_b_current}")], Characters())["a"]
+    assert [text(tokens) for tokens in agent.stand_ins] == ["{agent_b_current}"]
+
+
+def test_a_chat_template_that_drops_the_system_message_is_refused() -> None:
+    class Deaf(Characters):
+        def chat(self, system: str | None, user: str) -> str:  # noqa: ARG002
+            return user
+
+    with pytest.raises(WorkflowError, match="agent a"):
+        compile_agents([Prompt("a", "You are {x}", "{y}")], Deaf())
+
+
+def test_a_chat_template_may_put_the_user_first() -> None:
+    class Swapped(Characters):
+        def chat(self, system: str | None, user: str) -> str:
+            return f"{user}|{system}"
+
+    agent = compile_agents([Prompt("a", "S {x}", "U {y}")], Swapped())["a"]
+    assert [placeholder.name for placeholder in agent.placeholders] == ["y", "x"]
+
+
+def test_text_may_hold_anything_but_lone_braces() -> None:
+    odd = "<0:1> \ue000 \x00 😀 %s \\1"
+    assert compiled(f"{odd}{{x}}{odd}") == [("p0", f"[{odd}"), ("x", "X"), ("p1", f"{odd}]")]
