@@ -38,10 +38,11 @@ Segment = tuple[str, bool]
 """A piece of text, tokenized by itself, and whether it is learned."""
 
 
-def sample(rng: random.Random, streams: dict[str, Iterator[Question]]) -> list[Segment]:
-    task = TASKS[rng.choices(list(SHARES), list(SHARES.values()))[0]]
+def sample(rng: random.Random, streams: dict[str, Iterator[Question]], *, look_up: bool = False) -> list[Segment]:
+    """One prompt with its answer; with `look_up` an agent of the second task that hears nobody."""
+    task = TASKS["choice" if look_up else rng.choices(list(SHARES), list(SHARES.values()))[0]]
     question = next(streams[task.name])
-    role, heard = _cast(rng, task)
+    role, heard = (rng.choice(task.roles[:-1]), []) if look_up else _cast(rng, task)
     filled: dict[str, Segment] = {"user_question": (question.text, False)}
     for other in heard:
         answer = other.reference(question)
@@ -109,6 +110,7 @@ class Batches:
         self._rng, self._size = rng, size
         self._streams = {name: task.questions("train", seed) for name, task in TASKS.items()}
         self._ready: list[list[tuple[list[int], list[int]]]] = []
+        self.look_up = False
 
     def _ids(self, text: str) -> list[int]:
         if text not in self._cache:
@@ -120,7 +122,7 @@ class Batches:
     def _row(self) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         labels: list[int] = []
-        for text, learned in sample(self._rng, self._streams):
+        for text, learned in sample(self._rng, self._streams, look_up=self.look_up):
             ids = self._ids(text)
             tokens += ids
             labels += ids if learned else [IGNORED] * len(ids)
@@ -165,6 +167,7 @@ def train(args: argparse.Namespace) -> None:
     while (done := (time.monotonic() - start) / (60 * args.minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(done, args.lr, step)
+        batches.look_up = done * args.minutes < args.look_up_minutes
         x, y = (t.to(args.device) for t in next(batches))
         mask = y[:, 1:] != IGNORED
         with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -194,6 +197,7 @@ def train(args: argparse.Namespace) -> None:
         "batch": args.batch,
         "peak_lr": args.lr,
         "minutes": args.minutes,
+        "look_up_minutes": args.look_up_minutes,
         "warm_start": args.warm_start and args.warm_start.name,
         "precision": args.precision,
         "device": args.device,
@@ -226,6 +230,12 @@ def main() -> None:
         choices=["fp32", "bf16"],
         default="bf16" if torch.cuda.is_available() else "fp32",
         help="bf16 is faster on a GPU and on a CPU with AVX512-bf16, far slower elsewhere",
+    )
+    parser.add_argument(
+        "--look-up-minutes",
+        type=float,
+        default=0,
+        help="begin with the second task alone: among the others its look-up is learned late or never",
     )
     parser.add_argument("--warm-start", type=Path, help="take the layers of the checkpoint in this folder")
     train(parser.parse_args())

@@ -195,7 +195,7 @@ def test_an_observation_that_fails_leaves_nothing(
     settings: dict[str, Any], at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The `at`th table cannot be written: the value's, or the prefix segment's after it."""
-    store = filled(range(5), **{**settings, "capacity": 5})
+    store = filled(range(5), **{**settings, "capacity": 6})
     before = store.stats()
     wanted = store.estimate(SLOT, sample(3))
     put, calls = OffsetTable.put, iter(range(1, 9))
@@ -370,3 +370,21 @@ def test_tenants_workflows_and_placeholders_share_nothing() -> None:
     store = filled(range(5), **TOKEN)
     for pool in (("other", "flow", "agent_a_current"), ("tenant", "other", "agent_a_current"), ("tenant", "flow", "x")):
         assert store.estimate(SLOT, sample(0, pool=pool)).reason == "no anchor of this agent yet"
+
+
+def test_a_full_pool_keeps_its_anchors_for_a_value_that_is_shareable_anyway() -> None:
+    """An agent that prefills densely for another reason does not push out what other agents live on."""
+    store = filled(range(3), capacity=3, **OPEN)
+    for seed in range(3):
+        observe(store, sample(seed), Slot("critic", 1))
+    for seed in range(10, 20):
+        observe(store, sample(seed), Slot("critic", 1))
+    assert store.estimate(SLOT, sample(0)).shareable
+    assert store.stats().anchors == 3
+
+
+def test_a_full_pool_takes_a_value_that_is_not_shareable() -> None:
+    store = filled(range(3), capacity=3, **{**OPEN, "max_error": 1e-9})
+    observe(store, sample(10))
+    assert store.stats().anchors == 3
+    assert not store.estimate(SLOT, sample(10)).learnable

@@ -61,6 +61,10 @@ class AnchorPool:
         while len(self.slots) > self._max_slots:
             self._drop_slot(next(iter(self.slots)))
 
+    @property
+    def full(self) -> bool:
+        return len(self.anchors) >= self._capacity
+
     def calibrate(self, slot: Slot, calibration: Calibration) -> None:
         self.slots[slot].calibration = calibration
 

@@ -121,6 +121,8 @@ class AnchorStore:
     ) -> None:
         """Learns the offsets of a value and of the prefix segment after it from a dense prefill; all of it or nothing.
 
+        A full pool drops no anchor for a value that was shareable anyway (Algorithm 1 makes anchors of others only):
+        else an agent that prefills densely for another reason would push out what the other agents live on.
         The slot first estimates the value from what it had, which calibrates the criterion `error`.
         Raises `PlanError` where base and real KV differ in tokens, `TranslationRefused` where offsets are not finite.
         """
@@ -131,7 +133,8 @@ class AnchorStore:
         offsets = pool.slot(slot, sample.base, len(observed.prefix))
         anchor = self._anchor(pool, sample)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
-        pool.add(slot, offsets, anchor, observed)
+        if anchor.id in pool.anchors or not pool.full or not self.estimate(slot, sample).shareable:
+            pool.add(slot, offsets, anchor, observed)
         pool.calibrate(slot, calibration)
         self._touch(sample.pool, pool)
         self._observed += 1

@@ -8,6 +8,9 @@ from kedge.anchors.offsets import add_rows
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
 
+CHUNK = 128
+"""Tokens at a time: what is between reading offsets and writing slots then stays in the processor's cache"""
+
 
 class Translator:
     """Writes translated segments straight into a request's slots, all layers at once."""
@@ -16,7 +19,9 @@ class Translator:
         self._storage = storage
 
     def write(self, table: SlotTable, translations: Iterable[Translation]) -> None:
-        """Translates each segment and writes it; later ones may not overlap earlier ones."""
+        """Translates each segment and writes it. Raises `PlanError` for a blend that is out of date."""
         for item in translations:
-            kv = add_rows(item.base, item.table.blend(item.blend))
-            self._storage.write(table, item.start, kv)
+            for start in range(0, item.base.tokens, CHUNK):
+                stop = min(start + CHUNK, item.base.tokens)
+                rows = item.table.blend(item.blend.slice(start, stop))
+                self._storage.write(table, item.start + start, add_rows(item.base.slice(start, stop), rows))

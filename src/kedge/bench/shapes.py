@@ -12,6 +12,8 @@ from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.errors import ConfigError
 
 SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 1152},
     "32m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
             "num_key_value_heads": 4, "vocab_size": 16384},
     "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -19,7 +21,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-"""Llama shapes with grouped-query attention; `8b` is Llama-3.1-8B's."""
+"""Llama shapes with grouped-query attention; `8b` is Llama-3.1-8B's, `tiny` is for tests of the machinery."""
 
 
 def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:

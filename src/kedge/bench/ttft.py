@@ -172,7 +172,7 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
 def _warm(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]) -> None:
     """First use of kernels and memory costs nobody."""
     request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
-    _ask(engine, request, 2)
+    ask(engine, request, 2)
 
 
 def _fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
@@ -184,11 +184,12 @@ def _fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, ru
     question = workload.tokens(settings.question + extra)
     answers = [workload.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
     for agent in range(settings.agents):
-        _ask(engine, workload.request(run, agent, question, answers[:agent], produces=False), 1)
+        ask(engine, workload.request(run, agent, question, answers[:agent], produces=False), 1)
         engine.wait_idle()
 
 
-def _ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
+def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
+    """The answer to a request, exactly `max_tokens` long."""
     return engine.submit(replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))).result()
 
 
@@ -200,7 +201,7 @@ def _measure_once(
     answers: list[Tokens] = []
     for agent, record in enumerate(times):
         request = workload.request(run, agent, question, answers)
-        done = _ask(engine, request, settings.output)
+        done = ask(engine, request, settings.output)
         answers.append(done.tokens)
         record.prompt_tokens = request.prompt_tokens
         record.translated.append(done.ttft_ms)
@@ -209,4 +210,4 @@ def _measure_once(
     engine.wait_idle()
     for agent, record in enumerate(times):
         request = workload.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
-        record.dense.append(_ask(engine, request, 1).ttft_ms)
+        record.dense.append(ask(engine, request, 1).ttft_ms)

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
 
 
-@bench.callback()
-def _group() -> None:
-    """Keeps `ttft` a sub-command while it is the only one."""
-
-
 @bench.command()
 def ttft(
     model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size with random weights.")] = "32m",
@@ -51,6 +46,22 @@ def ttft(
         data = {"settings": asdict(settings), "machine": _machine(), "agents": [agent.as_json() for agent in times]}
         json_file.write_text(json.dumps(data, indent=1) + "\n")
         console.print(f"results: {json_file}")
+
+
+@bench.command()
+def soak(
+    questions: Annotated[int, typer.Option(min=1, help="New questions, one after the other.")] = 2000,
+    every: Annotated[int, typer.Option(min=1, help="Questions between two looks.")] = 200,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Whether anything grows with the number of past messages (a tiny model, new questions only)."""
+    from kedge.bench.soak import SoakSettings
+    from kedge.bench.soak import soak as run_soak
+
+    console = Console()
+    looks = run_soak(SoakSettings(questions=questions, every=every), console.print)
+    if json_file:
+        json_file.write_text(json.dumps({"machine": _machine(), "looks": looks}, indent=1) + "\n")
 
 
 def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from kedge.engine.local.batch import flatten
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
-from kedge.errors import EngineClosed, KedgeError, OutOfBlocks
+from kedge.errors import EngineClosed, KedgeError, OutOfBlocks, TranslationRefused
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
 from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, TokenDelta, new_request_id
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +210,19 @@ class EngineCore:
         if not self._harvests:
             return
         harvest = self._harvests[0]
-        if next(harvest.steps, None) is None:
+        if not self._observe_next(harvest):
             self._harvests.popleft()
             self._release(harvest.sequence)
             if not self._harvests:
                 self._forget_ended_runs()
+
+    def _observe_next(self, harvest: Harvest) -> bool:
+        """False where nothing is left, or where offsets cannot be kept (which changes no pool)."""
+        try:
+            return next(harvest.steps, None) is not None
+        except TranslationRefused as refusal:
+            logger.warning("request %s is not learned from: %s", harvest.sequence.key, refusal)
+            return False
 
     def _forget_ended_runs(self) -> None:
         for tenant, run in self._ended_runs:

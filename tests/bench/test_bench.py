@@ -1,0 +1,76 @@
+"""The benchmarks run, count everything and write what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.bench.soak import SoakSettings, soak
+from kedge.bench.ttft import TtftSettings, measure
+from kedge.cli.main import app
+
+SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, samples=3, repeats=2, device="cpu")
+
+
+@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
+    times = measure(TtftSettings(**{**vars(SMALL), "estimator": estimator}))
+    assert [agent.mode for agent in times] == ["exact prefix + dense", "translated", "translated"]
+    for agent in times:
+        assert len(agent.dense) == len(agent.translated) == SMALL.repeats
+        for total, parts in zip(agent.translated, agent.parts, strict=True):
+            assert sum(parts.values()) == pytest.approx(total, rel=0.02, abs=0.2)
+
+
+def test_nothing_grows_with_the_number_of_questions() -> None:
+    first, *_, last = soak(SoakSettings(questions=60, every=10, capacity=3))
+    for key in ("anchors", "anchor_bytes"):
+        assert last[key] == pytest.approx(first[key], rel=0.02), key
+    assert last["base_bytes"] <= 1 << 20
+    assert last["leased_blocks"] == 0
+    assert last["anchors"] == 3 * 3
+
+
+def test_bench_ttft_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "ttft.json"
+    sizes = [
+        "--question",
+        "40",
+        "--prefix",
+        "32",
+        "--output",
+        "24",
+        "--agents",
+        "2",
+        "--samples",
+        "2",
+        "--repeats",
+        "1",
+    ]
+    done = CliRunner().invoke(app, ["bench", "ttft", "--model-size", "tiny", *sizes, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    agents = json.loads(file.read_text())["agents"]
+    assert [agent["agent"] for agent in agents] == [0, 1]
+    for agent in agents:
+        assert {"agent", "prompt_tokens", "dense_ms", "translated_ms", "parts_ms"} <= set(agent)
+
+
+def test_an_unknown_size_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["bench", "ttft", "--model-size", "7t"])
+    assert done.exit_code != 0
+
+
+def test_demo_writes_json_and_a_plot(tmp_path: Path) -> None:
+    file, plot = tmp_path / "demo.json", tmp_path / "demo.png"
+    done = CliRunner().invoke(
+        app, ["demo", "--questions", "2", "--estimators", "token", "--json", str(file), "--plot", str(plot)]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert {"agents", "accuracy_dense", "accuracy_translated", "same_final_answer", "tokens"} <= set(data)
+    assert {"agent", "ttft_dense_ms", "ttft_translated_ms", "reuse_rate"} <= set(data["agents"][0])
+    assert set(data["tokens"]) == {"exact", "translated", "computed"}
+    assert plot.read_bytes()[:4] == b"\x89PNG"

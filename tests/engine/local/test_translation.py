@@ -1,0 +1,231 @@
+"""Translation inside the engine: what is written, what is recorded, and what is never shared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.engine.local import build
+from kedge.engine.local.core import EngineCore
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.text import TextStream
+from kedge.kv.segment import KVSegment
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Tokens,
+    WorkflowId,
+)
+from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
+
+OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
+"""Thresholds so wide that whatever was observed once is shared."""
+SETTINGS: dict[str, object] = {"anchors": AnchorSettings(**OPEN), "planner": PlannerSettings(recompute_head=0)}
+
+
+def tokens(seed: int, size: int) -> Tokens:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(256) for _ in range(size))
+
+
+def request(
+    question: Tokens,
+    hint: Tokens = (),
+    reuse: ReuseMode = ReuseMode.TRANSLATE,
+    agent: str = "solver",
+    run: str = "run",
+    **sampling: object,
+) -> GenerateRequest:
+    """An agent's prompt: a prefix of its own, the question, a prefix, a hint, and a last prefix."""
+    size = {"solver": 20, "critic": 33}[agent]
+    stand_in = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
+    segments = [
+        Segment(tokens(size, size), "p0"),
+        Segment(question, "user_question", SampleId("input_user_question@0"), **stand_in),
+        Segment(tokens(7, 9), "p1"),
+        Segment(hint, "condition_solver_current", SampleId("condition_solver@0"), **stand_in),
+        Segment(tokens(8, 5), "p2"),
+    ]
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
+    kept = tuple(segment for segment in segments if segment.tokens)
+    return GenerateRequest(kept, params, reuse, run=RunId(run), workflow=WorkflowId("test"), agent=AgentId(agent))
+
+
+class Driver:
+    """The engine without its thread, so that a test can look at the KV of a request that still runs."""
+
+    def __init__(self, **settings: object) -> None:
+        self.runner = ModelRunner(tiny_model("llama"))
+        self.core: EngineCore
+        config = EngineConfig(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
+        self.core, _ = build.core(self.runner, config)
+
+    def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
+        """Serves a request to its end and learns from it; its prompt's KV as it was after the first token."""
+        sequence = RequestSequence(
+            request.request_id, request.tenant, list(request.tokens), request=request,
+            stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
+            text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
+        )  # fmt: skip
+        self.core.submit(sequence)
+        while sequence.first_token is None:
+            self.core.step()
+        assert sequence.table is not None
+        kv = self.core._storage.read(sequence.table, 0, request.prompt_tokens)
+        while not self.core.scheduler.idle:
+            self.core.step()
+        while self.core.can_learn:
+            self.core.learn()
+        self.core.check_integrity()
+        self.core._cache.clear_all()  # so that an exact prefix never hides a translation
+        return sequence, kv
+
+
+def relative(a, b) -> float:  # noqa: ANN001
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+def test_an_exact_repeat_of_an_anchor_reproduces_its_dense_kv(estimator: str) -> None:
+    criterion = "entropy" if estimator == "interpolate" else "error"
+    driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator, criterion=criterion))
+    asked = request(tokens(50, 30), tokens(51, 12))
+    for seed in (60, 61):
+        driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
+    first, dense = driver.serve(asked)
+    again, translated = driver.serve(replace(asked, request_id="again"))
+    if first.plan.translates:  # with wide thresholds the two samples served it: learn it densely first
+        pytest.fail("the first sight of a value must be prefilled densely here")
+    assert again.plan.translates
+    assert relative(translated.keys, dense.keys) < 1e-3
+    assert relative(translated.values, dense.values) < 1e-3
+
+
+def test_receipts_account_for_every_token_and_name_the_misses() -> None:
+    driver = Driver()
+    first, _ = driver.serve(request(tokens(50, 30), tokens(51, 12)))
+    driver.serve(request(tokens(52, 30), tokens(53, 12)))
+    again, _ = driver.serve(request(tokens(50, 30), tokens(51, 12)))
+    for sequence in (first, again):
+        receipt = sequence.receipt()
+        assert receipt.prompt_tokens == receipt.exact + receipt.translated + receipt.computed == 20 + 30 + 9 + 12 + 5
+    assert first.receipt().misses
+    assert first.receipt().translated == 0
+    assert again.receipt().translated > 40
+
+
+def test_translated_blocks_never_reach_another_request() -> None:
+    with engine_of(tiny_model("llama"), **SETTINGS) as engine:
+        asked = [request(tokens(50 + i % 3, 40), tokens(70 + i % 3, 20), run=f"run-{i}") for i in range(9)]
+        translated = [_served(engine, item) for item in asked]
+        assert translated[-1].receipt.translated > 0
+        for item in asked[:3]:
+            off = _served(engine, replace(item, reuse=ReuseMode.OFF, request_id=f"off-{item.request_id}"))
+            exact = _served(engine, replace(item, reuse=ReuseMode.EXACT, request_id=f"exact-{item.request_id}"))
+            assert exact.tokens == off.tokens
+
+
+def _served(engine: LocalEngine, item: GenerateRequest):  # noqa: ANN202
+    done = engine.submit(item).result(60)
+    engine.wait_idle(60)
+    return done
+
+
+def test_an_agent_without_offsets_is_prefilled_densely_and_learns() -> None:
+    driver = Driver()
+    driver.serve(request(tokens(50, 30), agent="solver"))
+    driver.serve(request(tokens(51, 30), agent="solver"))
+    reasons = []
+    for seed in (51, 50, 51):
+        critic, _ = driver.serve(request(tokens(seed, 30), agent="critic"))
+        reasons.append([miss.reason for miss in critic.receipt().misses])
+    assert reasons == [["the agent's template has no base KV yet"], ["not calibrated yet"], []]
+    assert critic.plan.translates
+
+
+def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
+    driver = Driver()
+    for seed in (50, 51, 51):
+        known, _ = driver.serve(request(tokens(seed, 30)))
+    assert known.plan.translates
+    reworded = request(tokens(51, 30))
+    segments = (*reworded.segments[:-1], replace(reworded.segments[-1], tokens=tokens(99, 7)))
+    other, _ = driver.serve(replace(reworded, segments=segments))
+    assert not other.plan.translates
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_tiny_placeholders(size: int) -> None:
+    driver = Driver(planner=PlannerSettings(recompute_head=2))
+    for seed in (50, 51, 52, 52):
+        last, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 9, size)))
+    assert last.plan.translates
+    assert last.receipt().prompt_tokens == 20 + 30 + 9 + size + 5
+
+
+def _twice(question: Tokens) -> GenerateRequest:
+    once = request(question, question)
+    twice = replace(once.segments[3], name="user_question", sample=SampleId("input_user_question@0"))
+    return replace(once, segments=(*once.segments[:3], twice, *once.segments[4:]))
+
+
+def test_a_placeholder_used_twice_has_two_slots() -> None:
+    driver = Driver()
+    for seed in (50, 51, 50):
+        again, _ = driver.serve(_twice(tokens(seed, 30)))
+    assert again.plan.translates
+    assert len(again.plan.translations) == 4
+    assert driver.core.stats()["anchors"]["slots"] == 2
+
+
+def test_recomputing_the_head_of_every_segment() -> None:
+    driver = Driver(planner=PlannerSettings(recompute_head=3))
+    for seed in (50, 60, 50):
+        again, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 1, 12)))
+    starts = [20, 50, 59, 71]
+    expected = {start + i for start in starts for i in range(3)} | {75} | set(range(20))
+    assert set(again.plan.computed) == expected
+
+
+def test_a_cancelled_request_leaves_nothing() -> None:
+    with engine_of(tiny_model("llama"), **SETTINGS) as engine:
+        before = engine.inspect()
+        stream = engine.submit(request(tokens(50, 30), max_tokens=500))
+        next(iter(stream))
+        assert engine.cancel(stream.request_id)
+        assert stream.result(30).finish_reason == "cancelled"
+        engine.wait_idle(30)
+        after = engine.inspect()
+        assert after["anchors"] == before["anchors"]
+        assert after["cache"]["leased_blocks"] == 0
+
+
+def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -> None:
+    with engine_of(tiny_model("mistral-sliding"), **SETTINGS) as engine:
+        assert "sliding-window" in str(engine.translation_refusal)
+        done = [engine.submit(request(tokens(50, 30))).result(60) for _ in range(3)]
+    assert [c.receipt.translated for c in done] == [0, 0, 0]
+    assert done[-1].receipt.exact > 0
+    assert "sliding-window" in done[-1].receipt.misses[0].reason
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

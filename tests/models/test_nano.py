@@ -1,0 +1,96 @@
+"""The bundled model: what is shipped, and that the engine answers with it as Transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kedge.models.nano
+from kedge.bench.demo import questions
+from kedge.config import AnchorSettings, EngineConfig
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.run import run
+from kedge.types import Completion, GenerateRequest, ReuseMode
+from kedge.workloads.miniature import TASKS, workflow
+
+FOLDER = Path(kedge.models.nano.__path__[0])
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+class Recorder(LocalEngine):
+    """Keeps every request with its completion."""
+
+    def submit(self, request: GenerateRequest):  # noqa: ANN201
+        stream = super().submit(request)
+        self.__dict__.setdefault("served", []).append((request, stream))
+        return stream
+
+    def taken(self) -> list[tuple[GenerateRequest, Completion]]:
+        served = [(request, stream.result()) for request, stream in self.__dict__.get("served", [])]
+        self.__dict__["served"] = []
+        return served
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Recorder]:
+    with Recorder(config=EngineConfig(device="cpu")) as engine:
+        yield engine
+
+
+def greedy(oracle: PreTrainedModel, request: GenerateRequest) -> tuple[int, ...]:
+    """Transformers' own greedy answer, without the token that ends it."""
+    ids = torch.tensor([request.tokens])
+    with torch.no_grad():
+        out = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.sampling.max_tokens, do_sample=False
+        )
+    answer = out[0, ids.shape[1] :].tolist()
+    return tuple(answer[:-1] if answer[-1] == oracle.config.eos_token_id else answer)
+
+
+def test_it_is_small_and_its_training_is_on_record() -> None:
+    assert sum(file.stat().st_size for file in FOLDER.glob("*.safetensors")) <= 16 << 20
+    record = json.loads((FOLDER / "training.json").read_text())
+    assert record["loss_curve"]
+    assert set(record["accuracy"]) == set(TASKS)
+
+
+def test_numbers_are_single_tokens(engine: Recorder) -> None:
+    for number in range(31):
+        assert len(engine.tokenizer.encode(f" {number}")) == 1
+        assert len(engine.tokenizer.encode(str(number))) == 1
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_off_and_exact_answer_as_transformers_does(task: object, engine: Recorder, oracle: PreTrainedModel) -> None:
+    for question in questions(task, 2, seed=5):
+        for mode in (ReuseMode.OFF, ReuseMode.EXACT):
+            run(engine, workflow(task), {"user_question": question.text}, reuse=mode, on_tool_error="text")
+            served = engine.taken()
+            assert [done.tokens for _, done in served] == [greedy(oracle, request) for request, _ in served]
+    request, _ = served[-1]
+    again = engine.submit(replace(request, request_id="again")).result()
+    assert again.receipt.exact >= request.prompt_tokens - 17
+    assert again.tokens == served[-1][1].tokens
+    engine.taken()
+
+
+def test_a_team_learns_to_translate_and_still_answers() -> None:
+    task = TASKS["math"]
+    with LocalEngine(config=EngineConfig(device="cpu", anchors=AnchorSettings(min_anchors=4))) as engine:
+        for question in questions(task, 8, seed=6):
+            result = run(engine, workflow(task), {"user_question": question.text}, on_tool_error="text")
+            engine.wait_idle()
+    receipts = [said.completion.receipt for said in result.results]
+    assert [receipt.translated > 0 for receipt in receipts] == [False, True, True, True, True]
+    assert task.final(result.text) is not None
