@@ -206,6 +206,8 @@ def train(args: argparse.Namespace) -> None:
         "parameters": model.num_parameters(),
         "loss_curve": curve,
     }
+    if args.warm_start and (before := args.warm_start / "training.json").is_file():
+        record["before"] = json.loads(before.read_text())
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

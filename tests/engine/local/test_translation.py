@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -221,11 +220,19 @@ def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -
     assert "sliding-window" in done[-1].receipt.misses[0].reason
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: str) -> None:
+    """Offsets kept in a rotated frame are useless for another length: their K error is several times the V error."""
+    settings = {**OPEN, "estimator": estimator, "criterion": "error", "min_anchors": 6}
+    driver = Driver(anchors=AnchorSettings(**settings))
+    for i in range(6):
+        driver.serve(request(tokens(50 + i, 35 - 3 * i), tokens(80 + i, 24 - i), max_tokens=1))
+    asked = request(tokens(70, 27), tokens(90, 18), max_tokens=1)
+    driver.serve(request(tokens(70, 27), tokens(90, 18), agent="critic", max_tokens=1))  # leaves the base KV behind
+    sequence, translated = driver.serve(asked)
+    assert sequence.plan.translates
+    _, dense = driver.serve(replace(asked, reuse=ReuseMode.OFF, request_id="dense"))
+    hint = slice(20 + 27 + 9, 20 + 27 + 9 + 18)
+    key_error = relative(translated.keys[1:, hint], dense.keys[1:, hint])
+    value_error = relative(translated.values[1:, hint], dense.values[1:, hint])
+    assert 0 < key_error < 1.3 * value_error

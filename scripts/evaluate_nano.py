@@ -1,0 +1,52 @@
+"""Measures how often every agent of the three miniature tasks answers rightly by dense prefill, on unseen questions.
+
+    python scripts/evaluate_nano.py --questions 100
+
+Each agent reads what the agents before it really said. The accuracies are written into the model's training.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from kedge.bench.demo import TeamScore, questions
+from kedge.config import EngineConfig
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.run import run
+from kedge.types import ReuseMode
+from kedge.workloads.miniature import TASKS, Task, workflow
+
+
+def score(engine: LocalEngine, task: Task, count: int, seed: int) -> dict[str, float]:
+    """Accuracy by agent; twelve runs at once."""
+    flow = workflow(task)
+    total = TeamScore.of(flow)
+    ask = partial(run, engine, flow, reuse=ReuseMode.EXACT, on_tool_error="text")
+    asked = questions(task, count, seed)
+    with ThreadPoolExecutor(12) as pool:
+        for question, result in zip(asked, pool.map(ask, [{"user_question": q.text} for q in asked]), strict=True):
+            total.add(task, question, result)
+    return {agent: round(score.accuracy, 4) for agent, score in total.agents.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("src/kedge/models/nano"))
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+    with LocalEngine(args.model, EngineConfig()) as engine:
+        accuracy = {name: score(engine, task, args.questions, args.seed) for name, task in TASKS.items()}
+    print(json.dumps(accuracy, indent=1))
+    file = args.model / "training.json"
+    record = json.loads(file.read_text()) if file.exists() else {}
+    record |= {"accuracy": accuracy, "accuracy_questions": args.questions, "accuracy_seed": args.seed}
+    file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
