@@ -17,7 +17,9 @@ SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, sample
 
 @pytest.mark.parametrize("estimator", ["token", "interpolate"])
 def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
-    times = measure(TtftSettings(**{**vars(SMALL), "estimator": estimator}))
+    result = measure(TtftSettings(**{**vars(SMALL), "estimator": estimator}))
+    times = result.agents
+    assert result.memory_ratio > 0
     assert [agent.mode for agent in times] == ["exact prefix + dense", "translated", "translated"]
     for agent in times:
         assert len(agent.dense) == len(agent.translated) == SMALL.repeats

@@ -88,6 +88,29 @@ class AgentTimes:
         }
 
 
+@dataclass(frozen=True)
+class TtftResult:
+    """All agents' times, and what the anchors weigh once the pools are full."""
+
+    agents: list[AgentTimes]
+    anchor_bytes: int
+    message_bytes: int
+    """The anchored messages' own KV."""
+
+    @property
+    def memory_ratio(self) -> float:
+        """Bytes of anchors per byte of the messages' own KV."""
+        return self.anchor_bytes / self.message_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "agents": [agent.as_json() for agent in self.agents],
+            "anchor_bytes": self.anchor_bytes,
+            "message_bytes": self.message_bytes,
+            "memory_ratio": round(self.memory_ratio, 3),
+        }
+
+
 class CopyMachine:
     """The agents' prompts: fixed random prefixes, and per run a random question."""
 
@@ -135,7 +158,7 @@ class CopyMachine:
         )
 
 
-def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> list[AgentTimes]:
+def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
     """Fills the pools, then measures every agent `repeats` times, translated and dense."""
     workload = CopyMachine(settings)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
@@ -145,10 +168,13 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
         for i in range(settings.samples):
             progress(f"filling the pools: sample {i + 1} of {settings.samples}")
             _fill(engine, workload, settings, next(runs), extra=i)
+        stored: Any = engine.inspect()
         for i in range(settings.repeats):
             progress(f"measuring: {i + 1} of {settings.repeats}")
             _measure_once(engine, workload, settings, next(runs), times)
-    return times
+        spec = engine.kv_spec
+    tokens = settings.question + (settings.agents - 1) * settings.output
+    return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token)
 
 
 def engine_config(settings: TtftSettings) -> EngineConfig:

@@ -40,10 +40,11 @@ def ttft(
     )
     console = Console()
     with console.status("building the model") as status:
-        times = measure(settings, status.update)
-    console.print(_table(settings, times))
+        result = measure(settings, status.update)
+    console.print(_table(settings, result.agents))
+    console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
     if json_file:
-        data = {"settings": asdict(settings), "machine": _machine(), "agents": [agent.as_json() for agent in times]}
+        data = {"settings": asdict(settings), "machine": _machine(), **result.as_json()}
         json_file.write_text(json.dumps(data, indent=1) + "\n")
         console.print(f"results: {json_file}")
 

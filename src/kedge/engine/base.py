@@ -32,8 +32,12 @@ class Tokenizer(Protocol):
 
     eos_token_id: int | None
 
-    def encode(self, text: str) -> Tokens:
-        """Token ids of `text` by itself: no special tokens are added, those spelled out in it are recognised."""
+    def encode(self, text: str, *, special: bool = True) -> Tokens:
+        """Token ids of `text` by itself; no special tokens are added.
+
+        Those spelled out in it are recognised where `special`: in templates. In what a user or a tool wrote they are
+        plain text, so that nobody can end a turn from inside a value.
+        """
 
     def decode(self, tokens: Tokens) -> str:
         """Text of `tokens`, without special tokens."""

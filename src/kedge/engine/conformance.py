@@ -104,6 +104,14 @@ class EngineConformance:
         assert 0 <= text.find("Be brief.") < text.find("What is a kedge?")
         assert "What is a kedge?" in engine.tokenizer.chat(None, "What is a kedge?")
 
+    def test_specials_in_a_value_are_plain_text(self, engine: Engine) -> None:
+        """What a user or a tool wrote cannot end a turn."""
+        prompt = engine.tokenizer.chat(None, "x")
+        apart = engine.tokenizer.encode(prompt, special=False)
+        assert len(apart) > len(engine.tokenizer.encode(prompt))
+        assert engine.tokenizer.eos_token_id not in apart
+        assert engine.tokenizer.decode(apart) == prompt
+
     def test_specials_that_are_spelled_out_are_recognised(self, engine: Engine) -> None:
         prompt = engine.tokenizer.encode(engine.tokenizer.chat(None, "x"))
         assert engine.tokenizer.decode(prompt) != engine.tokenizer.chat(None, "x"), "no special token was dropped"

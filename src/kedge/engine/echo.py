@@ -45,8 +45,10 @@ class ByteTokenizer:
     vocab_size = 259
     _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
 
-    def encode(self, text: str) -> Tokens:
-        """Token ids of `text` by itself; specials that are spelled out become one token."""
+    def encode(self, text: str, *, special: bool = True) -> Tokens:
+        """Token ids of `text` by itself; specials that are spelled out become one token where `special`."""
+        if not special:
+            return tuple(text.encode())
         parts = self._special.split(text)
         ids = ((self.specials[part],) if part in self.specials else part.encode() for part in parts)
         return tuple(itertools.chain.from_iterable(ids))

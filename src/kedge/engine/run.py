@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -161,7 +161,7 @@ class _Run:
     posted: queue.SimpleQueue[RunEvent | Future[AgentResult]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        encode = self.engine.tokenizer.encode
+        encode = partial(self.engine.tokenizer.encode, special=False)
         self.inputs = MappingProxyType(dict(self.inputs))
         self.prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.given = {name: Value(encode(text), SampleId(f"input_{name}@0")) for name, text in self.inputs.items()}
@@ -241,7 +241,8 @@ class _Run:
         self.results[step] = result
         self.values[Kind.AGENT, step] = Value(result.completion.tokens, _sample(Kind.AGENT, step))
         if result.tool_result is not None:
-            tokens = self.engine.tokenizer.encode(result.tool_result) if result.tool_result else ()
+            result_text = result.tool_result
+            tokens = self.engine.tokenizer.encode(result_text, special=False) if result_text else ()
             self.values[Kind.CONDITION, step] = Value(tokens, _sample(Kind.CONDITION, step))
 
     def _tell(self, event: RunEvent) -> None:

@@ -20,6 +20,7 @@ from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.text import TextStream
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong
+from kedge.kv.spec import KVSpec
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId
 
 Command = Callable[[], None]
@@ -65,6 +66,11 @@ class LocalEngine:
     def translation_refusal(self) -> str | None:
         """Why this model cannot be translated, or None where it can."""
         return self._runner.refusal
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The shape of this model's KV."""
+        return self._runner.spec
 
     # any thread -----------------------------------------------------------------------------------------------
 

@@ -67,8 +67,8 @@ class HFTokenizer:
         except (OSError, ValueError) as error:
             raise ModelNotFound("tokenizer", str(path), f"cannot be loaded: {error}") from error
 
-    def encode(self, text: str) -> Tokens:
-        return tuple(self.inner.encode(text, add_special_tokens=False))
+    def encode(self, text: str, *, special: bool = True) -> Tokens:
+        return tuple(self.inner.encode(text, add_special_tokens=False, split_special_tokens=not special))
 
     def decode(self, tokens: Tokens) -> str:
         return cast(str, self.inner.decode(list(tokens), skip_special_tokens=True))
