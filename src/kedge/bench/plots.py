@@ -36,6 +36,6 @@ def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
     for axes in (left, right):
         axes.set_xticks(range(len(names)), names)
         axes.spines[["top", "right"]].set_visible(False)
-    right.legend(loc="lower right")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=len(scores))
     figure.savefig(file, dpi=150)
     plt.close(figure)
