@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.offsets import add_rows
+from kedge.anchors.offsets import split_rows
 from kedge.anchors.store import AnchorStore, Estimate, SampleView, Slot
 from kedge.kv.segment import KVSegment
 
@@ -55,12 +55,21 @@ def filled(seeds: range, slot: Slot = SLOT, **settings: object) -> AnchorStore:
     return store
 
 
+def plus(base: KVSegment, rows: torch.Tensor) -> KVSegment:
+    """Base KV with offsets added to all layers but the first."""
+    offsets = split_rows(rows, base)
+    return KVSegment(
+        torch.cat([base.keys[:1], base.keys[1:] + offsets.keys]),
+        torch.cat([base.values[:1], base.values[1:] + offsets.values]),
+    )
+
+
 def translated(estimate: Estimate, value: SampleView) -> KVSegment:
-    return add_rows(value.base, estimate.phi_table.blend(estimate.phi))
+    return plus(value.base, estimate.phi_table.blend(estimate.phi))
 
 
 def translated_prefix(estimate: Estimate) -> KVSegment:
-    return add_rows(PREFIX_BASE, estimate.prefix_table.blend(estimate.prefix))
+    return plus(PREFIX_BASE, estimate.prefix_table.blend(estimate.prefix))
 
 
 def relative_error(got: KVSegment, wanted: KVSegment) -> float:

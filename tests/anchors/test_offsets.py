@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, OffsetTable, add_rows, row_dtype, row_width, rows_of
+from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
 from kedge.errors import PlanError, TranslationRefused
-from tests.anchors.helpers import generator, in_context, random_kv
+from tests.anchors.helpers import generator, in_context, plus, random_kv
 
 WIDTH = 3
 
@@ -59,7 +59,7 @@ def test_rows_hold_keys_and_values_of_all_layers_but_the_first() -> None:
     real = in_context(base, 2)
     offsets = rows_of(real) - rows_of(base)
     assert offsets.shape == (6, row_width(base))
-    back = add_rows(base, offsets)
+    back = plus(base, offsets)
     torch.testing.assert_close(back.keys, real.keys)
     torch.testing.assert_close(back.values, real.values)
     assert torch.equal(rows_of(real)[2].view(3, 2, 2, 8)[1, 0], real.keys[2, 2])

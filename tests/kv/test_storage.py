@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from tests.engine.local.conftest import tiny_model
@@ -27,13 +28,16 @@ def test_neighbouring_blocks_are_one_run() -> None:
     assert SlotTable.of([5, 6, 7, 2, 3], 4).runs(2, 19) == (slice(22, 32), slice(8, 15))
 
 
-def test_a_segment_written_elsewhere_is_read_back_unrotated() -> None:
+def test_a_segment_written_elsewhere_is_read_back_unrotated_with_its_offsets() -> None:
     storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
     here, there = SlotTable.of([6, 1, 4], 4), SlotTable.of([0, 7, 3], 4)
     storage.keys.normal_()
     storage.values.normal_()
     kv = storage.read(here, 1, 9)
-    storage.write(there, 3, kv)
+    offsets = KVSegment(torch.randn(2, 8, 2, 16, dtype=torch.float16), torch.randn(2, 8, 2, 16, dtype=torch.float16))
+    storage.write(there, 3, kv, offsets)
     again = storage.read(there, 3, 11)
-    torch.testing.assert_close(again.keys, kv.keys, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(again.values, kv.values)
+    for name in ("keys", "values"):
+        got, base, offset = (getattr(segment, name) for segment in (again, kv, offsets))
+        torch.testing.assert_close(got[0], base[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(got[1:], base[1:] + offset, atol=1e-5, rtol=1e-4)

@@ -53,13 +53,10 @@ def rows_of(kv: KVSegment) -> Tensor:
     return rows.flatten(1)
 
 
-def add_rows(base: KVSegment, rows: Tensor) -> KVSegment:
-    """Base KV plus offsets given as rows; a copy in the dtype of `base`."""
+def split_rows(rows: Tensor, base: KVSegment) -> KVSegment:
+    """Rows as KV in the shape of `base` without its first layer: views, in the dtype of the rows."""
     layers, tokens, heads, dim = base.keys.shape
-    both = rows.view(tokens, layers - 1, 2, heads, dim).permute(2, 1, 0, 3, 4)
-    keys, values = base.keys.clone(), base.values.clone()
-    keys[1:] += both[0]
-    values[1:] += both[1]
+    keys, values = rows.view(tokens, layers - 1, 2, heads, dim).permute(2, 1, 0, 3, 4)
     return KVSegment(keys, values)
 
 

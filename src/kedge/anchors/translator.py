@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kedge.anchors.offsets import add_rows
+from kedge.anchors.offsets import split_rows
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
 
@@ -23,5 +23,5 @@ class Translator:
         for item in translations:
             for start in range(0, item.base.tokens, CHUNK):
                 stop = min(start + CHUNK, item.base.tokens)
-                rows = item.table.blend(item.blend.slice(start, stop))
-                self._storage.write(table, item.start + start, add_rows(item.base.slice(start, stop), rows))
+                base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
+                self._storage.write(table, item.start + start, base, split_rows(rows, base))

@@ -60,12 +60,20 @@ class PagedStorage:
         values = torch.cat([self.values[:, run] for run in runs], dim=1)
         return KVSegment(self.rotary.unrotate(keys, slice(start, stop)), values)
 
-    def write(self, table: SlotTable, start: int, kv: KVSegment) -> None:
-        """Writes a segment with unrotated keys to the positions from `start` on, rotating it to them."""
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
+        """Writes `base` plus `offsets` (of all layers but the first, whose offset is zero) to the positions from
+        `start` on, keys rotated to them. Memory is the limit: nothing is copied on the way but the keys' sum."""
         done = 0
-        for run in table.runs(start, start + kv.tokens):
-            size = run.stop - run.start
-            at = slice(start + done, start + done + size)
-            self.rotary.rotate(kv.keys[:, done : done + size], at, out=self.keys[:, run])
-            self.values[:, run] = kv.values[:, done : done + size]
-            done += size
+        for run in table.runs(start, start + base.tokens):
+            part = slice(done, done + run.stop - run.start)
+            keys = base.keys[:, part]
+            _add(keys, offsets.keys[:, part], out=(total := torch.empty_like(keys)))
+            self.rotary.rotate(total, slice(start + part.start, start + part.stop), out=self.keys[:, run])
+            _add(base.values[:, part], offsets.values[:, part], out=self.values[:, run])
+            done = part.stop
+
+
+def _add(base: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """`base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
+    out[0] = base[0]
+    torch.add(base[1:], offsets, out=out[1:])
