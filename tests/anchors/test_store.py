@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kedge.anchors.config import AnchorConfig
+from kedge.anchors.keys import KeyBlock
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore, SampleView, Slot
 from kedge.errors import PlanError, TranslationRefused
@@ -388,3 +389,20 @@ def test_a_full_pool_takes_a_value_that_is_not_shareable() -> None:
     observe(store, sample(10))
     assert store.stats().anchors == 3
     assert not store.estimate(SLOT, sample(10)).learnable
+
+
+def test_a_value_that_was_prepared_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, searched = filled(range(5), **TOKEN), []
+    search = KeyBlock.nearest
+    monkeypatch.setattr(KeyBlock, "nearest", lambda self, *a: searched.append(a) or search(self, *a))
+    value = sample(50)
+    store.prepare(value)
+    assert len(searched) == 1
+    assert store.estimate(SLOT, value).shareable
+    assert len(searched) == 1
+
+
+def test_preparing_for_a_pool_that_does_not_exist_does_nothing() -> None:
+    store = AnchorStore(AnchorConfig(**TOKEN))
+    store.prepare(sample(1))
+    assert store.stats().pools == 0

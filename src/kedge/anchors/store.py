@@ -88,6 +88,13 @@ class AnchorStore:
             return Estimate(False, "no anchor of this agent yet", learnable=True)
         return self._judge(pool, offsets, sample)
 
+    def prepare(self, sample: SampleView) -> None:
+        """Matches a value that is going to be asked for with the anchors of the slot that has most, ahead of time."""
+        pool = self._pools.get(sample.pool)
+        ids = max((tuple(offsets.holders) for offsets in pool.slots.values()), key=len, default=()) if pool else ()
+        if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
+            self._matcher.match(pool, ids, sample)
+
     def _judge(self, pool: AnchorPool, offsets: SlotOffsets, sample: SampleView) -> Estimate:
         ids = tuple(offsets.holders)
         if lack := self._lacks(pool, ids, len(sample.tokens), offsets.calibration):

@@ -46,8 +46,14 @@ class Runtime:
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
         lead = len(segment.lead_in)
-        keep = partial(self._bases.put_content, request.tenant, segment.tokens, segment.lead_in)
+        keep = partial(self._keep_value, request, placed)
         return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (Cut(lead, lead + len(placed), keep),))
+
+    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
+        """Keeps base KV that was made off the critical path; what the next reader would look up is looked up now."""
+        self._bases.put_content(request.tenant, placed.segment.tokens, placed.segment.lead_in, kv)
+        if sample := self._planner.sample(request, placed):
+            self._anchors.prepare(sample)
 
     def _template_need(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[BaseNeed]:
         key, later = template_key(request), later_prefixes(placed)
