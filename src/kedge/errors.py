@@ -17,6 +17,7 @@ KedgeError
 │   └── MissingInput         a run lacks the value of an input, or it is empty
 ├── TranslationRefused       this model's attention cannot be translated
 ├── ToolError                a tool raised or ran out of time
+├── ForwardFailed            the model raised on a batch; the requests in it end, the engine goes on
 ├── OutOfBlocks              the device tier has no room (internal: a request waits for it)
 ├── PlanError                a plan and what was executed disagree (a bug)
 └── EngineClosed             the engine was closed, or its thread has died
@@ -100,6 +101,10 @@ class TranslationRefused(KedgeError):
 
 class ToolError(KedgeError):
     """A tool raised or ran out of time."""
+
+
+class ForwardFailed(KedgeError):
+    """The model raised on a batch; the requests in it end, the engine goes on."""
 
 
 class OutOfBlocks(KedgeError):

@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kedge.engine.local.attention import Batch
+from kedge.engine.local.model import ModelRunner
+from kedge.errors import ForwardFailed
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import FAMILIES, engine_of, tiny_model
 
@@ -44,3 +47,23 @@ def test_every_family_continues_as_transformers_does(family: str) -> None:
         again = [engine.submit(request(prompt(i, n))).result(60) for i, n in enumerate((5, 70, 200))]
         assert [c.tokens for c in again] == expected
         assert [c.receipt.exact for c in again] == [0, 64, 192]
+
+
+def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    expected = greedy(model, prompt(1, 40), 24)
+    forward = ModelRunner.forward
+
+    def fails_on_long_prompts(runner: ModelRunner, batch: Batch) -> torch.Tensor:
+        if len(batch.tokens) > 100:
+            raise RuntimeError("out of memory")
+        return forward(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", fails_on_long_prompts)
+    with engine_of(model) as engine:
+        with pytest.raises(ForwardFailed, match="out of memory"):
+            engine.submit(request(prompt(0, 200))).result(60)
+        assert engine.submit(request(prompt(1, 40))).result(60).tokens == expected
+        engine.wait_idle()
+        engine._core.check_integrity()
+        assert engine.inspect()["cache"]["leased_blocks"] == 0

@@ -17,7 +17,7 @@ from kedge.engine.local.batch import flatten
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
-from kedge.errors import EngineClosed, KedgeError, OutOfBlocks, TranslationRefused
+from kedge.errors import EngineClosed, ForwardFailed, KedgeError, OutOfBlocks, TranslationRefused
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
@@ -77,11 +77,24 @@ class EngineCore:
         return bool(self._harvests) and not self.scheduler.jobs
 
     def _run(self, work: list[Work]) -> None:
-        logits = self._runner.forward(flatten(work, self._storage))
+        try:
+            logits = self._runner.forward(flatten(work, self._storage))
+        except Exception as error:  # out of memory, say: whoever is not in this batch is served all the same
+            logger.exception("a batch of %s sequences failed", len(work))
+            return self._fail(work, error)
         for item, row in zip(work, logits, strict=True):
             del item.sequence.todo[: len(item.positions)]
             if not item.sequence.todo:
                 self._computed(item.sequence, row)
+        return None
+
+    def _fail(self, work: list[Work], error: Exception) -> None:
+        for item in work:
+            failure = ForwardFailed("request_id", item.sequence.key, f"the model raised {error!r}")
+            if isinstance(item.sequence, RequestSequence):
+                self.end(item.sequence, failure)
+            else:
+                self._drop_job(item.sequence)
 
     # admission ------------------------------------------------------------------------------------------------
 
@@ -103,12 +116,12 @@ class EngineCore:
         planned = time.monotonic()
         try:
             sequence.plan = self._runtime.plan(request, exact)
+            matched = time.monotonic()
+            self._translator.write(sequence.table, sequence.plan.translations)
         except KedgeError as error:
             self.end(sequence, error)
             return False
         sequence.todo = sequence.plan.computed
-        matched = time.monotonic()
-        self._translator.write(sequence.table, sequence.plan.translations)
         assembled = time.monotonic()
         sequence.parts = {
             "queue": began - sequence.arrival,
@@ -240,11 +253,14 @@ class EngineCore:
         if self._harvests:
             self._release(self._harvests.popleft().sequence)
         elif job := next((job for job in self.scheduler.jobs if job.admitted), None):
-            self._cache.abort(job.key)
-            self.scheduler.done(job)
+            self._drop_job(job)
         else:
             sequence = self.scheduler.waiting[0]
             self.end(sequence, OutOfBlocks("request_id", sequence.key, "no room, though nothing else runs"))
+
+    def _drop_job(self, job: Sequence) -> None:
+        self._cache.abort(job.key)
+        self.scheduler.done(job)
 
     # early ends -----------------------------------------------------------------------------------------------
 
