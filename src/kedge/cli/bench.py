@@ -49,6 +49,32 @@ def ttft(
         console.print(f"results: {json_file}")
 
 
+@bench.command("matching-cost")
+def matching_cost(
+    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: the shape of the KV.")] = "32m",
+    samples: Annotated[int, typer.Option(min=2, help="Samples in the pool.")] = 20,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of every sample and of the value.")] = 500,
+    repeats: Annotated[int, typer.Option(min=1)] = 20,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Time to match a value with its pool and to blend its offsets, by estimator (KVCOMM, Table A.5)."""
+    from kedge.bench.matching_cost import MatchingSettings, measure
+
+    settings = MatchingSettings(model_size, samples, tokens, repeats)
+    results = measure(settings)
+    table = Table(title=f"matching cost, {model_size}, {samples} samples of {tokens} tokens, ms")
+    for column in ("estimator", "match", "blend", "both", "both, p90"):
+        table.add_column(column, justify="right")
+    for name, row in results.items():
+        table.add_row(name, *(f"{ms:.2f}" for ms in row.values()))
+    console = Console()
+    console.print(table)
+    if json_file:
+        data = {"settings": asdict(settings), "machine": _machine(), "estimators": results}
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
+        console.print(f"results: {json_file}")
+
+
 @bench.command()
 def soak(
     questions: Annotated[int, typer.Option(min=1, help="New questions, one after the other.")] = 2000,
