@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,72 @@ def test_a_broken_workflow_is_one_line(tmp_path: Path, text: str) -> None:
     flow.write_text(text, encoding="utf-8")
     result = inspect(str(flow))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+
+
+GRAPH = """
+name: review
+graph:
+  planner: {loops: [reviewer]}
+  writer: {after: [planner]}
+  reviewer: {after: [writer], then: {planner: 0.3, publisher: 0.7}}
+  publisher: {after: [reviewer]}
+"""
+
+
+def graph_file(folder: Path, text: str = GRAPH) -> Path:
+    file = folder / "graph.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_step_graph_at_every_point_of_the_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(graph_file(tmp_path))], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert "[planner] → [writer] → [reviewer] → [publisher]" in lines
+    assert "2 reviewer writer planner 30%, publisher 70%" in lines
+    assert "0 planner nobody; again after reviewer" in lines
+    at = lines.index("at the start 0 1 2 3")
+    assert lines[at:] == [
+        "at the start 0 1 2 3",
+        "while planner runs 0 1 2 3",
+        "after planner 2 0 1 2",
+        "while writer runs 2 0 1 2",
+        "after writer 1 2 0 1",
+        "while reviewer runs 1 2 0 1",
+        "after reviewer 0 1 2 0",
+        "while publisher runs – – – 0",
+        "after publisher – – – –",
+        "",
+    ]
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    file = tmp_path / "flow.png"
+    result = inspect(str(graph_file(tmp_path)), "--picture", str(file))
+    assert result.exit_code == 0, result.output
+    assert f"picture: {file}" in result.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "why"), [("flow.gif", "a picture ends in"), ("no/flow.png", "its folder does not")])
+def test_a_picture_that_cannot_be_made(tmp_path: Path, name: str, why: str) -> None:
+    result = inspect(str(graph_file(tmp_path)), "--picture", str(tmp_path / name))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --picture=")
+    assert why in result.stderr
+
+
+def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = inspect(str(graph_file(tmp_path)), "--picture", str(tmp_path / "flow.svg"))
+    assert result.exit_code == 2
+    assert "pip install 'kedge[plot]'" in result.stderr
+    assert not (tmp_path / "flow.svg").exists()
+
+
+def test_a_model_has_no_picture(tmp_path: Path) -> None:
+    result = inspect(str(tmp_path), "--picture", "x.png")
+    assert result.exit_code == 2
+    assert "only a workflow has a picture" in result.stderr

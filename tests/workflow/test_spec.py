@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kedge.errors import CycleError, SpecError, UnknownPlaceholder
+from kedge.errors import CycleError, SpecError, UnknownPlaceholder, WorkflowError
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent, Workflow
-from kedge.workflow.spec import Appended, build_workflow, load_workflow
+from kedge.workflow.spec import Appended, build_step_graph, build_workflow, load_flow, load_workflow
+from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.topologies import Wording, connect, random
 from kedge.workloads.sandbox import answer_as_python
 
@@ -161,3 +162,95 @@ def test_wrong_workflows_keep_their_error_and_name_the_file(tmp_path: Path) -> N
     assert caught.value.__notes__ == [f"in {unknown}"]
     with pytest.raises(CycleError):
         build_workflow(spec(agents=[{"id": "a", "user": "{agent_a_current}"}]))
+
+
+GRAPH = """
+name: review
+graph:
+  planner: {loops: [reviewer, [fixer, writer]]}
+  searcher: {after: [planner]}
+  coder: {after: [planner], agent: writer}
+  writer: {after: [searcher, coder]}
+  fixer: {after_any: [searcher, [planner, coder]]}
+  reviewer: {after: [writer], then: {planner: 0.3, publisher: 0.7}}
+  publisher: {after: [reviewer], then: [end, archive]}
+  end: {after: [publisher]}
+  archive: {after: [publisher]}
+  alone:
+"""
+
+
+def test_a_step_graph_is_what_python_builds(tmp_path: Path) -> None:
+    expected = StepGraph(
+        "review",
+        (
+            Node("planner", loops=["reviewer", {"fixer", "writer"}]),
+            Node("searcher", after=["planner"]),
+            Node("coder", after=["planner"], agent="writer"),
+            Node("writer", after=[{"searcher", "coder"}]),
+            Node("fixer", after=["searcher", {"planner", "coder"}]),
+            Node("reviewer", after=["writer"], then={"planner": 0.3, "publisher": 0.7}),
+            Node("publisher", after=["reviewer"], then={"end": None, "archive": None}),
+            Node("end", after=["publisher"]),
+            Node("archive", after=["publisher"]),
+            Node("alone"),
+        ),
+    )
+    assert load_flow(write(tmp_path, GRAPH)) == expected
+    assert expected.nodes[6].odds == {"end": 0.5, "archive": 0.5}
+
+
+def test_a_step_graph_in_json(tmp_path: Path) -> None:
+    data = {"name": "g", "graph": {"a": {"loops": ["b"]}, "b": {"after": ["a"], "then": {"a": 1}}}}
+    expected = StepGraph("g", (Node("a", loops=["b"]), Node("b", after=["a"], then={"a": 1.0})))
+    assert load_flow(write(tmp_path, json.dumps(data), "g.json")) == expected
+
+
+def test_a_workflow_file_is_a_workflow(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: n\nagents: [{id: a, user: x}]")
+    assert load_flow(path) == load_workflow(path)
+
+
+def test_a_step_graph_cannot_be_run(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no prompts"):
+        load_workflow(write(tmp_path, GRAPH))
+
+
+def nodes(**fields: object) -> dict[str, object]:
+    return {"name": "n", "graph": {"a": {}, "b": fields}}
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "value"),
+    [
+        (nodes(afer=["a"]), "graph.b.afer", "['a']"),
+        (nodes(after="a"), "graph.b.after", "a"),
+        (nodes(after=["a"], after_any=["a"]), "graph.b.after_any", "['a']"),
+        (nodes(after_any=[]), "graph.b.after_any", "[]"),
+        (nodes(after=["a"], then={"a": "much"}), "graph.b.then.dict[str,nullable[float]].a", "much"),
+        ({"name": "n", "graph": []}, "graph", "[]"),
+        ({"name": "n", "graph": {}, "agents": []}, "agents", "[]"),
+    ],
+)
+def test_bad_step_graph_files_name_key_and_value(data: dict[str, object], key: str, value: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        build_step_graph(data, source="flow.yaml")
+    assert (caught.value.key, caught.value.value) == (f"flow.yaml: {key}", value)
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "value"),
+    [
+        (nodes(after=["x"]), "node b: after", "x"),
+        (nodes(after=[]), "node b: after", []),
+        (nodes(after=["b"]), "nodes", "b -> b"),
+        (nodes(after=["a"], loops=["a"]), "node b: loops", ["a"]),
+        (nodes(then={"a": 1.5}), "node b: then.a", 1.5),
+        ({"name": "n", "graph": {}}, "nodes", ()),
+    ],
+)
+def test_wrong_step_graphs_name_node_and_value(data: dict[str, object], key: str, value: object) -> None:
+    with pytest.raises(WorkflowError) as caught:
+        build_step_graph(data, source="flow.yaml")
+    assert (caught.value.key, caught.value.value) == (key, value)
+    assert caught.value.__notes__ == ["in flow.yaml"]

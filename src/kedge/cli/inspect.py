@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kedge.errors import UnsupportedModel
+from kedge.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,10 +26,17 @@ def inspect(
     target: Annotated[
         Path | None, typer.Argument(metavar="[MODEL|FLOW]", help="A model's folder or a workflow file.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the step graph too: a .png or .svg file.")
+    ] = None,
 ) -> None:
     """Say what Kedge can do with a model (default: the bundled one) and why not more, or show a workflow's graph."""
-    is_flow = target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir()
-    Console().print(_flow(target) if is_flow and target else _model(target))
+    if target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
+        _show_flow(Console(), target, picture)
+    elif picture is not None:
+        raise ConfigError("--picture", str(picture), "only a workflow has a picture; name its file")
+    else:
+        Console().print(_model(target))
 
 
 def _model(path: Path | None) -> Table:
@@ -96,10 +103,24 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
     return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta', 'unknown')}{share}"
 
 
-def _flow(path: Path) -> Table:
-    from kedge.workflow.spec import load_workflow
+def _show_flow(console: Console, path: Path, picture: Path | None) -> None:
+    from kedge.cli.flow_picture import flow_picture
+    from kedge.cli.flow_text import flow_text
+    from kedge.workflow.spec import load_flow
+    from kedge.workflow.step_graph import StepGraph
 
-    flow = load_workflow(path)
+    flow = load_flow(path)
+    graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
+    if picture:
+        flow_picture(graph, picture)
+    if not isinstance(flow, StepGraph):
+        console.print(_flow(flow))
+    console.print(flow_text(graph, console.width))
+    if picture:
+        console.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _flow(flow: Workflow) -> Table:
     caption = f"inputs: {', '.join(flow.inputs)}; turns: {flow.turns}"
     table = Table(title=flow.name, caption=caption, show_lines=True)
     for column in ("agent", "waits for", "reads", "tool", "reuse"):

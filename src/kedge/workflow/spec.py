@@ -8,6 +8,18 @@
       - {id: final, system: You decide.}
 
 A tool is named, never imported by a file: from `TOOLS` or from what the caller passes.
+
+A file with `graph` in place of agents is a step graph without prompts, for a workflow that someone else drives:
+
+    name: review
+    graph:
+      planner: {loops: [reviewer]}                                # may run again once the reviewer is done
+      searcher: {after: [planner]}
+      coder: {after: [planner]}
+      writer: {after: [searcher, coder]}                          # waits for both
+      fixer: {after_any: [searcher, [planner, coder]]}            # waits for the one, or for both of the others
+      reviewer: {after: [writer], then: {planner: 0.3, publisher: 0.7}}       # one of them comes next
+      publisher: {after: [reviewer]}
 """
 
 from __future__ import annotations
@@ -18,7 +30,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -26,6 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kedge.errors import SpecError, WorkflowError
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent, Tool, Workflow
+from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.topologies import TOPOLOGIES, Wording, connect
 
 TOOLS: dict[str, str] = {"python": "kedge.workloads.sandbox:answer_as_python"}
@@ -113,18 +126,54 @@ class WorkflowSpec(_Spec):
         return {"kind": value} if isinstance(value, str) else value
 
 
+_AnyOf = Annotated[list[str | list[str]], Field(min_length=1)]
+
+
+class NodeSpec(_Spec):
+    """A node of a step graph, see `Node`. `after` is one set of nodes, all of which it waits for."""
+
+    after: list[str] | None = None
+    after_any: _AnyOf | None = None
+    loops: _AnyOf = []
+    then: dict[str, float | None] | list[str] = {}
+    agent: str = ""
+
+    @property
+    def alternatives(self) -> list[str | list[str]]:
+        return self.after_any or ([] if self.after is None else [self.after])
+
+
+class StepGraphSpec(_Spec):
+    """A file with a step graph."""
+
+    name: str
+    graph: dict[str, NodeSpec | None]
+
+
 def load_workflow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> Workflow:
     """The workflow of a `.yaml`, `.yml` or `.json` file; `tools` adds to those that it may name.
 
     Raises `SpecError` naming file, key and value for a file that is no workflow, and `UnknownPlaceholder`,
     `CycleError` or another `WorkflowError` for a workflow that is wrong.
     """
-    path = Path(path)
+    return build_workflow(_read(Path(path)), tools, source=str(path))
+
+
+def load_flow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> Workflow | StepGraph:
+    """What a `.yaml`, `.yml` or `.json` file has: a workflow, or a step graph without prompts.
+
+    Raises as `load_workflow` does.
+    """
+    data, source = _read(Path(path)), str(path)
+    return build_step_graph(data, source) if _is_graph(data) else build_workflow(data, tools, source)
+
+
+def _read(path: Path) -> object:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise SpecError("path", str(path), f"a workflow file ends in {', '.join(_READERS)}")
     try:
-        data = reader(path.read_bytes().decode("utf-8"))
+        return reader(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise SpecError("path", str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -132,12 +181,13 @@ def load_workflow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> 
         raise SpecError(f"{path}: byte {error.start}", bad, "is not UTF-8") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SpecError("path", str(path), f"is not {path.suffix[1:].upper()}: {error}") from error
-    return build_workflow(data, tools, source=str(path))
 
 
 def build_workflow(data: object, tools: Mapping[str, Tool] | None = None, source: str = "workflow") -> Workflow:
     """The workflow of parsed YAML or JSON; `source` names it in errors, which are those of `load_workflow`."""
-    spec = _validated(data, source)
+    if _is_graph(data):
+        raise SpecError(f"{source}: graph", "…", "a step graph has no prompts: it can be inspected, not run")
+    spec = _validated(data, source, WorkflowSpec)
     try:
         agents = tuple(_agent(agent, i, spec, tools or {}, source) for i, agent in enumerate(spec.agents))
         if spec.topology is None:
@@ -149,11 +199,40 @@ def build_workflow(data: object, tools: Mapping[str, Tool] | None = None, source
         raise
 
 
-def _validated(data: object, source: str) -> WorkflowSpec:
+def build_step_graph(data: object, source: str = "workflow") -> StepGraph:
+    """The step graph that parsed YAML or JSON writes out; `source` names it in errors.
+
+    Raises `SpecError` for what is no step graph, and `CycleError` or another `WorkflowError` for one that is wrong.
+    """
+    spec = _validated(data, source, StepGraphSpec)
+    try:
+        return StepGraph(spec.name, tuple(_node(name, node or NodeSpec(), source) for name, node in spec.graph.items()))
+    except WorkflowError as error:
+        error.add_note(f"in {source}")
+        raise
+
+
+def _node(name: str, spec: NodeSpec, source: str) -> Node:
+    if spec.after is not None and spec.after_any is not None:
+        raise SpecError(
+            f"{source}: graph.{name}.after_any", _short(spec.after_any), "stands beside `after`: only one may"
+        )
+    then = dict.fromkeys(spec.then) if isinstance(spec.then, list) else spec.then
+    return Node(name, spec.alternatives, spec.loops, then, spec.agent)
+
+
+def _is_graph(data: object) -> bool:
+    return isinstance(data, dict) and "graph" in data
+
+
+_S = TypeVar("_S", bound=_Spec)
+
+
+def _validated(data: object, source: str, kind: type[_S]) -> _S:
     if not isinstance(data, dict):
         raise SpecError(source, _short(data), "a workflow is a mapping with `name` and `agents`")
     try:
-        return WorkflowSpec.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, first["loc"]))

@@ -1,0 +1,283 @@
+"""The Agent Step Graph: which agent can run next, and how soon each of them (KVFlow, section 3.1).
+
+    graph = StepGraph("review", (
+        Node("planner", loops=["reviewer"]),
+        Node("searcher", after=["planner"]),
+        Node("writer", after=[{"planner", "searcher"}]),
+        Node("reviewer", after=["writer"], then={"planner": 0.3, "publisher": 0.7}),
+        Node("publisher", after=["reviewer"]),
+    ))
+    graph.steps(running={"planner"}, done=())        # searcher 1, writer 2, reviewer 3, publisher 4
+
+It is a forecast and nothing else: no agent is kept from running because the graph did not expect it.
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple, NewType
+
+from kedge.errors import CycleError, WorkflowError
+from kedge.types import AgentId
+from kedge.workflow.graph import Step, Workflow
+from kedge.workflow.steps import Alternative, NextRun, Search
+
+NodeId = NewType("NodeId", str)
+
+_SUM_OF_ONE = 1 + 1e-9
+"""Probabilities as a file writes them, three times 0.3333 or ten times 0.1, may miss 1 by a rounding."""
+
+
+class RunState(NamedTuple):
+    """Where a run stands: the nodes that run, and those that are done in this iteration of every loop they are in."""
+
+    running: frozenset[NodeId] = frozenset()
+    done: frozenset[NodeId] = frozenset()
+
+
+@dataclass(frozen=True)
+class Node:
+    """One invocation of an agent.
+
+    `after` and `loops` are alternatives: any of them suffices, and each is a set of nodes that must all be done. A bare
+    name stands for a set of one. `loops` are the back edges: they let a node run again, and never for the first
+    time. A node with nothing in `after` can run from the start. `then` says that only one of some nodes comes next,
+    with probabilities or None; those without one share evenly what the others leave.
+
+    Raises `WorkflowError` for an empty alternative, and for probabilities outside 0..1 or with a sum above 1.
+    """
+
+    id: str
+    after: Iterable[Collection[str]] = ()
+    loops: Iterable[Collection[str]] = ()
+    then: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    agent: str = ""
+    """Whose invocation it is; default: the agent that is named as the node."""
+
+    def __post_init__(self) -> None:
+        for key in ("after", "loops"):
+            object.__setattr__(self, key, tuple(self._alternative(key, names) for names in getattr(self, key)))
+        object.__setattr__(self, "agent", AgentId(self.agent or self.id))
+        object.__setattr__(self, "then", MappingProxyType(dict(self.then)))
+        self._check_probabilities()
+
+    def _alternative(self, key: str, names: Collection[str]) -> frozenset[str]:
+        if not names:
+            raise WorkflowError(f"node {self.id}: {key}", names, "an alternative needs at least one node")
+        return frozenset({names} if isinstance(names, str) else names)
+
+    def _check_probabilities(self) -> None:
+        given = {name: value for name, value in self.then.items() if value is not None}
+        for name, value in given.items():
+            if not 0 <= value <= 1:
+                raise WorkflowError(f"node {self.id}: then.{name}", value, "a probability is in 0..1")
+        if sum(given.values()) > _SUM_OF_ONE:
+            raise WorkflowError(f"node {self.id}: then", given, "the probabilities have a sum above 1")
+
+    @cached_property
+    def odds(self) -> Mapping[str, float]:
+        """The nodes of `then` with the probability of each."""
+        given = [value for value in self.then.values() if value is not None]
+        share = max(0.0, 1 - sum(given)) / max(1, len(self.then) - len(given))
+        return {name: share if value is None else value for name, value in self.then.items()}
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The nodes of a workflow and what each waits for. Immutable; one serves any number of runs.
+
+    Raises, all of them at construction: `CycleError` for nodes that can never run because they wait for each other or
+    for themselves with no back edge in `loops`; another `WorkflowError` for a node that is not there or stands there
+    twice, for a back edge that closes no loop, and for a choice in `then` that does not wait for its node.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        self._check_names()
+        self._check_cycles()
+        for node in self.nodes:
+            self._check_loops(node)
+            self._check_then(node)
+
+    @classmethod
+    def of(cls, workflow: Workflow) -> StepGraph:
+        """The graph of a workflow: a node for every turn of every agent, so that it also knows how the run ends."""
+
+        def name(step: Step) -> str:
+            return f"{step.agent}@{step.turn}" if workflow.turns > 1 else step.agent
+
+        def node(step: Step) -> Node:
+            needs = {name(need) for need in workflow.needs(step)}
+            return Node(name(step), after=[needs] if needs else (), agent=step.agent)
+
+        return cls(workflow.name, tuple(node(step) for step in workflow.steps))
+
+    # what is asked of it --------------------------------------------------------------------------------------
+
+    @cached_property
+    def ids(self) -> tuple[NodeId, ...]:
+        return tuple(NodeId(node.id) for node in self.nodes)
+
+    @cached_property
+    def nodes_of(self) -> Mapping[AgentId, tuple[NodeId, ...]]:
+        """Agent -> its nodes, as declared."""
+        found: dict[AgentId, tuple[NodeId, ...]] = {}
+        for node in self.nodes:
+            agent = AgentId(node.agent)
+            found[agent] = (*found.get(agent, ()), NodeId(node.id))
+        return found
+
+    def steps(self, running: Iterable[str], done: Iterable[str]) -> dict[NodeId, float]:
+        """Node -> its steps-to-execution, `UNKNOWN` where it is never reached. See `RunState` for the arguments.
+
+        A running node has 0. What could run at once has 1 while something runs and 0 while nothing does. A node that is
+        done counts to its next iteration. Raises `WorkflowError` for a node that is not there.
+        """
+        found = self._search(running, done)
+        return {node: next_run.steps for node, next_run in zip(self.ids, found, strict=True)}
+
+    def next_runs(self, state: RunState) -> dict[AgentId, NextRun]:
+        """Agent -> the soonest of its nodes, the likelier one first. Raises as `steps` does."""
+        found = self._search(*state)
+        soonest: dict[AgentId, NextRun] = {}
+        for node, next_run in zip(self.nodes, found, strict=True):
+            agent = AgentId(node.agent)
+            soonest[agent] = min(soonest.get(agent, next_run), next_run, key=lambda one: (one.steps, -one.probability))
+        return soonest
+
+    def ready(self, state: RunState) -> tuple[NodeId, ...]:
+        """The nodes that could run at once and do not run yet. Raises as `steps` does."""
+        running, done = self._places("running", state.running), self._places("done", state.done)
+        free = {one.target for one in self._alternatives if not one.missing(running, done)}
+        return tuple(self.ids[at] for at in sorted((free | self._entries - done) - running))
+
+    def started(self, state: RunState, node: NodeId) -> RunState:
+        """The state once `node` runs. Where it was done before, a new iteration begins for all that comes after it."""
+        again = self.descendants(node) if node in state.done else frozenset[NodeId]()
+        return RunState(state.running | {node}, state.done - again)
+
+    def finished(self, state: RunState, node: NodeId) -> RunState:
+        """The state once `node` is done."""
+        return RunState(state.running - {node}, state.done | {node})
+
+    def descendants(self, node: str) -> frozenset[NodeId]:
+        """`node` and whatever comes after it without a back edge."""
+        found, todo = {NodeId(node)}, [NodeId(node)]
+        while todo:
+            new = self._followers[todo.pop()] - found
+            found |= new
+            todo += new
+        return frozenset(found)
+
+    def _search(self, running: Iterable[str], done: Iterable[str]) -> list[NextRun]:
+        search = Search(self._alternatives, self._opens, self._places("running", running), self._places("done", done))
+        return search.run(self._entries)
+
+    def _places(self, key: str, names: Iterable[str]) -> frozenset[int]:
+        try:
+            return frozenset([self._place[name] for name in names])
+        except KeyError as error:
+            raise WorkflowError(key, error.args[0], f"not a node of {self.name}") from None
+
+    # what the pass reads --------------------------------------------------------------------------------------
+
+    @cached_property
+    def _place(self) -> Mapping[str, int]:
+        return {node: at for at, node in enumerate(self.ids)}
+
+    @cached_property
+    def _entries(self) -> frozenset[int]:
+        return frozenset(at for at, node in enumerate(self.nodes) if not node.after)
+
+    @cached_property
+    def _alternatives(self) -> tuple[Alternative, ...]:
+        return tuple(
+            self._alternative(node, names, is_loop)
+            for node in self.nodes
+            for is_loop, alternatives in ((False, node.after), (True, node.loops))
+            for names in alternatives
+        )
+
+    def _alternative(self, node: Node, names: Collection[str], is_loop: bool) -> Alternative:
+        choosers = [self.nodes[self._place[name]] for name in sorted(names) if node.id in self._by_id(name).then]
+        return Alternative(
+            self._place[node.id],
+            frozenset(self._place[name] for name in names),
+            is_loop,
+            tuple((self._place[one.id], one.odds[node.id]) for one in choosers),
+            tuple((self._place[one.id], self._rivals(one, node)) for one in choosers),
+        )
+
+    def _rivals(self, chooser: Node, chosen: Node) -> frozenset[int]:
+        forward = (name for name in chooser.then if _waits_for(self._by_id(name).after, chooser.id))
+        return frozenset(self._place[name] for name in forward if name != chosen.id)
+
+    def _by_id(self, name: str) -> Node:
+        return self.nodes[self._place[name]]
+
+    @cached_property
+    def _opens(self) -> tuple[tuple[int, ...], ...]:
+        """Node -> the alternatives that it is a member of."""
+        opens: list[list[int]] = [[] for _ in self.nodes]
+        for at, one in enumerate(self._alternatives):
+            for member in one.members:
+                opens[member].append(at)
+        return tuple(map(tuple, opens))
+
+    @cached_property
+    def _followers(self) -> Mapping[NodeId, set[NodeId]]:
+        """Node -> the nodes that wait for it, back edges apart."""
+        followers: dict[NodeId, set[NodeId]] = {node: set() for node in self.ids}
+        for node in self.nodes:
+            for name in _members(node.after):
+                followers[NodeId(name)].add(NodeId(node.id))
+        return followers
+
+    # what can be wrong with it --------------------------------------------------------------------------------
+
+    def _check_names(self) -> None:
+        if not self.nodes:
+            raise WorkflowError("nodes", (), "a step graph needs at least one node")
+        if len(self._place) < len(self.nodes):
+            double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
+            raise WorkflowError("nodes", double, "stands there twice")
+        for node in self.nodes:
+            for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
+                for name in names:
+                    if name not in self._place:
+                        raise WorkflowError(f"node {node.id}: {key}", name, "there is no such node")
+
+    def _check_cycles(self) -> None:
+        waits_for = {node.id: set(_members(node.after)) for node in self.nodes}
+        try:
+            graphlib.TopologicalSorter(waits_for).prepare()
+        except graphlib.CycleError as error:
+            why = "each waits for the one before, so none can run; move the back edge to `loops`"
+            raise CycleError("nodes", " -> ".join(error.args[1]), why) from None
+
+    def _check_loops(self, node: Node) -> None:
+        for names in node.loops:
+            if self.descendants(node.id).isdisjoint(names):
+                raise WorkflowError(f"node {node.id}: loops", sorted(names), "none of them comes after it")
+
+    def _check_then(self, node: Node) -> None:
+        for name in node.then:
+            chosen = self._by_id(name)
+            if not _waits_for((*chosen.after, *chosen.loops), node.id):
+                raise WorkflowError(f"node {node.id}: then", name, f"has no {node.id!r} in its `after` or `loops`")
+
+
+def _members(alternatives: Iterable[Collection[str]]) -> Iterator[str]:
+    for names in alternatives:
+        yield from sorted(names)
+
+
+def _waits_for(alternatives: Iterable[Collection[str]], name: str) -> bool:
+    return any(name in names for names in alternatives)

@@ -1,0 +1,333 @@
+"""The board against a naive model, and a run that is followed from its start to its end."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.errors import ConfigError
+from kedge.types import AgentId, RunId, TenantId
+from kedge.workflow.forecast import AgentKey, Changes, Forecast, ForecastBoard, Ignored, RunKey, RunProgress
+from kedge.workflow.step_graph import Node, StepGraph
+from kedge.workflow.steps import UNKNOWN, NextRun
+
+A, B, C = AgentId("a"), AgentId("b"), AgentId("c")
+
+
+def run_key(name: str = "r", client: str = "client", tenant: str = "tenant") -> RunKey:
+    return RunKey(TenantId(tenant), client, RunId(name))
+
+
+RUN = run_key()
+
+
+def key(agent: str, run: RunKey = RUN) -> AgentKey:
+    return AgentKey(*run, AgentId(agent))
+
+
+def steps(**agents: float) -> dict[AgentId, NextRun]:
+    return {AgentId(agent): NextRun(step) for agent, step in agents.items()}
+
+
+# the board ------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_yields_what_changed_and_no_more() -> None:
+    board = ForecastBoard()
+    assert board.update(RUN, 0, steps(a=0, b=1), 0.0) == {key("a"): (0, 1), key("b"): (1, 1)}
+    assert board.update(RUN, 1, steps(a=0, b=2, c=3), 0.0) == {key("b"): (2, 1), key("c"): (3, 1)}
+    assert board.update(RUN, 2, steps(b=2), 0.0) == {key("a"): None, key("c"): None}
+    assert board.steps == {key("b"): 2}
+
+
+def test_a_probability_alone_is_a_change() -> None:
+    board = ForecastBoard()
+    board.update(RUN, 0, {A: NextRun(1, 0.5)}, 0.0)
+    assert board.update(RUN, 1, {A: NextRun(1, 0.6)}, 0.0) == {key("a"): (1, 0.6)}
+
+
+@pytest.mark.parametrize("other", [run_key("r2"), run_key(client="c2"), run_key(tenant="t2")])
+def test_one_update_never_erases_another_ones(other: RunKey) -> None:
+    board = ForecastBoard()
+    board.update(RUN, 5, steps(a=1), 0.0)
+    board.update(other, 0, steps(a=7), 0.0)
+    board.done(other, 0.0)
+    assert board.steps == {key("a"): 1}
+
+
+@pytest.mark.parametrize(
+    ("seq", "reason"), [(3, Ignored.STALE), (2, Ignored.STALE), (0, Ignored.STALE), (-1, Ignored.NEGATIVE)]
+)
+def test_stale_and_negative_sequence_numbers_are_ignored_and_counted(seq: int, reason: Ignored) -> None:
+    board = ForecastBoard()
+    board.update(RUN, 3, steps(a=1), 0.0)
+    assert board.update(RUN, seq, steps(a=9, b=9), 0.0) == {}
+    assert board.steps == {key("a"): 1}
+    assert board.ignored == {reason: 1}
+
+
+def test_an_ignored_hint_does_not_renew_the_forecast() -> None:
+    board = ForecastBoard(ttl=10)
+    board.update(RUN, 3, steps(a=1), 0.0)
+    board.update(RUN, 3, steps(a=1), 9.0)
+    assert board.expire(10.0) == {key("a"): None}
+
+
+def test_unknown_agents_are_ignored_and_counted() -> None:
+    board = ForecastBoard()
+    board.open(RUN, [A, B], 0.0)
+    assert board.update(RUN, 0, steps(a=1, x=0), 0.0) == {key("a"): (1, 1)}
+    assert board.ignored == {Ignored.UNKNOWN_AGENT: 1}
+
+
+@pytest.mark.parametrize(
+    "bad", [NextRun(-1), NextRun(math.nan), NextRun(1, 1.5), NextRun(1, -0.1), NextRun(1, math.nan)]
+)
+def test_what_cannot_be_meant_is_ignored_and_counted(bad: NextRun) -> None:
+    board = ForecastBoard()
+    assert board.update(RUN, 0, {A: bad, B: NextRun(UNKNOWN, 0.0)}, 0.0) == {key("b"): (UNKNOWN, 0)}
+    assert board.ignored == {Ignored.BAD_VALUE: 1}
+
+
+def test_a_forecast_expires_and_may_come_again() -> None:
+    board = ForecastBoard(ttl=10)
+    board.update(RUN, 7, steps(a=1), 0.0)
+    assert board.expire(9.9) == {}
+    assert board.update(run_key("other"), 0, {}, 10.0) == {key("a"): None}
+    assert board.forecast(RUN) is None
+    assert board.update(RUN, 0, steps(a=1), 11.0) == {key("a"): (1, 1)}
+
+
+def test_a_run_that_was_renewed_does_not_keep_another_one_from_expiring() -> None:
+    board = ForecastBoard(ttl=10)
+    board.update(RUN, 0, steps(a=1), 0.0)
+    board.update(run_key("other"), 0, steps(a=1), 1.0)
+    board.update(RUN, 1, steps(a=2), 8.0)
+    assert board.expire(11.0) == {key("a", run_key("other")): None}
+
+
+def test_a_run_that_is_done_is_not_brought_back_by_a_late_hint() -> None:
+    board = ForecastBoard(ttl=10)
+    board.update(RUN, 0, steps(a=1), 0.0)
+    assert board.done(RUN, 1.0) == {key("a"): None}
+    assert board.update(RUN, 1, steps(a=1), 2.0) == {}
+    assert board.ignored == {Ignored.ENDED: 1}
+    board.expire(11.0)
+    assert board.update(RUN, 1, steps(a=1), 11.0) == {key("a"): (1, 1)}
+
+
+def test_the_end_of_a_run_that_nobody_knows_is_fine() -> None:
+    assert ForecastBoard().done(RUN, 0.0) == {}
+
+
+def test_a_forecast_never_changes() -> None:
+    given = steps(a=1)
+    forecast = Forecast(RUN, 0, 1.0, given)
+    given[B] = NextRun(2)
+    assert forecast.steps == {key("a"): 1}
+    with pytest.raises(TypeError):
+        forecast.next_runs[B] = NextRun(2)  # type: ignore[index]
+    with pytest.raises(FrozenInstanceError):
+        forecast.seq = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("ttl", [0, -1.0, math.nan])
+def test_a_bad_ttl(ttl: float) -> None:
+    with pytest.raises(ConfigError, match="ttl"):
+        ForecastBoard(ttl)
+
+
+TTL = 5
+
+
+class NaiveBoard:
+    """The same, as plain dicts that are searched from end to end."""
+
+    def __init__(self) -> None:
+        self.seq: dict[RunKey, float] = {}
+        self.until: dict[RunKey, int] = {}
+        self.agents: dict[RunKey, set[AgentId]] = {}
+        self.steps: dict[AgentKey, float] = {}
+        self.ignored = 0
+
+    def expire(self, now: int) -> None:
+        for run in [run for run, until in self.until.items() if until <= now]:
+            del self.until[run], self.seq[run]
+            self.agents.pop(run, None)
+            self._forget(run)
+
+    def _forget(self, run: RunKey) -> None:
+        self.steps = {key: step for key, step in self.steps.items() if key[:3] != run}
+
+    def open(self, run: RunKey, agents: list[AgentId], now: int) -> None:
+        self.expire(now)
+        if run not in self.seq:
+            self.seq[run], self.until[run], self.agents[run] = -1, now + TTL, set(agents)
+
+    def update(self, run: RunKey, seq: int, next_runs: dict[AgentId, NextRun], now: int) -> None:
+        self.expire(now)
+        if seq <= self.seq.get(run, -1):
+            self.ignored += 1
+            return
+        self._forget(run)
+        self.seq[run], self.until[run] = seq, now + TTL
+        for agent, one in next_runs.items():
+            if agent in self.agents.get(run, {agent}):
+                self.steps[AgentKey(*run, agent)] = one.steps
+            else:
+                self.ignored += 1
+
+    def done(self, run: RunKey, now: int) -> None:
+        self.expire(now)
+        self._forget(run)
+        self.agents.pop(run, None)
+        self.seq[run], self.until[run] = math.inf, now + TTL
+
+
+RUNS = st.sampled_from([run_key(name, client) for name in "12" for client in "xy"])
+AGENTS = st.sampled_from([A, B, C])
+HINTS = st.dictionaries(AGENTS, st.builds(NextRun, st.integers(0, 4), st.sampled_from([0.5, 1.0])))
+OPERATIONS = st.one_of(
+    st.tuples(st.just("update"), RUNS, st.integers(-1, 8), HINTS),
+    st.tuples(st.just("open"), RUNS, st.lists(AGENTS)),
+    st.tuples(st.just("done"), RUNS),
+    st.tuples(st.just("expire")),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), OPERATIONS), max_size=40))
+def test_the_board_is_the_naive_model(operations: list[tuple[int, tuple[Any, ...]]]) -> None:
+    board, naive, labels, now = ForecastBoard(TTL), NaiveBoard(), dict[AgentKey, float](), 0
+    for pause, (name, *arguments) in operations:
+        now += pause
+        changes: Changes = getattr(board, name)(*arguments, now)
+        getattr(naive, name)(*arguments, now)
+        for changed, next_run in changes.items():
+            labels.pop(changed, None)
+            if next_run is not None:
+                labels[changed] = next_run.steps
+        assert labels == board.steps == naive.steps
+        assert sum(board.ignored.values()) == naive.ignored
+
+
+# a run ----------------------------------------------------------------------------------------------------------
+
+REVIEW = StepGraph(
+    "review",
+    (
+        Node("a", loops=["c"]),
+        Node("b", after=["a"]),
+        Node("c", after=["b"], then={"a": 0.4, "d": 0.6}),
+        Node("d", after=["c"]),
+    ),
+)
+
+
+def follow(graph: StepGraph = REVIEW) -> tuple[ForecastBoard, RunProgress]:
+    board = ForecastBoard()
+    return board, RunProgress(graph, RUN, board)
+
+
+def shown(board: ForecastBoard) -> str:
+    """Steps of the agents in order; `-` for unknown."""
+    forecast = board.forecast(RUN)
+    assert forecast
+    return "".join("-" if one.steps == UNKNOWN else str(one.steps) for _, one in sorted(forecast.next_runs.items()))
+
+
+def test_a_run_with_a_loop_and_a_branch() -> None:
+    board, progress = follow()
+    progress.begin(0.0)
+    seen = [shown(board)]
+    for agent in "abcabcd":
+        progress.started(AgentId(agent), 0.0)
+        progress.finished(AgentId(agent), 0.0)
+        seen.append(shown(board))
+    assert seen == ["0123", "2012", "1201", "0120", "2012", "1201", "0120", "----"]
+    assert progress.end(0.0) == {key(agent): None for agent in "abcd"}
+
+
+def test_only_what_changed_is_yielded() -> None:
+    _, progress = follow()
+    progress.begin(0.0)
+    assert progress.started(A, 0.0) == {}
+    assert progress.finished(A, 0.0).keys() == {key(agent) for agent in "abcd"}
+
+
+def test_finished_without_started_is_the_same() -> None:
+    (board, progress), (other_board, other) = follow(), follow()
+    for agent in "abcab":
+        progress.started(AgentId(agent), 0.0)
+        progress.finished(AgentId(agent), 0.0)
+        other.finished(AgentId(agent), 0.0)
+        assert progress.state == other.state
+        assert shown(board) == shown(other_board)
+
+
+def test_an_agent_that_the_graph_does_not_have_is_counted() -> None:
+    board, progress = follow()
+    progress.begin(0.0)
+    progress.started(AgentId("x"), 0.0)
+    progress.finished(AgentId("x"), 0.0)
+    assert shown(board) == "0123"
+    assert board.ignored == {Ignored.UNKNOWN_AGENT: 2}
+
+
+def test_an_agent_that_nobody_expected_is_believed() -> None:
+    board, progress = follow()
+    progress.started(C, 0.0)
+    assert shown(board) == "1201"
+    progress.finished(C, 0.0)
+    assert shown(board) == "0120"
+
+
+def test_said_twice_is_said_once() -> None:
+    board, progress = follow()
+    progress.started(A, 0.0)
+    assert progress.started(A, 0.0) == {}
+    assert board.ignored == {}
+
+
+def test_turns_of_an_agent_come_one_after_the_other() -> None:
+    turns = StepGraph("turns", (Node("a0", agent="a"), Node("b0", ["a0"], agent="b"), Node("a1", ["b0"], agent="a")))
+    board, progress = follow(turns)
+    progress.finished(A, 0.0)
+    assert shown(board) == "10"
+    progress.finished(B, 0.0)
+    progress.started(A, 0.0)
+    assert progress.state.running == {"a1"}
+    progress.finished(A, 0.0)
+    assert shown(board) == "--"
+
+
+def test_a_slow_agent_outlives_the_forecast_and_the_run_goes_on() -> None:
+    board, progress = follow()
+    progress.started(A, 0.0)
+    progress.finished(A, 10_000.0)
+    assert shown(board) == "2012"
+
+
+def test_one_agent_among_ten_thousand_costs_less_than_a_millisecond() -> None:
+    board, agents = ForecastBoard(), [f"a{at}" for at in range(10)]
+    nodes = [
+        Node(agent, after=[set(agents[:at])] if at else (), loops=() if at else ["a9"])
+        for at, agent in enumerate(agents)
+    ]
+    graph = StepGraph("full", tuple(nodes))
+    runs = [RunProgress(graph, run_key(f"r{at}"), board) for at in range(1000)]
+    for run in runs:
+        run.begin(0.0)
+    assert len(board.steps) == 10_000
+    times = []
+    for run in random.Random(0).choices(runs, k=200):
+        started = time.perf_counter()
+        run.finished(A, 1.0)
+        times.append(time.perf_counter() - started)
+    assert sorted(times)[len(times) // 2] < 1e-3

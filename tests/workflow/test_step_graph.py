@@ -1,0 +1,316 @@
+"""Steps-to-execution against a naive fixed point and against a simulated run, and what is refused at load time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.errors import CycleError, WorkflowError
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.step_graph import Node, RunState, StepGraph
+from kedge.workflow.steps import UNKNOWN, NextRun
+
+
+def graph(*nodes: Node) -> StepGraph:
+    return StepGraph("test", nodes)
+
+
+def ring(size: int) -> StepGraph:
+    """Figure 5: agents in a row, the last of which starts the first again."""
+    first = Node("a0", loops=[f"a{size - 1}"])
+    return graph(first, *(Node(f"a{at}", after=[f"a{at - 1}"]) for at in range(1, size)))
+
+
+PEER = graph(
+    Node("planner", loops=["reviewer"]),
+    Node("executor", after=["planner"]),
+    Node("expresser", after=["executor"]),
+    Node("reviewer", after=["expresser"]),
+)
+REVIEW = graph(
+    Node("planner", loops=["reviewer"]),
+    Node("writer", after=["planner"]),
+    Node("reviewer", after=["writer"], then={"planner": 0.3, "publisher": None, "archive": None}),
+    Node("publisher", after=["reviewer"]),
+    Node("archive", after=["reviewer"]),
+)
+
+
+# exact cases ----------------------------------------------------------------------------------------------------
+
+
+def test_peer_when_the_planner_is_done() -> None:
+    assert PEER.steps((), {"planner"}) == {"planner": 3, "executor": 0, "expresser": 1, "reviewer": 2}
+
+
+def test_all_of_a_set_is_the_maximum_and_any_of_several_is_the_minimum() -> None:
+    nodes = (Node("p"), Node("e1", after=["p"]), Node("e2", after=["e1"]))
+    upper = graph(*nodes, Node("x", after=[{"e1", "e2"}]))
+    lower = graph(*nodes, Node("x", after=["e1", "e2"]))
+    assert (upper.steps({"p"}, ())["x"], lower.steps({"p"}, ())["x"]) == (3, 2)
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_in_a_cycle_everyone_has_another_step(at: int) -> None:
+    steps = ring(10).steps({f"a{at}"}, {f"a{before}" for before in range(at)})
+    assert steps == {f"a{other}": (other - at) % 10 for other in range(10)}
+
+
+def test_a_loop_that_was_taken_starts_a_new_iteration() -> None:
+    state = RunState(done=frozenset(PEER.ids))
+    assert PEER.steps(*state) == {"planner": 0, "executor": 1, "expresser": 2, "reviewer": 3}
+    again = PEER.started(state, PEER.ids[0])
+    assert again == (frozenset({"planner"}), frozenset())
+
+
+def test_an_inner_loop_keeps_what_stands_before_it() -> None:
+    inner = graph(Node("a"), Node("b", after=["a"], loops=["c"]), Node("c", after=["b"]), Node("d", after=["c"]))
+    state = RunState(done=frozenset(inner.ids[:3]))
+    assert inner.steps(*state) == {"a": UNKNOWN, "b": 0, "c": 1, "d": 0}
+    assert inner.started(state, inner.ids[1]) == (frozenset({"b"}), frozenset({"a"}))
+
+
+def test_an_agent_may_repeat_itself() -> None:
+    alone = graph(Node("a", loops=["a"]))
+    state = alone.finished(alone.started(RunState(), alone.ids[0]), alone.ids[0])
+    assert alone.steps(*state) == {"a": 0}
+    assert alone.started(state, alone.ids[0]) == (frozenset({"a"}), frozenset())
+
+
+def test_what_could_run_at_once_waits_one_step_while_something_runs() -> None:
+    two = graph(Node("a"), Node("b"), Node("c", after=[{"a", "b"}]))
+    assert two.steps((), ()) == {"a": 0, "b": 0, "c": 1}
+    assert two.steps({"a"}, ()) == {"a": 0, "b": 1, "c": 2}
+    assert two.steps({"b"}, {"a"}) == {"a": UNKNOWN, "b": 0, "c": 1}
+
+
+def test_when_a_run_is_over_nothing_is_known() -> None:
+    assert set(graph(Node("a"), Node("b", after=["a"])).steps((), {"a", "b"}).values()) == {UNKNOWN}
+
+
+def test_candidates_of_a_branch_have_the_same_step_and_their_own_probability() -> None:
+    next_runs = REVIEW.next_runs(RunState(frozenset({"reviewer"}), frozenset({"planner", "writer"})))
+    assert next_runs["planner"] == (1, 0.3)
+    assert next_runs["publisher"] == next_runs["archive"] == (1, pytest.approx(0.35))
+    assert next_runs["writer"] == (2, 0.3)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_branch_that_was_taken_rules_out_the_others(running: bool) -> None:
+    chosen, before = frozenset({"publisher"}), frozenset({"planner", "writer", "reviewer"})
+    state = RunState(chosen, before) if running else RunState(done=chosen | before)
+    assert {steps for node, steps in REVIEW.steps(*state).items() if node != "publisher"} == {UNKNOWN}
+    assert REVIEW.ready(state) == ()
+
+
+def test_branches_that_meet_again_add_up() -> None:
+    meet = graph(
+        Node("a", then={"b": 0.6, "c": 0.3}),
+        Node("b", after=["a"]),
+        Node("c", after=["a"]),
+        Node("d", after=["b", "c"]),
+    )
+    assert meet.next_runs(RunState())["d"] == (2, pytest.approx(0.9))
+    assert meet.next_runs(RunState(done=frozenset({"a", "b"})))["d"] == (0, 1.0)
+
+
+def test_an_agent_with_several_nodes_has_the_soonest() -> None:
+    twice = graph(Node("draft", agent="writer"), Node("critic", after=["draft"]), Node("x", ["critic"], agent="writer"))
+    assert twice.nodes_of == {"writer": ("draft", "x"), "critic": ("critic",)}
+    assert twice.next_runs(RunState(done=frozenset({"draft"}))) == {"writer": NextRun(1), "critic": NextRun(0)}
+
+
+# workflows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_workflow_has_a_node_for_every_turn() -> None:
+    writer = Agent("w", "", "{user_question} {agent_c_current}")
+    critic = Agent("c", "", "{agent_w_current}")
+    flow = Workflow("loop", (writer, critic), turns=2, loops=(("c", "w"),))
+    unrolled = StepGraph.of(flow)
+    assert unrolled.steps((), ()) == {"w@0": 0, "c@0": 1, "w@1": 2, "c@1": 3}
+    assert unrolled.next_runs(RunState(done=frozenset({"w@0", "c@0", "w@1"}))) == {"w": (UNKNOWN, 0), "c": (0, 1)}
+
+
+def test_one_turn_needs_no_numbers() -> None:
+    flow = Workflow("two", (Agent("b", "", "{agent_a_current}"), Agent("a", "", "x")))
+    assert StepGraph.of(flow).steps({"a"}, ()) == {"a": 0, "b": 1}
+
+
+# oracles --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> StepGraph:
+    """Any graph of up to seven nodes: alternatives of sets, back edges to ancestors, choices."""
+    names = [f"n{at}" for at in range(draw(st.integers(1, 7)))]
+    after: dict[str, list[frozenset[str]]] = {}
+    for at, name in enumerate(names):
+        sets = st.frozensets(st.sampled_from(names[:at] or names), min_size=1, max_size=3)
+        after[name] = draw(st.lists(sets, max_size=3)) if at else []
+    plain = graph(*(Node(name, after[name]) for name in names))
+    loops = {name: draw(st.lists(loops_to(plain, name), max_size=2)) for name in names}
+    heard = {n: [m for m in names if any(n in s for s in (*after[m], *loops[m]))] for n in names}
+    then = {n: draw(st.lists(st.sampled_from(heard[n]), unique=True)) if heard[n] else [] for n in names}
+    shuffled = draw(st.permutations(names))
+    return graph(*(Node(n, after[n], loops[n], dict.fromkeys(then[n])) for n in shuffled))
+
+
+def loops_to(plain: StepGraph, name: str) -> st.SearchStrategy[frozenset[str]]:
+    below = st.frozensets(st.sampled_from(sorted(plain.descendants(name))), min_size=1, max_size=2)
+    return st.tuples(below, st.frozensets(st.sampled_from(plain.ids), max_size=1)).map(lambda two: two[0] | two[1])
+
+
+def still_needed(of: StepGraph, node: Node, names: Iterable[str], is_loop: bool, state: RunState) -> set[str]:
+    by_id = {other.id: other for other in of.nodes}
+    active = state.running | state.done
+    used = node.id in state.done and not is_loop
+    for name in set(names) & state.done:
+        if node.id in by_id[name].then:
+            others = set(by_id[name].then) - {node.id}
+            used |= any(other in active and any(name in s for s in by_id[other].after) for other in others)
+    return set(names) if used else set(names) - state.done
+
+
+def naive_next_runs(of: StepGraph, state: RunState) -> dict[str, NextRun]:
+    """Aggregation functions applied over and over until nothing changes."""
+    first = 1.0 if state.running else 0.0
+    by_id = {node.id: node for node in of.nodes}
+    found = {node.id: NextRun(0.0 if node.id in state.running else math.inf, 1.0) for node in of.nodes}
+
+    def ways(node: Node) -> list[NextRun]:
+        result = [] if node.after or node.id in state.done else [NextRun(first, 1.0)]
+        for is_loop, alternatives in ((False, node.after), (True, node.loops)):
+            for names in alternatives:
+                needed = still_needed(of, node, names, is_loop, state)
+                steps = max((found[name].steps for name in needed), default=first - 1) + 1
+                sure = {name: found[name].probability if name in needed else 1.0 for name in names}
+                result.append(NextRun(steps, min(sure[name] * by_id[name].odds.get(node.id, 1.0) for name in names)))
+        return result
+
+    def aggregate(node: Node) -> NextRun:
+        steps = min((way.steps for way in ways(node)), default=math.inf)
+        total = sum(way.probability for way in ways(node) if way.steps == steps)
+        return NextRun(steps, min(1.0, total)) if steps < math.inf else NextRun(math.inf, 0.0)
+
+    for _ in range(3 * len(of.nodes) + 3):
+        found |= {node.id: aggregate(node) for node in of.nodes if node.id not in state.running}
+    return found
+
+
+@given(graphs(), st.data())
+def test_the_pass_finds_the_fixed_point(of: StepGraph, data: st.DataObject) -> None:
+    running = data.draw(st.frozensets(st.sampled_from(of.ids)))
+    state = RunState(running, data.draw(st.frozensets(st.sampled_from(of.ids))) - running)
+    expected = naive_next_runs(of, state)
+    assert of.steps(*state) == {name: one.steps for name, one in expected.items()}
+    for name, one in of.next_runs(state).items():
+        assert one.probability == pytest.approx(expected[name].probability)
+    ready = {name for name in of.ids if name not in running and naive_ready(of, name, state)}
+    assert set(of.ready(state)) == ready
+
+
+def naive_ready(of: StepGraph, name: str, state: RunState) -> bool:
+    node = next(node for node in of.nodes if node.id == name)
+    kinds = ((False, names) for names in node.after), ((True, names) for names in node.loops)
+    entry = not node.after and name not in state.done
+    return entry or any(not still_needed(of, node, names, loop, state) for kind in kinds for loop, names in kind)
+
+
+@given(graphs())
+def test_the_steps_at_the_start_are_the_rounds_of_a_run(of: StepGraph) -> None:
+    """Everything that can runs at once and takes one round; choices all are followed."""
+    rounds: dict[str, int] = {}
+    for now in range(len(of.nodes) + 1):
+        can = [n.id for n in of.nodes if not n.after or any(names <= rounds.keys() for names in (*n.after, *n.loops))]
+        rounds |= {name: now for name in can if name not in rounds}
+    assert of.steps((), ()) == {name: rounds[name] for name in of.ids}
+
+
+@given(graphs(), st.lists(st.integers(0, 30), max_size=25))
+def test_a_run_never_ends_up_with_a_node_both_running_and_done(of: StepGraph, picks: list[int]) -> None:
+    state = RunState()
+    for pick in picks:
+        moves = [*of.ready(state), *sorted(state.running)]
+        if not moves:
+            break
+        node = moves[pick % len(moves)]
+        state = of.finished(state, node) if node in state.running else of.started(state, node)
+        assert not state.running & state.done
+        assert all(of.steps(*state)[running] == 0 for running in state.running)
+        assert set(of.ready(state)) <= {name for name, steps in of.steps(*state).items() if steps <= 1}
+
+
+# refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "key", "value"),
+    [
+        ((), "nodes", ()),
+        ((Node("a"), Node("a")), "nodes", "a"),
+        ((Node("a", after=["x"]),), "node a: after", "x"),
+        ((Node("a"), Node("b", after=[{"a", "x"}])), "node b: after", "x"),
+        ((Node("a", loops=["x"]),), "node a: loops", "x"),
+        ((Node("a", then={"x": None}),), "node a: then", "x"),
+        ((Node("a"), Node("b", after=["a"], loops=["a"])), "node b: loops", ["a"]),
+        ((Node("a", then={"b": 1.0}), Node("b")), "node a: then", "b"),
+    ],
+)
+def test_bad_graphs_name_node_and_value(nodes: tuple[Node, ...], key: str, value: object) -> None:
+    with pytest.raises(WorkflowError) as caught:
+        StepGraph("bad", nodes)
+    assert (caught.value.key, caught.value.value) == (key, value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "value"),
+    [
+        ({"after": [()]}, "node a: after", ()),
+        ({"after": [""]}, "node a: after", ""),
+        ({"loops": [()]}, "node a: loops", ()),
+        ({"then": {"b": -0.1}}, "node a: then.b", -0.1),
+        ({"then": {"b": 1.1}}, "node a: then.b", 1.1),
+        ({"then": {"b": math.nan}}, "node a: then.b", math.nan),
+        ({"then": {"b": 0.7, "c": 0.4}}, "node a: then", {"b": 0.7, "c": 0.4}),
+    ],
+)
+def test_bad_nodes_name_field_and_value(fields: dict[str, object], key: str, value: object) -> None:
+    with pytest.raises(WorkflowError) as caught:
+        Node("a", **fields)  # type: ignore[arg-type]
+    assert (caught.value.key, caught.value.value) == (key, pytest.approx(value, nan_ok=True))
+
+
+def test_a_node_that_waits_for_itself_can_never_run() -> None:
+    with pytest.raises(CycleError) as caught:
+        graph(Node("a", after=["a"]))
+    assert caught.value.value == "a -> a"
+
+
+def test_unreachable_nodes_are_a_cycle_that_is_named() -> None:
+    with pytest.raises(CycleError, match="loops") as caught:
+        graph(Node("start"), Node("a", after=["b"]), Node("b", after=[{"a", "start"}]))
+    assert caught.value.value in ("a -> b -> a", "b -> a -> b")
+
+
+def test_states_of_other_graphs_are_refused() -> None:
+    with pytest.raises(WorkflowError, match="running='x'"):
+        PEER.steps({"x"}, ())
+    with pytest.raises(WorkflowError, match="done='y'"):
+        PEER.next_runs(RunState(done=frozenset({"y"})))  # type: ignore[arg-type]
+
+
+def test_ten_probabilities_of_a_tenth_are_one() -> None:
+    assert sum(Node("a", then={f"b{at}": 0.1 for at in range(10)}).odds.values()) == pytest.approx(1)
+
+
+def test_a_pass_over_ten_thousand_nodes_stays_linear() -> None:
+    big = ring(10_000)
+    started = time.perf_counter()
+    assert big.steps({"a0"}, ())["a9999"] == 9999
+    assert time.perf_counter() - started < 2
