@@ -68,11 +68,16 @@ def test_a_bad_free_changes_nothing(blocks: list[int]) -> None:
 
 
 def test_bad_sizes() -> None:
-    with pytest.raises(ConfigError, match="num_blocks=0"):
-        BlockPool(0)
+    with pytest.raises(ConfigError, match="num_blocks=-1"):
+        BlockPool(-1)
     with pytest.raises(PlanError, match="blocks=-1"):
         BlockPool(1).allocate(-1)
     assert BlockPool(1).allocate(0) == []
+    nothing = BlockPool(0)
+    nothing.check_integrity()
+    assert nothing.allocate(0) == []
+    with pytest.raises(OutOfBlocks, match="0 of 0"):
+        nothing.allocate(1)
     pool = BlockPool(2)
     pool.allocate(1)
     assert pool.allocate(0, after=0) == []

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kedge.cache import CacheManager
+from kedge.cache import CacheManager, lru, steps_to_execution
+from kedge.cache.eviction import EvictionPolicy
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.types import RequestId
 
@@ -183,6 +184,8 @@ def test_misuse_is_refused() -> None:
     cache.check_integrity()
     with pytest.raises(ConfigError, match="block_size=0"):
         CacheManager(8, block_size=0)
+    with pytest.raises(ConfigError, match="num_blocks=0"):
+        CacheManager(0)
 
 
 def test_reorder_reaches_the_tree() -> None:
@@ -258,11 +261,14 @@ class Twin:
 
 
 class CacheComparison(RuleBasedStateMachine):
+    """Without a host tier and without hints: least recently used first, to the letter."""
+
     size = 1
+    policy: EvictionPolicy = staticmethod(lru)
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache, self.twin, self.count = CacheManager(14, self.size), Twin(14, self.size), 0
+        self.cache, self.twin, self.count = CacheManager(14, self.size, self.policy), Twin(14, self.size), 0
         self.seen: set[Prefix] = set()
 
     @rule(name=NAMES, tokens=TEXTS, limit=st.integers(0, 12), more=st.integers(0, 4))
@@ -341,7 +347,13 @@ class CacheComparison3(CacheComparison):
     size = 3
 
 
+class CacheComparisonNoHints(CacheComparison):
+    policy = staticmethod(steps_to_execution())
+
+
 CacheComparison.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 CacheComparison3.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+CacheComparisonNoHints.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestBlocksOfOne = CacheComparison.TestCase
 TestBlocksOfThree = CacheComparison3.TestCase
+TestWorkflowPolicyWithoutHints = CacheComparisonNoHints.TestCase

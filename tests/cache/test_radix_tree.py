@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.cache.radix_tree import RadixTree
+from kedge.cache.node import DEVICE
+from kedge.cache.radix_tree import RadixTree, Removed
 from kedge.errors import InvalidToken, OutOfBlocks, PlanError
 
 NS = ("tenant", "model")
@@ -13,6 +14,14 @@ def tree_of(block_size: int, *entries: tuple[str, list[int]]) -> RadixTree:
     for text, blocks in entries:
         tree.insert(NS, text.encode(), blocks)
     return tree
+
+
+def blocks_of(removed: list[Removed]) -> list[int]:
+    return [block for one in removed for block in one.blocks]
+
+
+def evict(tree: RadixTree, n: int) -> list[int]:
+    return blocks_of(tree.evict(DEVICE, n))
 
 
 def test_match_is_block_aligned() -> None:
@@ -31,14 +40,14 @@ def test_insert_tells_adopted_from_duplicates() -> None:
     assert (inserted.adopted, inserted.duplicates) == ([8, 9], [7])
     assert tree.match(NS, b"abxy") == [0, 1, 8, 9]
     assert tree.match(NS, b"abc") == [0, 1, 2]
-    assert tree.size == 5
+    assert tree.shares[DEVICE].size == 5
     tree.check_integrity([])
 
 
 def test_insert_of_a_known_prefix_adopts_nothing() -> None:
     tree = tree_of(1, ("abc", [0, 1, 2]))
     inserted = tree.insert(NS, b"ab", [0, 9])
-    assert (inserted.adopted, inserted.duplicates, tree.size) == ([], [9], 3)
+    assert (inserted.adopted, inserted.duplicates, tree.shares[DEVICE].size) == ([], [9], 3)
     tree.check_integrity([])
 
 
@@ -58,15 +67,15 @@ def test_splits_keep_locks_right() -> None:
     short, blocks = tree.lock(NS, b"abz")
     assert blocks == [0, 1]
     tree.check_integrity([long, short])
-    assert tree.evictable == 0
+    assert tree.shares[DEVICE].evictable == 0
     tree.unlock(long)
-    assert tree.evictable == 2
-    assert tree.evict(2) == [2, 3]
+    assert tree.shares[DEVICE].evictable == 2
+    assert evict(tree, 2) == [2, 3]
     with pytest.raises(OutOfBlocks, match="0 of 2"):
-        tree.evict(1)
+        evict(tree, 1)
     tree.unlock(short)
     tree.check_integrity([])
-    assert sorted(tree.evict(2)) == [0, 1]
+    assert sorted(evict(tree, 2)) == [0, 1]
     tree.check_integrity([])
 
 
@@ -80,15 +89,15 @@ def test_unlock_without_lock() -> None:
 
 def test_exact_lru_order_leaves_first_from_their_end() -> None:
     tree = tree_of(1, ("ab", [0, 1]), ("acd", [0, 2, 3]), ("x", [4]), ("ab", [0, 1]))
-    assert [tree.evict(1) for _ in range(5)] == [[3], [2], [4], [1], [0]]
+    assert [evict(tree, 1) for _ in range(5)] == [[3], [2], [4], [1], [0]]
     tree.check_integrity([])
 
 
 def test_evict_frees_exactly_what_is_asked_or_nothing() -> None:
     tree = tree_of(1, ("abcd", [0, 1, 2, 3]))
-    assert tree.evict(3) == [1, 2, 3]
+    assert evict(tree, 3) == [1, 2, 3]
     with pytest.raises(OutOfBlocks):
-        tree.evict(2)
+        evict(tree, 2)
     assert tree.match(NS, b"abcd") == [0]
 
 
@@ -99,18 +108,18 @@ def test_a_policy_may_change_its_mind() -> None:
     tree.insert(("far", "m"), b"a", [1])
     steps.update(near=9, far=1)
     tree.reorder()
-    assert tree.evict(2) == [0, 1]
+    assert evict(tree, 2) == [0, 1]
 
 
 def test_clear_spares_what_is_locked() -> None:
     tree = tree_of(1, ("abc", [0, 1, 2]), ("abd", [0, 1, 3]))
     tree.insert(("other", "m"), b"abc", [4, 5, 6])
     node, _ = tree.lock(NS, b"abc")
-    assert tree.clear(NS) == [3]
+    assert blocks_of(tree.clear(NS)) == [3]
     tree.check_integrity([node])
     tree.unlock(node)
-    assert sorted(tree.clear(NS)) == [0, 1, 2]
-    assert tree.clear(NS) == []
+    assert sorted(blocks_of(tree.clear(NS))) == [0, 1, 2]
+    assert blocks_of(tree.clear(NS)) == []
     tree.check_integrity([])
     assert tree.match(("other", "m"), b"abc") == [4, 5, 6]
 

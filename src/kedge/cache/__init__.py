@@ -1,21 +1,38 @@
-"""Where KV lives: block pool, radix tree, eviction, `CacheManager`. Stdlib only; blocks are integers."""
+"""Where KV lives: pools, radix tree, tiers, eviction, prefetch, `CacheManager`. Stdlib only; blocks are integers."""
 
 from __future__ import annotations
 
 from kedge.cache.block_pool import BlockPool
-from kedge.cache.eviction import EvictionPolicy, Namespace, NodeView, lru
-from kedge.cache.manager import CacheManager, CacheStats, Hit, Lease
+from kedge.cache.counters import CacheStats
+from kedge.cache.demands import Readiness, Status
+from kedge.cache.eviction import EvictionPolicy, Namespace, NodeView, belady, lru, steps_to_execution
+from kedge.cache.manager import CacheManager, Changes, Hit, Lease
+from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
+from kedge.cache.tiers import TierSettings
+from kedge.cache.transfer import Copied, Copier, Copy, Direction, TransferLimits
 
 __all__ = [
     "BlockPool",
     "CacheManager",
     "CacheStats",
+    "Changes",
+    "Copied",
+    "Copier",
+    "Copy",
+    "Direction",
     "EvictionPolicy",
     "Hit",
+    "LabelKey",
     "Lease",
     "Namespace",
     "NodeView",
     "RadixTree",
+    "Readiness",
+    "Status",
+    "TierSettings",
+    "TransferLimits",
+    "belady",
     "lru",
+    "steps_to_execution",
 ]

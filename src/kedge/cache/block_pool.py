@@ -15,16 +15,17 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """All blocks are free. Raises `ConfigError` if there are none."""
-        if num_blocks < 1:
-            raise ConfigError("num_blocks", num_blocks, "a pool needs at least one block")
+        """All blocks are free. Without blocks, nothing can be allocated. Raises `ConfigError` for a negative number."""
+        if num_blocks < 0:
+            raise ConfigError("num_blocks", num_blocks, "a pool cannot have fewer than no blocks")
         self.num_blocks = num_blocks
         self.num_free = 0
         self._is_free = bytearray(num_blocks)
         self._length: dict[int, int] = {}
         self._start_by_stop: dict[int, int] = {}
         self._by_length: list[tuple[int, int]] = []
-        self._give_back(0, num_blocks)
+        if num_blocks:
+            self._give_back(0, num_blocks)
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
         """`n` blocks, ascending: the run that follows block `after` if it is long enough, else the best-fitting

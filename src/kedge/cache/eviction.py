@@ -1,13 +1,10 @@
-"""Who goes first. A policy is a pure key function over a node; the queue that asks it knows nothing of its reasons."""
+"""Who goes first. A policy is a pure key function over a node; the heap that asks it knows nothing of its reasons."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
-
-from kedge.errors import PlanError
+import math
+from collections.abc import Callable
+from typing import Protocol
 
 Namespace = tuple[str, str]
 """(tenant, model): KV never crosses it."""
@@ -29,6 +26,17 @@ class NodeView(Protocol):
     def size(self) -> int:
         """Blocks in the node."""
 
+    @property
+    def step(self) -> float | None:
+        """Fewest steps until an agent whose fixed prompt passes the node can run; `inf`: unknown; None: no agent."""
+
+    @property
+    def varying(self) -> bool:
+        """Whether the node follows somebody's fixed prompt."""
+
+    def prefix(self) -> bytes:
+        """The token ids from the root to the node's end, as int32 bytes. Costs by their number."""
+
 
 class EvictionPolicy(Protocol):
     """Pure: the same node and outside state give the same key. Of all unlocked leaves the least key goes first."""
@@ -41,56 +49,32 @@ def lru(node: NodeView) -> EvictionKey:
     return (node.last_access,)
 
 
-class Candidate(NodeView, Protocol):
-    """A node that can stand in an `EvictionQueue`; `ticket` belongs to the queue."""
-
-    ticket: int
-
-    @property
-    def evictable(self) -> bool:
-        """An unlocked leaf that is still in the tree."""
+VIRTUAL_STEP = 8.0
+"""The step at which traffic without labels competes."""
 
 
-Node = TypeVar("Node", bound=Candidate)
+def distance(node: NodeView, virtual_step: float = VIRTUAL_STEP) -> float:
+    """Steps until the node is needed; `inf` for a varying suffix, which nobody is known to need again."""
+    if node.step is not None:
+        return node.step
+    return math.inf if node.varying else virtual_step
 
 
-class EvictionQueue(Generic[Node]):
-    """A heap of candidates whose outdated entries are dropped when they surface.
+def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> EvictionPolicy:
+    """Varying suffixes first, then whoever runs last (KVFlow, section 3.1). Without labels: LRU, to the letter."""
 
-    Whoever makes a node evictable, or changes its key, pushes it again: only a node's newest entry counts.
+    def key(node: NodeView) -> EvictionKey:
+        if node.step is None:
+            return (0.0, 0.0, node.last_access) if node.varying else (1.0, -virtual_step, node.last_access)
+        return (1.0, -node.step, node.last_access)
+
+    return key
+
+
+def belady(next_use: Callable[[NodeView], float]) -> EvictionPolicy:
+    """An oracle for benchmarks: whatever is used again last goes first.
+
+    `next_use` gives the time at which a node is used next, on a clock that stays the same until it is (so not "in how
+    many requests"), and `inf` for never.
     """
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
-        self._tickets = itertools.count(1)
-        self._heap: list[tuple[EvictionKey, int, Node]] = []
-        self._limit = 64
-
-    def push(self, node: Node) -> None:
-        """Enters `node` under its present key."""
-        node.ticket = next(self._tickets)
-        heappush(self._heap, (self._policy(node), node.ticket, node))
-        if len(self._heap) > self._limit:
-            self._drop_outdated()
-
-    def pop(self) -> Node:
-        """The evictable node with the least key, removed. Raises `PlanError` if there is none."""
-        while self._heap:
-            entry = heappop(self._heap)
-            if _is_current(entry):
-                return entry[2]
-        raise PlanError("eviction queue", 0, "has no evictable node")
-
-    def covers(self, nodes: Iterable[Node]) -> bool:
-        """Whether exactly `nodes` would be popped."""
-        return {id(entry[2]) for entry in self._heap if _is_current(entry)} == {id(node) for node in nodes}
-
-    def _drop_outdated(self) -> None:
-        self._heap = [entry for entry in self._heap if _is_current(entry)]
-        heapify(self._heap)
-        self._limit = max(64, 2 * len(self._heap))
-
-
-def _is_current(entry: tuple[EvictionKey, int, Candidate]) -> bool:
-    _, ticket, node = entry
-    return node.ticket == ticket and node.evictable
+    return lambda node: (-next_use(node), node.last_access)

@@ -1,4 +1,4 @@
-"""One owner for every block: free, cached in the tree, or leased to a request.
+"""One owner for every block: free, cached in the tree, in flight between the tiers, or leased to a request.
 
 | block of a lease    | owner | read by  | at `finish`                                       |
 |---------------------|-------|----------|---------------------------------------------------|
@@ -6,18 +6,31 @@
 | committed           | tree  | anybody  | stays cached, its lock goes                       |
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
 | translated, partial | lease | its own  | freed; never in the tree                          |
+
+A lease never holds a block that is still loading. A scheduler asks `demand` for what is on the host, lets others go
+first while it loads, and admits (which looks again, then locks) once there is nothing to wait for; or at any time,
+and then the rest is recomputed. Without a host tier and without labels this is a plain prefix cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kedge.cache.block_pool import BlockPool
+from kedge.cache.counters import CacheStats, Reason
+from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.eviction import EvictionPolicy, Namespace, lru
-from kedge.cache.radix_tree import Inserted, Node, RadixTree
+from kedge.cache.node import DEVICE, HOST, LabelKey, Node, Tier
+from kedge.cache.prefetch import Prefetcher
+from kedge.cache.radix_tree import Inserted
+from kedge.cache.tiers import Tiers, TierSettings
+from kedge.cache.transfer import Copier, Direction
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.types import RequestId
+from kedge.types import RequestId, Source, Span
+
+Changes = Mapping[Any, tuple[float, float] | None]
+"""Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +48,8 @@ class Lease:
     request_id: RequestId
     blocks: tuple[int, ...]
     exact_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Counts since the start (admissions that were allowed to reuse, tokens, blocks), and blocks by owner now."""
-
-    hits: int = 0
-    misses: int = 0
-    hit_tokens: int = 0
-    missed_tokens: int = 0
-    evictions: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
-    leased_blocks: int = 0
+    spans: tuple[Span, ...] = ()
+    """The exact tokens by source: `HOST` where a request had to wait for their load, else `DEVICE`."""
 
 
 @dataclass(slots=True)
@@ -63,23 +64,56 @@ class _Holding:
 
 
 class CacheManager:
-    """Exact prefix reuse over one pool of blocks. All calls come from one thread."""
+    """Exact prefix reuse over a pool of device blocks, backed by one of host blocks. All calls come from one thread."""
 
-    def __init__(self, num_blocks: int, block_size: int = 16, policy: EvictionPolicy = lru) -> None:
-        """`block_size` in tokens. Raises `ConfigError` for sizes below one."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        policy: EvictionPolicy = lru,
+        tiers: TierSettings | None = None,
+        copier: Copier | None = None,
+    ) -> None:
+        """`block_size` in tokens. Raises `ConfigError` for sizes below one, or a host tier without a copier."""
         if block_size < 1:
             raise ConfigError("block_size", block_size, "a block holds at least one token")
+        if num_blocks < 1:
+            raise ConfigError("num_blocks", num_blocks, "the device tier needs at least one block")
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._pool = BlockPool(num_blocks)
-        self._tree = RadixTree(block_size, policy)
+        self._tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost)
+        self._tree = self._tiers.tree
+        self._demands = Demands(self._tiers)
+        self._prefetcher = Prefetcher(self._tiers, self._probability)
         self._held: dict[RequestId, _Holding] = {}
-        self._counts = CacheStats()
+        self._next_runs: dict[LabelKey, tuple[float, float]] = {}
+
+    # requests -------------------------------------------------------------------------------------------------
 
     def match(self, namespace: Namespace, tokens: Sequence[int]) -> Hit:
-        """The longest exact prefix of `tokens`. A pure look-up: nothing is locked, nothing becomes more recent."""
+        """The longest exact prefix of `tokens` on the device. A pure look-up: nothing is locked or more recent."""
         blocks = self._tree.match(namespace, tokens)
         return Hit(tuple(blocks), len(blocks) * self.block_size)
+
+    def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
+        """Where the longest exact prefix of `tokens` is, in both tiers. A pure look-up."""
+        return self._demands.status(namespace, tokens)
+
+    def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
+        """Loads what is on the host of the longest exact prefix of `tokens`, or joins the loads that are under way.
+
+        To be asked in every step until it answers `READY` and the request is admitted, or the caller has waited long
+        enough and admits it all the same; a shorter prefix loads a part. `LOADABLE`: there is no room now, which
+        is tried again with every `pump`, before anything is prefetched. `READY` is also the answer where a copy has
+        failed, or computing costs less than loading.
+        """
+        readiness = self._demands.demand(request_id, namespace, tokens)
+        self._tiers.transfers.start()
+        return readiness
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """The request will not be admitted: whatever it demanded, it does not wait any more."""
+        self._demands.withdraw(request_id)
 
     def admit(
         self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int], exact_limit: int, total_tokens: int
@@ -96,16 +130,17 @@ class CacheManager:
             raise PlanError("total_tokens", total_tokens, f"{len(reusable)} tokens may be reused")
         node, hit = self._tree.lock(namespace, reusable)
         try:
-            new = self._allocate(self._blocks_for(total_tokens) - len(hit), hit)
+            new = self._allocate(self._blocks_for(total_tokens) - len(hit), hit, Reason.ADMIT)
         except OutOfBlocks:
             self._tree.unlock(node)
             raise
+        self._demands.withdraw(request_id)
         self._tree.touch(node)
         exact = len(hit) * self.block_size
-        lease = Lease(request_id, (*hit, *new), exact)
-        self._held[request_id] = _Holding(lease, namespace, node, tuple(reusable[:exact]), set(new))
         if exact_limit > 0:
-            self._count_lookup(exact, len(tokens) - exact)
+            self._tiers.counters.lookup(exact, len(tokens) - exact)
+        lease = Lease(request_id, (*hit, *new), exact, self._hit_path(node))
+        self._held[request_id] = _Holding(lease, namespace, node, tuple(reusable[:exact]), set(new))
         return lease
 
     def extend(self, request_id: RequestId, total_tokens: int) -> Lease:
@@ -116,7 +151,7 @@ class CacheManager:
         held = self._holding(request_id)
         missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
         if missing > 0:
-            new = self._allocate(missing, held.lease.blocks)
+            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND)
             held.own.update(new)
             held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
         return held.lease
@@ -151,38 +186,104 @@ class CacheManager:
         """Ends a lease; what it had not committed is freed. Raises `PlanError` without a lease."""
         self._end(self._holding(request_id))
 
+    # the workflow ---------------------------------------------------------------------------------------------
+
+    def on_label(self, namespace: Namespace, key: LabelKey, tokens: Sequence[int]) -> int:
+        """The fixed part of the prompt of `key` is `tokens`: labels the end of what is cached of it, floored to a
+        block, and backs it up. A key has one label: the newest. Returns how many tokens it covers.
+
+        To be called once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key
+        that no forecast knows, or of whose prompt nothing is cached, is ignored and counted.
+        """
+        next_run = self._next_runs.get(key)
+        node = self._tree.end(namespace, tokens) if next_run else None
+        if node is None or next_run is None:
+            self._tiers.counters.ignored_labels += 1
+            return 0
+        self._tree.labels.put(key, node, next_run[0])
+        self._tiers.back_up(node)
+        self._prefetcher.consider(node)
+        return sum(step.size for step in node.path()) * self.block_size
+
+    def on_forecast(self, changes: Changes) -> None:
+        """Takes what has changed in the forecast. Costs by the changed keys and the depth of their labels."""
+        for key, next_run in changes.items():
+            if next_run is None:
+                self._next_runs.pop(key, None)
+                self._tree.labels.drop(key)
+            else:
+                self._next_runs[key] = next_run
+                if node := self._tree.labels.move(key, next_run[0]):
+                    self._prefetcher.consider(node)
+        self._prefetcher.due = True
+        self._prefetcher.cancel_outside()
+
+    def pump(self) -> None:
+        """Lands what has been copied, tries denied demands again, prefetches, and hands new copies to the copier.
+
+        To be called in every step, whatever the queue, and from time to time while nothing runs but copies do.
+        """
+        ended = self._tiers.drain()
+        self._prefetcher.due |= bool(ended)
+        if not self._demands.retry():
+            self._prefetcher.start()
+        self._tiers.transfers.start()
+
+    @property
+    def transferring(self) -> bool:
+        """Whether a copy is queued or under way: blocks may come free without any request ending."""
+        return bool(self._tiers.pending())
+
+    def observe_compute(self, tokens: int, seconds: float) -> None:
+        """A prefill of `tokens` took `seconds`: what a load has to beat."""
+        self._tiers.cost.compute.observe(tokens, seconds)
+
+    # upkeep ---------------------------------------------------------------------------------------------------
+
     def clear(self, namespace: Namespace) -> int:
-        """Forgets what no lease holds in `namespace`; returns how many blocks that freed."""
-        blocks = self._tree.clear(namespace)
-        self._pool.free(blocks)
-        return len(blocks)
+        """Forgets what no lease and no copy under way holds in `namespace`; returns how many blocks of both tiers
+        that freed.
+        """
+        return self._tiers.clear(namespace)
 
     def clear_all(self) -> int:
         """`clear` for every namespace."""
         return sum(self.clear(namespace) for namespace in self._tree.namespaces())
 
     def reorder(self) -> None:
-        """To be called when the policy's answers have changed, such as with a new forecast."""
+        """To be called when the policy's answers have changed for a reason that `on_forecast` does not tell."""
         self._tree.reorder()
 
     def stats(self) -> CacheStats:
         """A snapshot."""
-        free, cached = self._pool.num_free, self._tree.size
-        leased = self.num_blocks - free - cached
-        return replace(self._counts, free_blocks=free, cached_blocks=cached, leased_blocks=leased)
+        tiers, counters, block_bytes = self._tiers, self._tiers.counters, self._tiers.settings.block_bytes
+        device, host = (tiers.pools[tier].num_free for tier in Tier)
+        cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
+        loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
+        return CacheStats(
+            **counters.totals(),
+            bytes_loaded=counters.blocks_loaded * block_bytes,
+            bytes_offloaded=counters.blocks_offloaded * block_bytes,
+            free_blocks=device,
+            cached_blocks=cached,
+            leased_blocks=self.num_blocks - device - cached - loading,
+            loading_blocks=loading,
+            host_free_blocks=host,
+            host_cached_blocks=host_cached,
+            offloading_blocks=offloading,
+        )
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` unless every block has exactly one owner and locks are those of the leases."""
-        self._pool.check_integrity()
-        self._tree.check_integrity(held.node for held in self._held.values())
-        cached = [block for node in self._tree.nodes() for block in node.blocks]
-        owned = cached + [block for held in self._held.values() for block in held.own]
-        if len(owned) + self._pool.num_free != self.num_blocks or len(set(owned)) != len(owned):
-            raise PlanError("owned blocks", sorted(owned), "free + cached + leased is not the pool")
-        if any(self._pool.is_free(block) for block in owned):
-            raise PlanError("owned blocks", sorted(owned), "one is free as well")
-        for held in self._held.values():
-            self._check_lease(held, set(cached))
+        """Raises `PlanError` unless every block of both tiers has exactly one owner, locks are those of leases and
+        transfers, every state is legal and priorities and queues are what a naive look gives.
+        """
+        holdings = self._held.values()
+        leased = [block for held in holdings for block in held.own]
+        self._tiers.check_integrity(leased, [held.node for held in holdings])
+        self._demands.check_integrity()
+        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
+        for held in holdings:
+            self._check_lease(held, cached)
 
     def _check_lease(self, held: _Holding, cached: set[int]) -> None:
         blocks = set(held.lease.blocks)
@@ -198,12 +299,8 @@ class CacheManager:
             raise PlanError("request_id", request_id, "holds no lease")
         return held
 
-    def _allocate(self, n: int, following: Sequence[int]) -> list[int]:
-        short = n - self._pool.num_free
-        if short > 0:
-            self._pool.free(self._tree.evict(short))
-            self._counts = replace(self._counts, evictions=self._counts.evictions + short)
-        return self._pool.allocate(n, after=following[-1] if following else None)
+    def _allocate(self, n: int, following: Sequence[int], reason: Reason) -> list[int]:
+        return self._tiers.allocate(DEVICE, n, reason, after=following[-1] if following else None)
 
     def _full_tokens(self, held: _Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
@@ -218,19 +315,53 @@ class CacheManager:
     def _insert(self, held: _Holding, full: tuple[int, ...]) -> Inserted:
         inserted = self._tree.insert(held.namespace, full, held.lease.blocks[: len(full) // self.block_size])
         held.own.difference_update(inserted.adopted)
+        self._back_up_hits(inserted.node)
         return inserted
 
     def _end(self, held: _Holding) -> None:
         del self._held[held.lease.request_id]
         self._tree.unlock(held.node)
-        self._pool.free(held.own)
+        self._tiers.pools[DEVICE].free(held.own)
+        self._prefetcher.due = True
 
-    def _count_lookup(self, exact: int, missed: int) -> None:
-        counts = self._counts
-        self._counts = replace(
-            counts,
-            hits=counts.hits + (exact > 0),
-            misses=counts.misses + (exact == 0),
-            hit_tokens=counts.hit_tokens + exact,
-            missed_tokens=counts.missed_tokens + missed,
-        )
+    def _hit_path(self, node: Node) -> tuple[Span, ...]:
+        """Counts a hit of `node` and all above it; their tokens by source."""
+        spans: list[Span] = []
+        for step in node.path_down():
+            source = self._source(step)
+            start = spans[-1].stop if spans else 0
+            stop = start + step.size * self.block_size
+            if spans and spans[-1].source is source:
+                start = spans.pop().start
+            spans.append(Span(start, stop, source))
+            self._tiers.hit(step)
+        self._back_up_hits(node)
+        return tuple(spans)
+
+    def _source(self, node: Node) -> Source:
+        """Where a request that hits `node` has its KV from; counts it."""
+        tokens = node.size * self.block_size
+        if node.arrival is None:
+            return Source.DEVICE
+        if node.arrival.demanded:
+            self._tiers.counters.host_hit_tokens += tokens
+            return Source.HOST
+        self._tiers.counters.prefetched_hit_tokens += tokens
+        return Source.DEVICE
+
+    def _back_up_hits(self, node: Node) -> None:
+        """Backs up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
+        hits = self._tiers.settings.backup_hits
+        if hits is None or not self._tiers.settings.host_blocks:
+            return
+        often = next((step for step in node.path() if step.hits >= hits), None)
+        if often is not None and often.parent is not None and not often.blocks[HOST]:
+            self._tiers.back_up(often)
+
+    def _lost(self, node: Node) -> None:
+        self._prefetcher.consider(node)
+
+    def _probability(self, node: Node) -> float:
+        """How likely it is that one of the agents whose fixed prompt ends at `node` needs it as soon as its step."""
+        likely = (self._next_runs[key][1] for key, step in node.labels.items() if step == node.step)
+        return max(likely, default=1.0)

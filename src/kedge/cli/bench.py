@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from kedge.bench.cache import Times
     from kedge.bench.ttft import AgentTimes, TtftSettings
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
@@ -89,6 +90,38 @@ def soak(
     looks = run_soak(SoakSettings(questions=questions, every=every), console.print)
     if json_file:
         json_file.write_text(json.dumps({"machine": _machine(), "looks": looks}, indent=1) + "\n")
+
+
+@bench.command()
+def cache(
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes only.")] = False,
+    repeats: Annotated[int | None, typer.Option(min=2, help="Measurements of each operation.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """The cache's policy alone, no model: 10^3 to 10^6 blocks, 10 to 10^4 agents, and how the times grow (KVFlow)."""
+    from kedge.bench.cache import QUICK, CacheSettings, growth, measure
+
+    settings = QUICK if quick else CacheSettings()
+    settings = replace(settings, repeats=repeats or settings.repeats)
+    console = Console()
+    with console.status("filling the cache") as status:
+        result = measure(settings, status.update)
+    for name, times in (("blocks", result.blocks), ("agents", result.agents)):
+        console.print(_cache_table(name, times, growth(times)))
+    if json_file:
+        data = {"settings": asdict(settings), "machine": _machine(), **result.as_json()}
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
+        console.print(f"results: {json_file}")
+
+
+def _cache_table(name: str, times: list[Times], growth: dict[str, dict[str, float]]) -> Table:
+    table = Table(title=f"microseconds by number of {name}; match and insert of 4,096 tokens", min_width=80)
+    for column in ("operation", *(f"{one.size:,}" for one in times), "~ size^", "of log"):
+        table.add_column(column, justify="right")
+    for operation, fit in growth.items():
+        cells = [f"{one.micros[operation]:.1f}" for one in times]
+        table.add_row(operation, *cells, f"{fit['exponent']:.2f}", f"{fit['to_log']:.2f}")
+    return table
 
 
 def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:

@@ -1,0 +1,133 @@
+"""What the cache did since its start, and a snapshot of it for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from kedge.cache.node import DEVICE, Node
+from kedge.cache.radix_tree import Removed
+from kedge.cache.transfer import Outcome, Purpose, Transfer
+
+
+class Reason(StrEnum):
+    """For what blocks were evicted."""
+
+    ADMIT = "admit"
+    EXTEND = "extend"
+    DEMAND = "demand"
+    PREFETCH = "prefetch"
+    BACKUP = "backup"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts since the start, and blocks by owner now."""
+
+    hits: int = 0
+    """Admissions that were allowed to reuse and found something."""
+    misses: int = 0
+    """Admissions that were allowed to reuse and found nothing."""
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    """Those of the hit tokens whose load a request had to wait for."""
+    prefetched_hit_tokens: int = 0
+    """Those of the hit tokens that a prefetch had brought in time."""
+    missed_tokens: int = 0
+    evictions: int = 0
+    """Blocks evicted from the device."""
+    host_evictions: int = 0
+    evictions_by_reason: Mapping[str, int] = field(default_factory=dict)
+    """Blocks of both tiers by `Reason`."""
+    evictions_by_step: Mapping[str, int] = field(default_factory=dict)
+    """Device blocks by step at eviction: "varying", "unlabelled", "inf" (unknown), or the number."""
+    blocks_loaded: int = 0
+    blocks_offloaded: int = 0
+    bytes_loaded: int = 0
+    bytes_offloaded: int = 0
+    transfers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
+    failed_copies: int = 0
+    skipped_backups: int = 0
+    """For want of host blocks."""
+    denied_loads: int = 0
+    """Loads that found no room on the device at the time."""
+    ignored_labels: int = 0
+    """Labels of agents that no forecast knows, or of prompts that are not cached."""
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    leased_blocks: int = 0
+    loading_blocks: int = 0
+    """Device blocks that a transfer is writing, or is going to."""
+    host_free_blocks: int = 0
+    host_cached_blocks: int = 0
+    offloading_blocks: int = 0
+    """Host blocks that a transfer is writing, or is going to."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """The growing part of `CacheStats`, by the same names."""
+
+    hits: int = 0
+    misses: int = 0
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    prefetched_hit_tokens: int = 0
+    missed_tokens: int = 0
+    evictions: int = 0
+    host_evictions: int = 0
+    blocks_loaded: int = 0
+    blocks_offloaded: int = 0
+    failed_copies: int = 0
+    skipped_backups: int = 0
+    denied_loads: int = 0
+    ignored_labels: int = 0
+    by_reason: Counter[str] = field(default_factory=Counter)
+    by_step: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[tuple[Purpose, Outcome]] = field(default_factory=Counter)
+
+    def lookup(self, exact: int, missed: int) -> None:
+        """An admission that was allowed to reuse found `exact` tokens and missed the others."""
+        self.hits += exact > 0
+        self.misses += exact == 0
+        self.hit_tokens += exact
+        self.missed_tokens += missed
+
+    def evicted(self, removed: Iterable[Removed], reason: Reason) -> None:
+        for one in removed:
+            count = len(one.blocks)
+            self.by_reason[reason.value] += count
+            if one.tier is DEVICE:
+                self.evictions += count
+                self.by_step[_step_name(one.node)] += count
+            else:
+                self.host_evictions += count
+
+    def ended(self, transfer: Transfer, outcome: Outcome) -> None:
+        """A transfer has its outcome now; the first one stands."""
+        if transfer.outcome is None:
+            transfer.outcome = outcome
+            self.outcomes[transfer.purpose, outcome] += 1
+
+    def totals(self) -> dict[str, Any]:
+        """Everything that grows, as `CacheStats` calls it."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _TABLES}
+        outcomes = {
+            purpose.value: {outcome.value: self.outcomes[purpose, outcome] for outcome in Outcome}
+            for purpose in Purpose
+        }
+        by_reason, by_step = dict(self.by_reason), dict(self.by_step)
+        return {**plain, "evictions_by_reason": by_reason, "evictions_by_step": by_step, "transfers": outcomes}
+
+
+_TABLES = ("by_reason", "by_step", "outcomes")
+
+
+def _step_name(node: Node) -> str:
+    if node.step is None:
+        return "varying" if node.varying else "unlabelled"
+    return f"{node.step:g}"

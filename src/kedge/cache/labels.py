@@ -1,0 +1,122 @@
+"""Labels: who ends a fixed prompt where, and the least step of everything below (KVFlow, section 3.1).
+
+The step stands on the node that ends the fixed prompt and bubbles up as a minimum; what follows it is varying.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kedge.cache.node import Handle, LabelKey, Node
+from kedge.cache.steps import StepCounts
+from kedge.errors import PlanError
+
+
+class Labels:
+    """One label per key. `offer` is called with every node whose priority changed."""
+
+    def __init__(self, offer: Callable[[Node], None]) -> None:
+        self._offer = offer
+        self._handles: dict[LabelKey, Handle] = {}
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def node(self, key: LabelKey) -> Node | None:
+        """The node that ends the fixed prompt of `key`, while it is in the tree."""
+        handle = self._handles.get(key)
+        return None if handle is None else handle.node
+
+    def put(self, key: LabelKey, node: Node, step: float) -> None:
+        """Labels `node`; the label that `key` had elsewhere goes."""
+        if self.node(key) is not node:
+            self.drop(key)
+            self._handles[key] = Handle.of(node)
+            for above in node.path():
+                above.varying = False
+            if not node.labels:
+                self._mark_varying_below(node)
+        self._set(key, node, step)
+
+    def move(self, key: LabelKey, step: float) -> Node | None:
+        """Changes the step of a label; returns its node. Costs by the depth, whoever else is in the tree."""
+        node = self.node(key)
+        if node is not None:
+            self._set(key, node, step)
+        return node
+
+    def drop(self, key: LabelKey) -> None:
+        """Forgets the label of `key`, if it has one."""
+        if node := self.node(key):
+            _change(node, node.labels.pop(key), None, self._offer)
+        self._handles.pop(key, None)
+
+    def leave(self, node: Node) -> None:
+        """`node`, which has no children, is leaving the tree: its labels and all handles to it go."""
+        for key in node.labels:
+            del self._handles[key]
+        node.labels.clear()
+        node.generation += 1
+        if node.step is not None and node.parent is not None:
+            _change(node.parent, node.step, None, self._offer)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` was put between `lower` and its parent: labels mark an end, so they stay on `lower`."""
+        if lower.step is not None:
+            upper.steps, upper.step = StepCounts(), lower.step
+            upper.steps.add(lower.step)
+        upper.varying = lower.varying
+
+    def check_integrity(self, nodes: list[Node]) -> None:
+        """Raises `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
+        found = {key: node for node in nodes for key in node.labels}
+        if found != {key: handle.node for key, handle in self._handles.items()}:
+            raise PlanError("labels", found, "do not agree with the handles")
+        for node in nodes:
+            _check_priority(node)
+
+    def _set(self, key: LabelKey, node: Node, step: float) -> None:
+        old = node.labels.get(key)
+        node.labels[key] = step
+        _change(node, old, step, self._offer)
+
+    def _mark_varying_below(self, node: Node) -> None:
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            if below.varying:
+                continue
+            if below.step is None:
+                below.varying = True
+                self._offer(below)
+            stack.extend(below.children.values())
+
+
+def _change(node: Node | None, old: float | None, new: float | None, offer: Callable[[Node], None]) -> None:
+    """One of a node's steps changes from `old` to `new` (None: there is none); bubbles up while a minimum changes."""
+    while node is not None and node.parent is not None and old != new:
+        before = node.step
+        _recount(node, old, new)
+        if node.step != before:
+            offer(node)
+        node, old, new = node.parent, before, node.step
+
+
+def _recount(node: Node, old: float | None, new: float | None) -> None:
+    if node.steps is None:
+        node.steps = StepCounts()
+    if old is not None:
+        node.steps.remove(old)
+    if new is not None:
+        node.steps.add(new)
+    node.step = node.steps.least
+    if node.step is None:
+        node.steps = None
+
+
+def _check_priority(node: Node) -> None:
+    steps = [*node.labels.values(), *(child.step for child in node.children.values() if child.step is not None)]
+    counts = node.steps.counts if node.steps else Counter[float]()
+    if node.step != min(steps, default=None) or counts != Counter(steps):
+        raise PlanError("priority", node.step, f"the least of {steps} is another one")

@@ -1,0 +1,56 @@
+"""A priority queue whose keys change: outdated entries stay until they surface, or until they are most of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Key = tuple[float, ...]
+Item = TypeVar("Item", bound=Hashable)
+
+
+class LazyHeap(Generic[Item]):
+    """Candidates by ascending key, logarithmic in their number.
+
+    Whoever makes an item a candidate, or changes its key, pushes it again: only its newest entry counts, by its ticket.
+    """
+
+    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool]) -> None:
+        self._key, self._is_candidate = key, is_candidate
+        self._numbers = itertools.count(1)
+        self._tickets: dict[Item, int] = {}
+        self._heap: list[tuple[Key, int, Item]] = []
+        self._limit = 64
+
+    def push(self, item: Item) -> None:
+        """Enters `item` under its present key."""
+        ticket = self._tickets[item] = next(self._numbers)
+        heappush(self._heap, (self._key(item), ticket, item))
+        if len(self._heap) > self._limit:
+            self._drop_outdated()
+
+    def pop(self) -> Item | None:
+        """The candidate with the least key, removed, or None."""
+        while self._heap:
+            entry = heappop(self._heap)
+            if self._is_current(entry):
+                del self._tickets[entry[2]]
+                return entry[2]
+        return None
+
+    def covers(self, items: Iterable[Item]) -> bool:
+        """Whether exactly `items` would be popped, each under the key that it has now."""
+        current = {entry[2]: entry[0] for entry in self._heap if self._is_current(entry)}
+        return current == {item: self._key(item) for item in items}
+
+    def _is_current(self, entry: tuple[Key, int, Item]) -> bool:
+        _, ticket, item = entry
+        return self._tickets.get(item) == ticket and self._is_candidate(item)
+
+    def _drop_outdated(self) -> None:
+        self._heap = [entry for entry in self._heap if self._is_current(entry)]
+        heapify(self._heap)
+        self._tickets = {item: ticket for _, ticket, item in self._heap}
+        self._limit = max(64, 2 * len(self._heap))

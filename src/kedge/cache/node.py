@@ -1,0 +1,162 @@
+"""One node of the radix tree: a run of full blocks, where its KV is, and what is expected of it.
+
+| state      | device | host | transfer   | may go to                                             |
+|------------|--------|------|------------|-------------------------------------------------------|
+| DEVICE     | yes    | -    | -          | OFFLOADING, gone                                      |
+| OFFLOADING | yes    | -    | offload    | BOTH, DEVICE (the copy failed)                        |
+| BOTH       | yes    | yes  | - or load  | HOST, DEVICE; a load is under way where a recompute   |
+|            |        |      |            | overtook it                                           |
+| HOST       | -      | yes  | -          | LOADING, BOTH (recomputed), gone                      |
+| LOADING    | -      | yes  | load       | BOTH, HOST (failed, or cancelled before it started)   |
+
+The blocks that a transfer writes belong to the transfer until it lands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
+
+from kedge.cache.eviction import EvictionKey, Namespace
+from kedge.cache.lazy_heap import LazyHeap
+from kedge.cache.steps import StepCounts
+
+if TYPE_CHECKING:
+    from kedge.cache.transfer import Transfer
+
+LabelKey = Hashable
+"""Whose fixed prompt a label ends: (tenant, client, run, agent), or anything else that can be a key."""
+
+
+class Tier(IntEnum):
+    """Where blocks are; the index of everything that a node has once per tier."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+class State(StrEnum):
+    """Where a node's KV is, and where it is going (see the table above)."""
+
+    DEVICE = "device"
+    OFFLOADING = "offloading"
+    BOTH = "both"
+    HOST = "host"
+    LOADING = "loading"
+
+
+class Node:
+    """A run of `size` blocks below `parent`; the root of a namespace has no parent and no blocks."""
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "children",
+        "generation",
+        "hits",
+        "key",
+        "labels",
+        "last_access",
+        "locks",
+        "namespace",
+        "parent",
+        "resident_children",
+        "size",
+        "step",
+        "steps",
+        "transfer",
+        "varying",
+        "wanted",
+    )
+
+    def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, size: int) -> None:
+        self.namespace, self.parent, self.key, self.size = namespace, parent, key, size
+        self.children: dict[bytes, Node] = {}
+        self.blocks: list[list[int]] = [[], []]
+        """Block numbers by tier; empty where the tier does not hold the node."""
+        self.resident_children = [0, 0]
+        """How many children each tier holds."""
+        self.locks = self.last_access = self.hits = self.generation = 0
+        self.wanted = 0
+        """Requests that wait for this node and have not been admitted yet."""
+        self.labels: dict[LabelKey, float] = {}
+        """Agents whose fixed prompt ends here, with their steps-to-execution."""
+        self.steps: StepCounts | None = None
+        self.step: float | None = None
+        """Priority: the least step of its own labels and its children; None where there is none."""
+        self.varying = False
+        """Whether it follows somebody's fixed prompt."""
+        self.transfer: Transfer | None = None
+        self.arrival: Transfer | None = None
+        """The load that brought it to the device, until it is hit for the first time."""
+
+    @property
+    def state(self) -> State:
+        """Derived, so it cannot disagree with the blocks. Not for roots."""
+        if not self.blocks[DEVICE]:
+            return State.LOADING if self.transfer else State.HOST
+        if self.blocks[HOST]:
+            return State.BOTH
+        return State.OFFLOADING if self.transfer else State.DEVICE
+
+    def holds(self, tier: Tier) -> bool:
+        """Whether `tier` holds its KV; a root's empty prefix is everywhere."""
+        return bool(self.blocks[tier]) or self.parent is None
+
+    def is_candidate(self, tier: Tier) -> bool:
+        """Whether `tier` may evict it: an unlocked leaf of that tier that is still in the tree."""
+        return bool(self.blocks[tier]) and not self.locks and not self.resident_children[tier]
+
+    def path(self) -> Iterator[Node]:
+        """The node and its ancestors, root last."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def path_down(self) -> list[Node]:
+        """The ancestors and the node, without the root."""
+        return list(self.path())[-2::-1]
+
+    def subtree(self) -> Iterator[Node]:
+        """The node and all below it, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def prefix(self) -> bytes:
+        """The token ids from the root to the node's end, as int32 bytes."""
+        return b"".join(step.key for step in self.path_down())
+
+
+class Share:
+    """One tier's share of the tree: `size` blocks in all, `evictable` of them under no lock, and who goes first."""
+
+    def __init__(self, tier: Tier, policy: Callable[[Node], EvictionKey]) -> None:
+        self.tier = tier
+        self.size = self.evictable = 0
+        self.queue: LazyHeap[Node] = LazyHeap(policy, lambda node: node.is_candidate(tier))
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A node to come back to: once it has left the tree, or come back for other tokens, the handle leads nowhere."""
+
+    _node: Node
+    _generation: int
+
+    @classmethod
+    def of(cls, node: Node) -> Handle:
+        return cls(node, node.generation)
+
+    @property
+    def node(self) -> Node | None:
+        """The node while it is in the tree."""
+        return self._node if self._node.generation == self._generation else None

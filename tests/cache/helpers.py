@@ -1,0 +1,148 @@
+"""A copier that tests hold in their hand, and a world of pretended KV in which every block says what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, TierSettings, steps_to_execution
+from kedge.cache.eviction import EvictionPolicy, Namespace
+from kedge.types import RequestId
+
+NS: Namespace = ("tenant", "model")
+
+
+@dataclass
+class FakeCopier:
+    """Ends copies when told to, in any order, well or badly. Contents move when a copy ends; a bad one leaves dirt."""
+
+    device: dict[int, object] = field(default_factory=dict)
+    host: dict[int, object] = field(default_factory=dict)
+    submitted: list[Copy] = field(default_factory=list)
+    history: list[Copy] = field(default_factory=list)
+    _ended: list[Copied] = field(default_factory=list)
+
+    def submit(self, copy: Copy) -> None:
+        self.submitted.append(copy)
+        self.history.append(copy)
+
+    def drain(self) -> list[Copied]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def end(self, at: int = 0, ok: bool = True, seconds: float = 0.001) -> Copy:
+        """Ends the copy at this place among the submitted ones."""
+        copy = self.submitted.pop(at)
+        to, source = (self.device, self.host) if copy.direction is Direction.LOAD else (self.host, self.device)
+        for a, b in zip(copy.sources, copy.targets, strict=True):
+            to[b] = source.get(a) if ok else "dirt"
+        self._ended.append(Copied(copy.copy_id, ok, seconds))
+        return copy
+
+    def end_all(self, ok: bool = True) -> None:
+        while self.submitted:
+            self.end(ok=ok)
+
+
+class World:
+    """A cache whose blocks hold what was written into them. Tokens are the characters of a text."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        host_blocks: int = 0,
+        block_size: int = 1,
+        policy: EvictionPolicy | None = None,
+        **settings: object,
+    ) -> None:
+        self.copier = FakeCopier()
+        tiers = TierSettings(host_blocks=host_blocks, **settings)  # type: ignore[arg-type]
+        self.cache = CacheManager(num_blocks, block_size, policy or steps_to_execution(), tiers, self.copier)
+        self.tree = self.cache._tree
+        self.requests = 0
+
+    # requests -------------------------------------------------------------------------------------------------
+
+    def admit(self, text: str, more: int = 0, request: RequestId | None = None, ns: Namespace = NS) -> Lease:
+        """Admits a request that may reuse all of its text, and checks that what it hits is what it asked for."""
+        request = request or self.new_request()
+        tokens = text.encode()
+        lease = self.cache.admit(request, ns, tokens, len(tokens), len(tokens) + more)
+        for i, block in enumerate(lease.blocks[: lease.exact_tokens // self.cache.block_size]):
+            assert self.copier.device[block] == self.content(ns, text, i), "another prompt's KV"
+        assert sum(len(span) for span in lease.spans) == lease.exact_tokens
+        self.compute(lease, text, ns)
+        return lease
+
+    def compute(self, lease: Lease, text: str, ns: Namespace = NS) -> None:
+        """Writes what the hit left out."""
+        for i in range(lease.exact_tokens // self.cache.block_size, len(text) // self.cache.block_size):
+            self.copier.device[lease.blocks[i]] = self.content(ns, text, i)
+
+    def content(self, ns: Namespace, text: str, block: int) -> object:
+        return ns, text[: (block + 1) * self.cache.block_size]
+
+    def new_request(self) -> RequestId:
+        self.requests += 1
+        return RequestId(f"r{self.requests}")
+
+    def serve(self, text: str, key: object = None, fixed: int = 0, ns: Namespace = NS) -> int:
+        """One request from admission to its end, labelled on the way; returns how many tokens were exact hits."""
+        lease = self.admit(text, ns=ns)
+        self.cache.commit_prefix(lease.request_id, text.encode())
+        if key is not None:
+            self.cache.on_label(ns, key, text[:fixed].encode())
+        self.cache.finish(lease.request_id, text.encode())
+        self.check()
+        return lease.exact_tokens
+
+    # the workflow ---------------------------------------------------------------------------------------------
+
+    def forecast(self, **steps: float | None) -> None:
+        """What has changed: agents by name."""
+        self.cache.on_forecast({key: None if step is None else (step, 1.0) for key, step in steps.items()})
+        self.check()
+
+    def settle(self, ok: bool = True) -> None:
+        """Pumps and ends copies until nothing moves."""
+        self.cache.pump()
+        while self.copier.submitted:
+            self.copier.end_all(ok)
+            self.cache.pump()
+        self.check()
+
+    # looking --------------------------------------------------------------------------------------------------
+
+    def on_device(self, *texts: str) -> list[str]:
+        return [text for text in texts if self.cache.match(NS, text.encode()).tokens_count == len(text)]
+
+    def cached(self, *texts: str) -> list[str]:
+        """Those that one of the tiers holds whole."""
+        return [text for text in texts if sum(self.tokens(text)) == len(text)]
+
+    def tokens(self, text: str) -> tuple[int, int]:
+        """How many tokens are on the device, and then on the host only."""
+        status = self.cache.status(NS, text.encode())
+        return status.device_tokens, status.host_tokens
+
+    def demand(self, text: str, request: str = "waiting") -> str:
+        answer = self.cache.demand(RequestId(request), NS, text.encode())
+        self.check()
+        return answer.value
+
+    def evict(self, blocks: int) -> None:
+        """Makes room for a request that then never runs."""
+        request = self.new_request()
+        free = self.cache.stats().free_blocks
+        self.cache.admit(request, NS, b"", 0, (free + blocks) * self.cache.block_size)
+        self.cache.abort(request)
+        self.check()
+
+    def outcomes(self, purpose: str) -> dict[str, int]:
+        return {name: count for name, count in self.cache.stats().transfers[purpose].items() if count}
+
+    def directions(self) -> Sequence[str]:
+        return [copy.direction.value for copy in self.copier.history]
+
+    def check(self) -> None:
+        self.cache.check_integrity()

@@ -1,0 +1,116 @@
+"""Priorities against a naive recomputation (which is what `check_integrity` does), and what follows a fixed prompt."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kedge.cache.radix_tree import RadixTree
+from kedge.errors import PlanError
+from tests.cache.helpers import NS, World
+
+TEXTS = st.text("ab", min_size=1, max_size=6)
+STEPS = st.sampled_from([0.0, 1.0, 2.0, 7.0, math.inf])
+
+
+def ending(tree: RadixTree, text: str):
+    node = tree.end(NS, text.encode())
+    assert node is not None
+    return node
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("PQR"), TEXTS, STEPS | st.none(), st.booleans()), max_size=25))
+def test_every_node_has_the_least_step_of_the_labels_below(changes: list) -> None:
+    tree = RadixTree(1)
+    fresh = iter(range(10_000))
+    labels: dict[str, tuple[bytes, float]] = {}
+    for key, text, step, whole in changes:
+        known = len(tree.match(NS, text.encode()))
+        blocks = tree.match(NS, text.encode()) + [next(fresh) for _ in range(len(text) - known)]
+        tree.insert(NS, text.encode(), blocks)
+        if step is None:
+            tree.labels.drop(key)
+            labels.pop(key, None)
+        elif whole or key not in labels:
+            tree.labels.put(key, ending(tree, text), step)
+            labels[key] = text.encode(), step
+        else:
+            tree.labels.move(key, step)
+            labels[key] = labels[key][0], step
+        tree.check_integrity([])
+        for node in tree.nodes():
+            prefix = bytes(node.prefix()[::4])
+            least = min((s for end, s in labels.values() if end.startswith(prefix)), default=None)
+            assert node.step == least, (prefix, labels)
+
+
+def test_a_label_stands_at_the_block_that_ends_the_fixed_prompt() -> None:
+    world = World(8, block_size=2)
+    world.forecast(a=1)
+    lease = world.admit("AAAAAxx")
+    world.cache.commit_prefix(lease.request_id, b"AAAAAx")
+    assert world.cache.on_label(NS, "a", b"AAAAA") == 4
+    assert [(node.size, node.step, node.varying) for node in world.tree.nodes()] == [(2, 1.0, False), (1, None, True)]
+    world.check()
+
+
+def test_a_key_has_one_label_and_a_shorter_one_takes_its_place() -> None:
+    world = World(8)
+    world.forecast(a=1)
+    world.serve("AAAABB", "a", 6)
+    world.serve("AAAACC", "a", 4)
+    node = world.tree.labels.node("a")
+    assert bytes(node.prefix()[::4]) == b"AAAA" and len(world.tree.labels) == 1
+    assert [ending(world.tree, text).varying for text in ("AAAABB", "AAAACC")] == [True, True]
+
+
+def test_a_label_survives_splits_above_and_below() -> None:
+    world = World(12)
+    world.forecast(a=3, b=1)
+    world.serve("AAAA", "a", 4)
+    world.serve("AAB", "b", 3)
+    world.serve("AAAAxy")
+    steps = {bytes(node.prefix()[::4]): node.step for node in world.tree.nodes()}
+    assert steps == {b"AA": 1.0, b"AAAA": 3.0, b"AAB": 1.0, b"AAAAxy": None}
+
+
+def test_a_shortened_fixed_prompt_keeps_its_label() -> None:
+    world = World(4)
+    world.forecast(a=3)
+    world.serve("AAAA", "a", 4)
+    world.evict(1)
+    assert world.tree.labels.node("a").size == 3
+    world.forecast(a=2)
+    assert world.tree.labels.node("a").step == 2
+
+
+def test_a_label_costs_by_depth_not_by_neighbours() -> None:
+    tree = RadixTree(1)
+    tree.insert(NS, b"A", [0])
+    calls = []
+    for i in range(1000):
+        tree.insert(NS, (65, 1000 + i), [0, i + 1])
+        tree.labels.put(i, tree.end(NS, (65, 1000 + i)), float(i))
+    tree.labels._offer = calls.append
+    tree.labels.move(500, 2000.0)
+    assert len(calls) == 1
+    tree.labels.move(0, 3000.0)
+    assert len(calls) == 3 and ending(tree, "A").step == 1.0
+
+
+def test_a_wrong_priority_is_found() -> None:
+    world = World(4)
+    world.forecast(a=3)
+    world.serve("AA", "a", 2)
+    node = world.tree.labels.node("a")
+    node.step = 2.0
+    with pytest.raises(PlanError, match=r"priority=2\.0"):
+        world.tree.labels.check_integrity([node])
+    node.step = 3.0
+    world.tree.labels._handles.clear()
+    with pytest.raises(PlanError, match="do not agree with the handles"):
+        world.tree.labels.check_integrity([node])

@@ -1,0 +1,198 @@
+"""All states at random: tiny pools, failing and reordered copies, cancelled requests, cleared caches.
+
+Every block says what is in it, so a hit on another prompt's KV is seen at once; integrity is proved after every
+operation.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kedge.cache import Lease, TransferLimits, belady, lru, steps_to_execution
+from kedge.cache.node import State
+from kedge.errors import OutOfBlocks
+from kedge.types import RequestId
+from tests.cache.helpers import World
+
+OPERATIONS = 100_000
+FIXED = {"a": "AAAA", "b": "AABB", "c": "CCC", "d": "AAAADD"}
+"""Fixed prompts; some share prefixes."""
+SPACES = (("tenant", "model"), ("other", "model"))
+
+
+class Driver(World):
+    """One random operation at a time, each of which may be refused for want of blocks."""
+
+    def __init__(self, seed: int, host_blocks: int, **settings: object) -> None:
+        super().__init__(14, host_blocks, decode_reserve=1, limits=TransferLimits(jobs=1, bytes=5), **settings)
+        self.rng = random.Random(seed)
+        self.leases: dict[RequestId, tuple[Lease, str, tuple[str, str]]] = {}
+        self.waiting: dict[RequestId, tuple[str, tuple[str, str]]] = {}
+        self.refused = 0
+        self.states: set[State] = set()
+
+    def prompt(self) -> str:
+        return FIXED[self.rng.choice("abcd")] + "".join(self.rng.choices("xy", k=self.rng.randrange(4)))
+
+    def step(self) -> None:
+        try:
+            self.rng.choices(
+                (self.begin, self.end, self.grow, self.commit, self.ask, self.give_up, self.label)
+                + (self.expect, self.pump, self.copy, self.clear),
+                (18, 18, 2, 6, 10, 2, 12, 12, 20, 12, 0.2),
+            )[0]()
+        except OutOfBlocks:
+            self.refused += 1
+
+    def begin(self) -> None:
+        if self.waiting and self.rng.random() < 0.5:
+            request = self.rng.choice(list(self.waiting))
+            text, space = self.waiting[request]
+        else:
+            request, text, space = self.new_request(), self.prompt(), self.space()
+        self.leases[request] = self.admit(text, self.rng.randrange(2), request, space), text, space
+        self.waiting.pop(request, None)
+
+    def space(self) -> tuple[str, str]:
+        return SPACES[self.rng.random() < 0.1]
+
+    def end(self) -> None:
+        if not self.leases:
+            return
+        request = self.rng.choice(list(self.leases))
+        lease, text, space = self.leases.pop(request)
+        if self.rng.random() < 0.2:
+            self.cache.abort(request)
+            return
+        for i in range(len(text)):
+            assert self.copier.device[lease.blocks[i]] == self.content(space, text, i), "somebody wrote into a lease"
+        self.cache.finish(request, text[: self.rng.choice((len(text), len(text) - 1))].encode())
+
+    def grow(self) -> None:
+        if self.leases:
+            request = self.rng.choice(list(self.leases))
+            lease, text, space = self.leases[request]
+            longer = self.cache.extend(request, len(lease.blocks) + 1)
+            self.leases[request] = longer, text, space
+
+    def commit(self) -> None:
+        if self.leases:
+            request = self.rng.choice(list(self.leases))
+            self.cache.commit_prefix(request, self.leases[request][1].encode())
+
+    def ask(self) -> None:
+        if self.waiting and self.rng.random() < 0.5:
+            request = self.rng.choice(list(self.waiting))
+        else:
+            request = self.new_request()
+            self.waiting[request] = self.prompt(), self.space()
+            if len(self.waiting) > 4:
+                self.give_up()
+        text, space = self.waiting.get(request, ("", SPACES[0]))
+        self.cache.demand(request, space, text.encode())
+        if request not in self.waiting:
+            self.cache.withdraw(request)
+
+    def give_up(self) -> None:
+        if self.waiting:
+            request = self.rng.choice(list(self.waiting))
+            del self.waiting[request]
+            self.cache.withdraw(request)
+
+    def label(self) -> None:
+        agent = self.rng.choice("abcd")
+        self.cache.on_label(self.space(), agent, FIXED[agent].encode()[: self.rng.choice((9, 9, 2))])
+
+    def expect(self) -> None:
+        agents = self.rng.sample("abcd", self.rng.choice((1, 1, 4)))
+        steps = (None, 0.0, 1.0, 2.0, 3.0, 5.0, 9.0, math.inf)
+        changes = {agent: self.rng.choice(steps) for agent in agents}
+        self.cache.on_forecast({agent: None if step is None else (step, 0.5) for agent, step in changes.items()})
+
+    def pump(self) -> None:
+        self.cache.pump()
+
+    def copy(self) -> None:
+        if self.copier.submitted:
+            self.copier.end(self.rng.randrange(len(self.copier.submitted)), ok=self.rng.random() < 0.8)
+
+    def clear(self) -> None:
+        self.cache.clear_all()
+
+    def finish_all(self) -> None:
+        """Nothing is stuck: all leases end, all copies land, and everything can be evicted."""
+        for request in self.leases:
+            self.cache.abort(request)
+        for request in self.waiting:
+            self.cache.withdraw(request)
+        self.settle()
+        self.cache.clear_all()
+        stats = self.cache.stats()
+        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache._tiers.settings.host_blocks)
+        ended = sum(count for outcomes in stats.transfers.values() for count in outcomes.values())
+        assert ended == next(self.cache._tiers.transfers._ids), "every transfer ends in exactly one outcome"
+
+    def watch(self) -> None:
+        self.check()
+        self.states.update(node.state for node in self.tree.nodes())
+
+
+DRIVERS = [
+    (steps_to_execution(), 9, 1),
+    (steps_to_execution(virtual_step=2.0), 5, 0),
+    (lru, 9, None),
+    (belady(lambda node: float(sum(node.prefix()) % 7)), 9, 1),
+    (steps_to_execution(), 0, 1),
+]
+
+
+@pytest.mark.parametrize(("policy", "host_blocks", "backup_hits"), DRIVERS)
+def test_integrity_after_every_operation(policy, host_blocks: int, backup_hits: int | None) -> None:
+    driver = Driver(1, host_blocks, policy=policy, backup_hits=backup_hits)
+    for _ in range(OPERATIONS // len(DRIVERS)):
+        driver.step()
+        driver.watch()
+    driver.finish_all()
+    assert driver.states == (set(State) if host_blocks else {State.DEVICE})
+    stats = driver.cache.stats()
+    if host_blocks:
+        assert all(stats.transfers["prefetch"].values()), stats.transfers
+        assert stats.failed_copies and stats.denied_loads and stats.skipped_backups
+    assert driver.refused and stats.evictions
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The same operations, chosen by hypothesis, which shrinks what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(0, 9)
+
+    @rule(seed=st.integers(0, 1 << 16), name=st.sampled_from(["begin", "end", "grow", "commit", "ask", "give_up"]))
+    def request(self, seed: int, name: str) -> None:
+        self.act(seed, name)
+
+    @rule(seed=st.integers(0, 1 << 16), name=st.sampled_from(["label", "expect", "pump", "copy", "clear"]))
+    def workflow(self, seed: int, name: str) -> None:
+        self.act(seed, name)
+
+    def act(self, seed: int, name: str) -> None:
+        self.driver.rng.seed(seed)
+        try:
+            getattr(self.driver, name)()
+        except OutOfBlocks:
+            self.driver.refused += 1
+
+    @invariant()
+    def sound(self) -> None:
+        self.driver.watch()
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,314 @@
+"""The state table of KVFLOW.md, section 5, row by row, and what the host tier keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from kedge.cache import CacheManager, Copied, TierSettings, TransferLimits, belady, lru
+from kedge.cache.node import HOST, State
+from kedge.errors import ConfigError, OutOfBlocks, PlanError
+from kedge.types import RequestId, Source, Span
+from tests.cache.helpers import NS, World
+from tests.cache.test_hazards import on_host_only
+
+
+def state(world: World, text: str) -> State:
+    node = world.tree.end(NS, text.encode())
+    assert node is not None and bytes(node.prefix()[::4]) == text.encode()
+    return node.state
+
+
+def test_a_fixed_prompt_goes_through_all_states() -> None:
+    world = World(4, host_blocks=4)
+    world.forecast(a=9)
+    world.serve("AAA", "a", 3)
+    assert state(world, "AAA") is State.OFFLOADING
+    assert world.on_device("AAA") == ["AAA"], "readable while it is copied"
+    world.settle()
+    assert state(world, "AAA") is State.BOTH
+    world.evict(3)
+    assert state(world, "AAA") is State.HOST
+    world.demand("AAA")
+    assert state(world, "AAA") is State.LOADING
+    world.settle()
+    assert state(world, "AAA") is State.BOTH
+    world.cache.clear_all()
+    assert world.tree.end(NS, b"AAA") is None
+
+
+def test_what_is_copied_is_never_a_victim() -> None:
+    world = World(4, host_blocks=4)
+    world.forecast(a=9)
+    world.serve("AAA", "a", 3)
+    world.cache.pump()
+    with pytest.raises(OutOfBlocks, match="0 of 3"):
+        world.evict(1)
+    world.settle()
+    world.evict(3)
+    world.demand("AAA")
+    with pytest.raises(OutOfBlocks, match="0 of 0"):
+        world.evict(2)
+
+
+def test_a_recompute_adopts_its_own_blocks() -> None:
+    world = World(8, host_blocks=4)
+    on_host_only(world, a="AAAA")
+    lease = world.admit("AAAAxy")
+    world.cache.finish(lease.request_id, b"AAAAxy")
+    world.check()
+    assert state(world, "AAAA") is State.BOTH
+    assert world.cache.match(NS, b"AAAAxy").blocks == lease.blocks
+
+
+def test_a_recompute_of_a_part_adopts_that_part() -> None:
+    world = World(8, host_blocks=4)
+    on_host_only(world, a="AAAA")
+    world.serve("AA")
+    assert (world.tokens("AAAA"), world.cache.stats().host_cached_blocks) == ((2, 2), 4)
+    world.serve("AAAxy")
+    assert (world.tokens("AAAA"), world.tokens("AAAxy")) == ((3, 1), (5, 0))
+
+
+def test_a_part_of_a_backed_up_node_leaves_the_device() -> None:
+    world = World(4, host_blocks=4)
+    world.forecast(a=9)
+    world.serve("AAAA", "a", 4)
+    world.settle()
+    world.evict(3)
+    assert world.tokens("AAAA") == (1, 3)
+    world.demand("AAAA")
+    assert [len(copy.sources) for copy in world.copier.submitted] == [3]
+    world.settle()
+    assert world.on_device("AAAA") == ["AAAA"]
+    assert world.admit("AAAA", request=RequestId("waiting")).spans == (
+        Span(0, 1, Source.DEVICE),
+        Span(1, 4, Source.HOST),
+    )
+
+
+def test_a_split_while_blocks_move_splits_the_move() -> None:
+    world = World(9, host_blocks=6)
+    world.forecast(a=9)
+    world.serve("AAAA", "a", 4)
+    world.cache.pump()
+    world.serve("AAx")
+    world.settle()
+    assert [state(world, text) for text in ("AA", "AAAA")] == [State.BOTH, State.BOTH]
+    world.evict(5)
+    world.demand("AAAA")
+    world.tree.end(NS, b"A")
+    world.check()
+    world.settle()
+    assert world.admit("AAAA").exact_tokens == 4
+
+
+def test_fixed_prompts_are_written_through_once() -> None:
+    world = World(8, host_blocks=8)
+    world.forecast(a=1)
+    for suffix in "xyz":
+        world.serve("AAA" + suffix, "a", 3)
+        world.settle()
+    assert [len(copy.sources) for copy in world.copier.history] == [3]
+
+
+@pytest.mark.parametrize(("hits", "after_one", "after_two"), [(0, 4, 4), (1, 0, 4), (2, 0, 0), (None, 0, 0)])
+def test_a_prompt_without_label_is_backed_up_once_it_has_been_hit(
+    hits: int | None, after_one: int, after_two: int
+) -> None:
+    world = World(8, host_blocks=8, backup_hits=hits)
+    copied = []
+    for _ in range(2):
+        world.serve("xxyy")
+        world.settle()
+        copied.append(sum(len(copy.sources) for copy in world.copier.history))
+    assert copied == [after_one, after_two]
+
+
+def test_ancestors_are_backed_up_before_what_follows_them() -> None:
+    world = World(9, host_blocks=9)
+    world.forecast(a=1, ab=2)
+    lease = world.admit("AAABB")
+    world.cache.commit_prefix(lease.request_id, b"AAABB")
+    world.cache.on_label(NS, "a", b"AAA")
+    world.cache.pump()
+    world.cache.on_label(NS, "ab", b"AAABB")
+    world.cache.pump()
+    assert [len(copy.sources) for copy in world.copier.history] == [3], "the rest waits"
+    world.settle()
+    assert [len(copy.sources) for copy in world.copier.history] == [3, 2]
+    assert state(world, "AAABB") is State.BOTH
+
+
+def test_the_host_tier_gives_up_what_is_farthest_and_leaves_first() -> None:
+    world = World(9, host_blocks=6)
+    on_host_only(world, far="FFF", near="NNN")
+    world.forecast(far=60, near=40, new=50)
+    world.serve("XX", "new", 2)
+    world.settle()
+    assert (world.tokens("FFF"), world.tokens("NNN"), world.tokens("XX")) == ((0, 1), (0, 3), (2, 0))
+    world.check()
+
+
+def test_a_backup_never_drops_what_is_worth_more() -> None:
+    world = World(9, host_blocks=3)
+    on_host_only(world, near="NNN")
+    world.forecast(near=1, new=50)
+    world.settle()
+    world.serve("XX", "new", 2)
+    world.settle()
+    stats = world.cache.stats()
+    assert stats.skipped_backups == 1 and stats.host_cached_blocks == 3
+    assert world.tree.end(NS, b"XX").state is State.DEVICE
+
+
+def test_what_is_loading_is_pinned_on_the_host() -> None:
+    world = World(9, host_blocks=3)
+    on_host_only(world, a="AAA")
+    world.demand("AAA")
+    world.forecast(b=0)
+    world.serve("BB", "b", 2)
+    world.settle()
+    assert world.on_device("AAA", "BB") == ["AAA", "BB"]
+    assert world.tree.end(NS, b"AAA").blocks[HOST]
+
+
+def test_a_host_tier_of_size_zero_moves_nothing() -> None:
+    world = World(6, host_blocks=0, policy=lru)
+    world.forecast(a=1)
+    world.serve("AAA", "a", 3)
+    world.serve("AAA", "a", 3)
+    world.settle()
+    assert not world.copier.history and not world.cache.transferring
+
+
+def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
+    world = World(8, host_blocks=8, limits=TransferLimits(jobs=1))
+    on_host_only(world, a="AAA", b="BB")
+    world.forecast(a=0, b=1)
+    world.cache.pump()
+    world.cache.clear_all()
+    world.check()
+    assert world.cached("AAA", "BB") == ["AAA"] and world.cache.transferring
+    world.settle()
+    world.cache.clear_all()
+    stats = world.cache.stats()
+    assert (stats.free_blocks, stats.host_free_blocks, world.cache.transferring) == (8, 8, False)
+
+
+def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
+    world = World(4, host_blocks=8, block_bytes=100)
+    on_host_only(world, a="AAA")
+    world.forecast(b=7)
+    world.serve("BB", "b", 2)
+    world.serve("BBxx")
+    world.settle()
+    world.demand("AAA")
+    world.settle()
+    stats = world.cache.stats()
+    assert (stats.blocks_offloaded, stats.bytes_offloaded) == (5, 500)
+    assert (stats.blocks_loaded, stats.bytes_loaded) == (3, 300)
+    assert stats.evictions_by_step == {"50": 3, "varying": 2, "7": 1}
+    assert stats.evictions_by_reason == {"admit": 3, "demand": 3}
+    assert sum(stats.evictions_by_step.values()) == stats.evictions
+
+
+def test_loading_is_declined_where_computing_is_cheaper() -> None:
+    world = World(8, host_blocks=8)
+    on_host_only(world, a="AAA")
+    world.cache.observe_compute(1000, 0.001)
+    world.cache._tiers.cost.load.observe(1, 1.0)
+    assert world.demand("AAA") == "ready"
+    assert not world.copier.submitted
+
+
+def test_loads_are_measured() -> None:
+    world = World(8, host_blocks=8)
+    on_host_only(world, a="AAA")
+    world.demand("AAA")
+    world.copier.end(seconds=0.3)
+    world.cache.pump()
+    assert world.cache._tiers.cost.load.seconds_per_unit == pytest.approx(0.1)
+
+
+def test_two_requests_wait_for_one_load() -> None:
+    world = World(8, host_blocks=8)
+    on_host_only(world, a="AAA")
+    assert [world.demand("AAA", name) for name in "rs"] == ["loading", "loading"]
+    assert len(world.copier.submitted) == 1
+    world.settle()
+    assert [world.demand("AAA", name) for name in "rs"] == ["ready", "ready"]
+    for name in "rs":
+        world.cache.withdraw(RequestId(name))
+    world.check()
+
+
+def test_a_status_tells_the_tiers_apart_and_changes_nothing() -> None:
+    world = World(8, host_blocks=8)
+    on_host_only(world, a="AAA")
+    world.serve("AAx")
+    status = world.cache.status(NS, b"AAAz")
+    assert (status.readiness, status.device_tokens, status.host_tokens) == ("loadable", 2, 1)
+    assert world.cache.status(("x", "y"), b"AAA").readiness == "ready"
+    world.demand("AAA")
+    assert world.cache.status(NS, b"AAA").readiness == "loading"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"host_blocks": -1}, {"block_bytes": 0}, {"backup_hits": -1}, {"prefetch_jobs": -1}, {"decode_reserve": -1}],
+)
+def test_settings_that_cannot_be(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        TierSettings(**settings)
+
+
+def test_a_host_tier_needs_a_copier() -> None:
+    with pytest.raises(ConfigError, match="host_blocks=4"):
+        CacheManager(4, tiers=TierSettings(host_blocks=4))
+
+
+def test_a_copy_that_ends_twice_is_a_bug() -> None:
+    world = World(4, host_blocks=4)
+    world.forecast(a=1)
+    world.serve("AA", "a", 2)
+    world.settle()
+    world.copier._ended.append(Copied(world.copier.history[0].copy_id, True))
+    with pytest.raises(PlanError, match="is not under way"):
+        world.cache.pump()
+
+
+@pytest.mark.parametrize(("room", "agents"), [(3, 10), (4, 10), (5, 10), (2, 5), (9, 10)])
+def test_hits_of_a_cycle_are_those_of_the_formula(room: int, agents: int) -> None:
+    """KVFLOW.md, section 9: with room for C of N agents, LRU hits 0 and step order (C - 1) / (N - 1)."""
+    rounds, size = 3 * (agents - 1), 4
+    texts = {agent: chr(65 + agent) * size for agent in range(agents)}
+    hits = {}
+    for name, policy in (("lru", lru), ("steps", None)):
+        world = World(room * size, policy=policy)
+        served = []
+        for turn in range(rounds * agents):
+            world.cache.on_forecast({a: (float((a - turn) % agents), 1.0) for a in range(agents)})
+            served.append(world.serve(texts[turn % agents], turn % agents, size) == size)
+        hits[name] = sum(served[agents * (agents - 1) :]) / (len(served) - agents * (agents - 1))
+    assert hits["lru"] == 0
+    assert hits["steps"] == pytest.approx((room - 1) / (agents - 1), abs=0.02)
+
+
+def test_step_order_is_as_good_as_belady_on_a_cycle() -> None:
+    agents, room, turns = 7, 3, 70
+    texts = [chr(65 + agent) * 2 for agent in range(agents)]
+    now = 0
+
+    def next_use(node) -> float:
+        agent = node.prefix()[0] - 65
+        return now + 1 + (agent - now - 1) % agents
+
+    hits = []
+    for policy in (belady(next_use), None):
+        world = World(room * 2, policy=policy)
+        count = 0
+        for now in range(turns):
+            world.cache.on_forecast({a: (float((a - now) % agents), 1.0) for a in range(agents)})
+            count += world.serve(texts[now % agents], now % agents, 2)
+        hits.append(count)
+    assert hits[0] == hits[1] > 0

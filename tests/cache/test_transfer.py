@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.cache import Copied, Direction, TransferLimits
+from kedge.cache.node import Node
+from kedge.cache.transfer import Purpose, Transfer, TransferQueue
+from kedge.errors import ConfigError, PlanError
+from tests.cache.helpers import NS, FakeCopier
+
+LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
+
+
+def queue(jobs: int = 1, limit: int = 100, block_bytes: int = 1) -> tuple[TransferQueue, FakeCopier]:
+    copier = FakeCopier()
+    return TransferQueue(copier, TransferLimits(jobs, limit), block_bytes), copier
+
+
+def enqueue(transfers: TransferQueue, purpose: Purpose, blocks: int = 1) -> Transfer:
+    direction = OFFLOAD if purpose is Purpose.BACKUP else LOAD
+    numbers = list(range(blocks))
+    return transfers.enqueue(direction, purpose, [Node(NS, None, b"", blocks)], numbers, numbers)
+
+
+def order(copier: FakeCopier, transfers: TransferQueue) -> list[int]:
+    """Ids in the order in which they start, one at a time."""
+    transfers.start()
+    while copier.submitted:
+        copier.end()
+        transfers.drain()
+        transfers.start()
+    return [copy.copy_id for copy in copier.history]
+
+
+def test_demands_go_before_queued_prefetches_and_backups_have_a_way_of_their_own() -> None:
+    transfers, copier = queue()
+    first, second = enqueue(transfers, Purpose.PREFETCH), enqueue(transfers, Purpose.PREFETCH)
+    demand, later = enqueue(transfers, Purpose.DEMAND), enqueue(transfers, Purpose.DEMAND)
+    backup = enqueue(transfers, Purpose.BACKUP)
+    transfers.start()
+    assert [copy.copy_id for copy in copier.submitted] == [demand.copy.copy_id, backup.copy.copy_id]
+    rest = [one.copy.copy_id for one in (demand, backup, later, first, second)]
+    assert order(copier, transfers) == rest
+
+
+def test_a_promoted_prefetch_goes_behind_older_demands_and_is_there_once() -> None:
+    transfers, copier = queue()
+    ids = [enqueue(transfers, purpose).copy.copy_id for purpose in (Purpose.PREFETCH, Purpose.PREFETCH, Purpose.DEMAND)]
+    promoted = transfers.queued(LOAD)[-1]
+    transfers.promote(promoted)
+    transfers.promote(promoted)
+    assert order(copier, transfers) == [ids[2], ids[1], ids[0]]
+
+
+def test_promoting_what_has_started_only_marks_it() -> None:
+    transfers, copier = queue()
+    prefetch = enqueue(transfers, Purpose.PREFETCH)
+    transfers.start()
+    transfers.promote(prefetch)
+    assert prefetch.demanded and transfers.queued(LOAD) == [] and len(copier.submitted) == 1
+
+
+def test_limits_count_jobs_and_bytes_of_each_direction() -> None:
+    transfers, copier = queue(jobs=3, limit=40, block_bytes=10)
+    for blocks in (2, 2, 1):
+        enqueue(transfers, Purpose.PREFETCH, blocks)
+    enqueue(transfers, Purpose.BACKUP, 4)
+    transfers.start()
+    assert [len(copy.sources) for copy in copier.submitted] == [2, 2, 4]
+    assert transfers.pending_blocks(LOAD) == 5
+    copier.end(0)
+    transfers.drain()
+    transfers.start()
+    assert [len(copy.sources) for copy in copier.submitted] == [2, 4, 1]
+
+
+def test_a_transfer_larger_than_the_limit_goes_alone() -> None:
+    transfers, copier = queue(jobs=9, limit=3)
+    enqueue(transfers, Purpose.PREFETCH, 1)
+    enqueue(transfers, Purpose.PREFETCH, 50)
+    transfers.start()
+    assert [len(copy.sources) for copy in copier.submitted] == [1]
+    copier.end()
+    transfers.drain()
+    transfers.start()
+    assert [len(copy.sources) for copy in copier.submitted] == [50]
+
+
+def test_only_what_has_not_started_is_cancelled() -> None:
+    transfers, copier = queue()
+    started, queued = enqueue(transfers, Purpose.PREFETCH), enqueue(transfers, Purpose.PREFETCH)
+    transfers.start()
+    transfers.cancel(queued)
+    with pytest.raises(PlanError, match="has started"):
+        transfers.cancel(started)
+    assert order(copier, transfers) == [started.copy.copy_id]
+
+
+def test_an_unknown_end_is_a_bug() -> None:
+    transfers, copier = queue()
+    copier._ended.append(Copied(7, True))
+    with pytest.raises(PlanError, match="copy_id=7"):
+        transfers.drain()
+
+
+@pytest.mark.parametrize("limits", [{"jobs": 0}, {"bytes": 0}])
+def test_limits_that_allow_nothing(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        TransferLimits(**limits)
+
+
+@given(st.lists(st.sampled_from(["prefetch", "demand", "promote", "start", "end"]), max_size=60))
+def test_nothing_is_lost_doubled_or_overtaken(operations: list[str]) -> None:
+    transfers, copier = queue(jobs=2)
+    made: list[Transfer] = []
+    for name in operations:
+        if name in ("prefetch", "demand"):
+            made.append(enqueue(transfers, Purpose(name)))
+        elif name == "promote" and transfers.queued(LOAD):
+            transfers.promote(transfers.queued(LOAD)[-1])
+        elif name == "start":
+            before = transfers.queued(LOAD)
+            transfers.start()
+            assert before[len(before) - len(transfers.queued(LOAD)) :] == transfers.queued(LOAD)
+        elif name == "end" and copier.submitted:
+            copier.end()
+            transfers.drain()
+        demanded = [one.demanded for one in transfers.queued(LOAD)]
+        assert demanded == sorted(demanded, reverse=True)
+    assert sorted(order(copier, transfers)) == [one.copy.copy_id for one in made]
