@@ -16,11 +16,13 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.workloads.miniature import TASKS, agent_prompt
 from kedge.workloads.miniature.base import Question, Role, Task
@@ -32,17 +34,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORED = -100
-SHARES = {"math": 0.27, "choice": 0.4, "code": 0.33}
-"""Share of the samples by task: the two-step look-up of the second one takes the longest to learn."""
+Point = dict[str, float]
 Segment = tuple[str, bool]
 """A piece of text, tokenized by itself, and whether it is learned."""
 
 
-def sample(rng: random.Random, streams: dict[str, Iterator[Question]], *, look_up: bool = False) -> list[Segment]:
-    """One prompt with its answer; with `look_up` an agent of the second task that hears nobody."""
-    task = TASKS["choice" if look_up else rng.choices(list(SHARES), list(SHARES.values()))[0]]
+def sample(
+    rng: random.Random, streams: dict[str, Iterator[Question]], shares: dict[str, float], alone: float
+) -> list[Segment]:
+    """One prompt with its answer, of a task drawn by its share."""
+    task = TASKS[rng.choices(list(shares), list(shares.values()))[0]]
     question = next(streams[task.name])
-    role, heard = (rng.choice(task.roles[:-1]), []) if look_up else _cast(rng, task)
+    role, heard = _cast(rng, task, alone)
     filled: dict[str, Segment] = {"user_question": (question.text, False)}
     for other in heard:
         answer = other.reference(question)
@@ -58,9 +61,14 @@ def sample(rng: random.Random, streams: dict[str, Iterator[Question]], *, look_u
     return [*segments, (role.reference(question), True), (END, True)]
 
 
-def _cast(rng: random.Random, task: Task) -> tuple[Role, list[Role]]:
-    """A speaker and whom it hears: mostly the fully connected order, sometimes any subset."""
-    if rng.random() < 0.75:
+def _cast(rng: random.Random, task: Task, alone: float) -> tuple[Role, list[Role]]:
+    """A speaker and whom it hears: the fully connected order, any subset, or nobody.
+
+    What can be copied from others is learned late or never: hence the many that hear nobody.
+    """
+    if rng.random() < alone:
+        return rng.choice(task.roles[:-1]), []
+    if rng.random() < 0.65:
         turn = rng.randrange(len(task.roles))
         return task.roles[turn], list(task.roles[:turn])
     heard = [role for role in task.roles[:-1] if rng.random() < 0.5]
@@ -84,33 +92,31 @@ def build_model(vocab: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=4, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1, pad_token_id=2, attn_implementation="sdpa",
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
-def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Takes the layers of another checkpoint of this shape, and its embedding of every token both vocabularies have."""
-    old = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ours, theirs = tokenizer.get_vocab(), PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
-    shared = [(ours[token], theirs[token]) for token in ours if token in theirs]
-    table = model.get_input_embeddings().weight.data
-    rows, columns = (torch.tensor(ids) for ids in zip(*shared, strict=True))
-    table[rows] = old.get_input_embeddings().weight.data[columns].to(table)
-    layers = {key: value for key, value in old.state_dict().items() if "embed" not in key and "lm_head" not in key}
-    model.load_state_dict(layers, strict=False)
-    print(f"warm start: {len(layers)} tensors, {len(shared)} of {len(ours)} embeddings", flush=True)
+def attention(_module, query, key, value, _mask, scaling=None, **_):  # type: ignore[no-untyped-def]
+    """Causal attention of right-padded rows, in fp32 on a CPU: its bf16 backward pass is slower than the fp32 one."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+    with torch.autocast(query.device.type, enabled=False):
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
 class Batches:
     """Batches of samples of like length, tokenized segment by segment (prefix segments from a cache)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, seed: int, size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, args: argparse.Namespace) -> None:
         self._encode, self._cache = tokenizer.backend_tokenizer.encode, {}
-        self._rng, self._size = rng, size
-        self._streams = {name: task.questions("train", seed) for name, task in TASKS.items()}
+        self._rng, self._size = rng, args.batch
+        streams = {name: task.questions("train", args.seed) for name, task in TASKS.items()}
+        self._sample = partial(sample, rng, streams, args.shares, args.alone)
         self._ready: list[list[tuple[list[int], list[int]]]] = []
-        self.look_up = False
 
     def _ids(self, text: str) -> list[int]:
         if text not in self._cache:
@@ -122,7 +128,7 @@ class Batches:
     def _row(self) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         labels: list[int] = []
-        for text, learned in sample(self._rng, self._streams, look_up=self.look_up):
+        for text, learned in self._sample():
             ids = self._ids(text)
             tokens += ids
             labels += ids if learned else [IGNORED] * len(ids)
@@ -148,30 +154,40 @@ def learning_rate(done: float, peak: float, step: int) -> float:
     return peak * min(1.0, (step + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+def start(args: argparse.Namespace, rng: random.Random) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
+    """Tokenizer and model of the checkpoint to go on from, or new ones."""
+    if args.warm_start:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.warm_start)
+        model = LlamaForCausalLM.from_pretrained(args.warm_start, dtype=torch.float32)
+    else:
+        streams = {name: task.questions("train", args.seed + 1) for name, task in TASKS.items()}
+        texts = [text for _ in range(6000) for text, _ in sample(rng, streams, args.shares, args.alone)]
+        texts += [spelled for n in range(100) for spelled in (str(n), f" {n}") for _ in range(200)]  # a number, a token
+        tokenizer = build_tokenizer(texts)
+        model = build_model(len(tokenizer))
+    ALL_ATTENTION_FUNCTIONS.register("training", attention)
+    model.config._attn_implementation = "training"
+    return tokenizer, model.to(args.device)
+
+
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    streams = {name: task.questions("train", args.seed + 1) for name, task in TASKS.items()}
-    texts = [text for _ in range(6000) for text, _ in sample(rng, streams)]
-    texts += [spelled for n in range(100) for spelled in (str(n), f" {n}") for _ in range(200)]  # one token a number
-    tokenizer = build_tokenizer(texts)
-    model = build_model(len(tokenizer)).to(args.device)
-    if args.warm_start:
-        warm_start(model, tokenizer, args.warm_start)
+    tokenizer, model = start(args, rng)
+    body = torch.compile(model.model, dynamic=True) if args.compile else model.model
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.out)
-    batches = Batches(tokenizer, rng, args.seed, args.batch)
+    batches = Batches(tokenizer, rng, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
-    curve: list[dict[str, float]] = []
-    start, step, tokens = time.monotonic(), 0, 0
-    while (done := (time.monotonic() - start) / (60 * args.minutes)) < 1:
+    curve: list[Point] = []
+    begun, step, tokens = time.monotonic(), 0, 0
+    while (done := (time.monotonic() - begun) / (60 * args.minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(done, args.lr, step)
-        batches.look_up = done * args.minutes < args.look_up_minutes
         x, y = (t.to(args.device) for t in next(batches))
         mask = y[:, 1:] != IGNORED
         with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-            hidden = model.model(input_ids=x).last_hidden_state
+            hidden = body(input_ids=x, use_cache=False).last_hidden_state
             logits = model.lm_head(hidden[:, :-1][mask]).float()
         loss = torch.nn.functional.cross_entropy(logits, y[:, 1:][mask])
         optimizer.zero_grad()
@@ -181,14 +197,22 @@ def train(args: argparse.Namespace) -> None:
         step, tokens = step + 1, tokens + x.numel()
         if step % 50 == 0:
             accuracy = (logits.argmax(-1) == y[:, 1:][mask]).float().mean().item()
-            minutes = (time.monotonic() - start) / 60
+            minutes = (time.monotonic() - begun) / 60
             curve.append({"step": step, "minutes": round(minutes, 2), "tokens": tokens,
                           "loss": round(loss.item(), 5), "token_accuracy": round(accuracy, 5)})  # fmt: skip
             print(f"{minutes:6.1f} min  step {step}  loss {loss.item():.4f}  accuracy {accuracy:.4f}  "
                   f"{tokens / 60 / minutes:,.0f} tokens/s", flush=True)  # fmt: skip
         if step % 300 == 0:
-            save(model, args.out)
-    save(model, args.out)
+            save(model, args, step, tokens, curve)
+    save(model, args, step, tokens, curve)
+
+
+def save(model: LlamaForCausalLM, args: argparse.Namespace, step: int, tokens: int, curve: list[Point]) -> None:
+    """Writes a bf16 copy (the model in training stays fp32) and the record of the run so far."""
+    state = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
+    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(state)
+    copy.save_pretrained(args.out)
     record = {
         "script": "scripts/train_nano.py",
         "seed": args.seed,
@@ -197,7 +221,8 @@ def train(args: argparse.Namespace) -> None:
         "batch": args.batch,
         "peak_lr": args.lr,
         "minutes": args.minutes,
-        "look_up_minutes": args.look_up_minutes,
+        "shares": args.shares,
+        "alone": args.alone,
         "warm_start": args.warm_start and args.warm_start.name,
         "precision": args.precision,
         "device": args.device,
@@ -209,14 +234,6 @@ def train(args: argparse.Namespace) -> None:
     if args.warm_start and (before := args.warm_start / "training.json").is_file():
         record["before"] = json.loads(before.read_text())
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def save(model: LlamaForCausalLM, out: Path) -> None:
-    """Writes a bf16 copy; the model in training stays fp32."""
-    state = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    copy.load_state_dict(state)
-    copy.save_pretrained(out)
 
 
 def main() -> None:
@@ -234,12 +251,14 @@ def main() -> None:
         help="bf16 is faster on a GPU and on a CPU with AVX512-bf16, far slower elsewhere",
     )
     parser.add_argument(
-        "--look-up-minutes",
-        type=float,
-        default=0,
-        help="begin with the second task alone: among the others its look-up is learned late or never",
+        "--shares",
+        type=json.loads,
+        default={"math": 0.27, "choice": 0.4, "code": 0.33},
+        help="share of the samples by task, as JSON",
     )
-    parser.add_argument("--warm-start", type=Path, help="take the layers of the checkpoint in this folder")
+    parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear nobody")
+    parser.add_argument("--compile", action="store_true", help="through torch.compile (needs a C++ compiler)")
+    parser.add_argument("--warm-start", type=Path, help="go on from the checkpoint in this folder")
     train(parser.parse_args())
 
 

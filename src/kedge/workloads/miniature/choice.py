@@ -10,71 +10,61 @@ from kedge.workloads.miniature.base import Question, Role, Task
 from kedge.workloads.miniature.math import ITEMS, NAMES
 
 CITIES = ["Rome", "Oslo", "Paris", "Cairo", "Lima", "Delhi", "Tokyo", "Quito", "Dakar", "Hanoi", "Riga", "Bern"]
-JOBS = ["baker", "nurse", "pilot", "farmer", "singer", "judge", "tailor", "miner"]
-LETTERS = "ABCD"
+WARES = [item for item in ITEMS if item != "leaves"]  # which is what people do to cities here
+VALUE = {"city": "city", "ware": "ware", "items": "count"}
+"""What of a person answers which kind of question"""
 Person = dict[str, Any]
 ASK = {
-    "city": "In which city does {name} live?",
-    "job": "What is the job of {name}?",
+    "city": "Which city does {name} leave?",
+    "ware": "What does {name} sell?",
     "items": "How many {item} does {name} own?",
-    "together": "How many {item} do {name} and {other} own together?",
+    "all": "How many {item} do they own in all?",
 }
 
 
 def generate(rng: random.Random) -> Question:
-    """Three people with a city, a job and a number of things each; one question, four options."""
-    item = rng.choice(ITEMS)
-    drawn = zip(rng.sample(NAMES, 3), rng.sample(CITIES, 3), rng.sample(JOBS, 3), strict=True)
-    people = [{"name": name, "city": city, "job": job, "count": rng.randint(1, 15)} for name, city, job in drawn]
+    """Three people, the city that each leaves, what it sells and how much it owns; one question, four options."""
+    item, *wares = rng.sample(WARES, 4)
+    drawn = zip(rng.sample(NAMES, 3), rng.sample(CITIES, 3), wares, strict=True)
+    people: list[Person] = [
+        {"name": name, "city": city, "ware": ware, "count": rng.randint(1, 9)} for name, city, ware in drawn
+    ]
     kind = rng.choice(list(ASK))
-    person, other = rng.sample(people, 2)
-    right = _right(kind, person, other)
-    options = [right, *_distractors(rng, kind, right, people)]
+    person = rng.choice(people)
+    right = str(sum(each["count"] for each in people) if kind == "all" else person[VALUE[kind]])
+    options = [right, *_distractors(rng, kind, right, people, item)]
     rng.shuffle(options)
     passage = " ".join(_about(person, item) for person in people)
-    ask = ASK[kind].format(name=person["name"], other=other["name"], item=item)
-    listed = " ".join(f"{letter}) {option}" for letter, option in zip(LETTERS, options, strict=True))
-    facts = {"kind": kind, "person": person, "other": other, "item": item, "options": tuple(options)}
-    return Question(f"{passage}\n{ask}\n{listed}", LETTERS[options.index(right)], facts)
+    ask = ASK[kind].format(name=person["name"], item=item)
+    facts = {"kind": kind, "people": people, "person": person, "item": item, "options": tuple(options)}
+    return Question(f"{passage}\n{ask}\nOptions: {', '.join(options)}", right, facts)
 
 
 def _about(person: Person, item: str) -> str:
     name = person["name"]
-    return f"{name} lives in {person['city']}. {name} is a {person['job']}. {name} owns {person['count']} {item}."
+    return f"{name} leaves {person['city']}. {name} sells {person['ware']}. {name} owns {person['count']} {item}."
 
 
-def _right(kind: str, person: Person, other: Person) -> str:
-    if kind == "together":
-        return str(person["count"] + other["count"])
-    return str(person["count" if kind == "items" else kind])
-
-
-def _distractors(rng: random.Random, kind: str, right: str, people: list[Person]) -> list[str]:
-    """Three wrong options: what is true of the others first, then something else of the same kind."""
-    if kind in ("city", "job"):
-        others = [str(person[kind]) for person in people if person[kind] != right]
-        pool = [value for value in (CITIES if kind == "city" else JOBS) if value != right and value not in others]
-        return [*others, rng.choice(pool)]
-    near = range(max(1, int(right) - 4), int(right) + 5)
-    return rng.sample([str(n) for n in near if str(n) != right], 3)
+def _distractors(rng: random.Random, kind: str, right: str, people: list[Person], item: str) -> list[str]:
+    """Three wrong options that the passage does not name."""
+    pool = {"city": CITIES, "ware": WARES}.get(kind) or [str(n) for n in range(max(1, int(right) - 4), int(right) + 7)]
+    named = {right, item, *(str(person[VALUE.get(kind, "count")]) for person in people)}
+    return rng.sample([value for value in pool if value not in named], 3)
 
 
 def evidence(question: Question) -> str:
     """The fact of the passage that settles the question."""
-    f = question.facts
-    person, other, item = f["person"], f["other"], f["item"]
-    match f["kind"]:
+    person, item = question.facts["person"], question.facts["item"]
+    match question.facts["kind"]:
         case "city":
-            return f"{person['name']} lives in {person['city']}"
-        case "job":
-            return f"{person['name']} is a {person['job']}"
+            return f"{person['name']} leaves {person['city']}"
+        case "ware":
+            return f"{person['name']} sells {person['ware']}"
         case "items":
             return f"{person['name']} owns {person['count']} {item}"
         case _:
-            return (
-                f"{person['name']} owns {person['count']} and {other['name']} owns {other['count']}, "
-                f"together {person['count'] + other['count']}"
-            )
+            one, two, three = (each["count"] for each in question.facts["people"])
+            return f"{one} + {two} = {one + two}. {one + two} + {three} = {one + two + three}"
 
 
 def know(question: Question) -> str:
@@ -87,9 +77,8 @@ def search(question: Question) -> str:
 
 
 def _entities(question: Question) -> list[str]:
-    f = question.facts
-    names = [f["person"]["name"]]
-    return [*names, f["other"]["name"]] if f["kind"] == "together" else names
+    everybody = question.facts["kind"] == "all"
+    return [each["name"] for each in (question.facts["people"] if everybody else [question.facts["person"]])]
 
 
 def look_up(text: str, question: Question) -> str:
@@ -107,11 +96,8 @@ def criticise(question: Question) -> str:
 
 
 def compute(question: Question) -> str:
-    right = LETTERS.index(question.answer)
-    checks = " ".join(
-        f"{letter}) {option} {'yes' if i == right else 'no'}."
-        for i, (letter, option) in enumerate(zip(LETTERS, question.facts["options"], strict=True))
-    )
+    marks = ((option, "yes" if option == question.answer else "no") for option in question.facts["options"])
+    checks = " ".join(f"{option} {mark}." for option, mark in marks)
     return f"{evidence(question)}. {checks} The answer is {question.answer}."
 
 
@@ -120,8 +106,8 @@ def decide(question: Question) -> str:
 
 
 def stated(text: str) -> str | None:
-    """The letter that an answer states last, or None."""
-    found = re.findall(r"answer is ([A-D])\b", text)
+    """The option that an answer states last, or None."""
+    found = re.findall(r"answer is (\w+)", text)
     return found[-1] if found else None
 
 
@@ -135,11 +121,12 @@ def finds_evidence(text: str, question: Question) -> bool:
 
 
 def corrupt(rng: random.Random, text: str) -> str:
-    """Replaces the stated letter by another."""
-    letter = stated(text)
-    if letter is None:
+    """Replaces the stated option by another of its kind."""
+    option = stated(text)
+    if option is None:
         return text
-    return text.replace(f"answer is {letter}", f"answer is {rng.choice(LETTERS.replace(letter, ''))}")
+    kind = next((kind for kind in (CITIES, WARES) if option in kind), [str(n) for n in range(1, 31)])
+    return text.replace(f"answer is {option}", f"answer is {rng.choice([other for other in kind if other != option])}")
 
 
 TASK = Task(
@@ -184,7 +171,7 @@ TASK = Task(
             "final",
             "FinalRefer",
             "You make the final decision. Weigh the answers of the others against the passage and give the "
-            "letter of the one option that you trust.",
+            "one option that you trust.",
             decide,
             states_answer,
         ),

@@ -28,9 +28,9 @@ Steps = Sequence[tuple[Op, int]]
 
 
 STEPS = (
-    Op(("keep the even numbers", "drop the odd numbers"), "even", "xs = [x for x in xs if x % 2 == 0]",
+    Op(("keep the even numbers", "leave only the even numbers"), "even", "xs = [x for x in xs if x % 2 == 0]",
        lambda xs, n: [x for x in xs if x % 2 == 0]),
-    Op(("keep the odd numbers", "drop the even numbers"), "odd", "xs = [x for x in xs if x % 2 == 1]",
+    Op(("keep the odd numbers", "leave only the odd numbers"), "odd", "xs = [x for x in xs if x % 2 == 1]",
        lambda xs, n: [x for x in xs if x % 2 == 1]),
     Op(("keep the numbers above {n}", "drop the numbers up to {n}"), "above {n}", "xs = [x for x in xs if x > {n}]",
        lambda xs, n: [x for x in xs if x > n]),
