@@ -110,7 +110,7 @@ def _attend_few(query: Tensor, keys: list[Tensor], values: list[Tensor], scaling
     kv_heads, head_dim = keys[0].shape[1:]
     count = query.shape[1]
     grouped = query.reshape(kv_heads, -1, head_dim)  # the heads of a group, and in each its queries
-    scores = torch.cat([grouped @ key.permute(1, 2, 0) for key in keys], dim=-1).float() * scaling
+    scores = torch.cat([grouped @ key.permute(1, 2, 0) for key in keys], dim=-1).float().mul_(scaling)
     if mask is not None:
         scores.view(kv_heads, -1, *mask.shape).masked_fill_(~mask, float("-inf"))
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
