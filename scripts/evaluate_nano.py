@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from kedge.bench.demo import TeamScore, questions
 from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the model is too small for two: they would mostly wait for each other
     with LocalEngine(args.model, EngineConfig()) as engine:
         accuracy = {name: score(engine, task, args.questions, args.seed) for name, task in TASKS.items()}
     print(json.dumps(accuracy, indent=1))

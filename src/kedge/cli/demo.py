@@ -49,6 +49,8 @@ def demo(
 def _run_all(
     console: Console, count: int, task_name: str, estimators: list[str], model: Path | None, seed: int
 ) -> dict[str, Comparison]:
+    import torch
+
     from kedge.bench.demo import Comparison, answer, questions
     from kedge.config import AnchorSettings, EngineConfig, estimator_settings
     from kedge.engine.local.engine import LocalEngine
@@ -58,6 +60,8 @@ def _run_all(
 
     if task_name not in TASKS:
         raise ConfigError("task", task_name, f"is none of {', '.join(TASKS)}")
+    if model is None:
+        torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
     task = TASKS[task_name]
     asked = questions(task, count, seed)
     results: dict[str, Comparison] = {}
