@@ -7,13 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kedge.anchors.config import AnchorConfig
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings
+from kedge.cache import TierSettings
+from kedge.cache.eviction import VIRTUAL_STEP
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings, TierConfig
+from kedge.engine.local.build import tier_settings
 from kedge.errors import ConfigError
+from kedge.kv.spec import KVSpec
 from kedge.runtime.interfaces import ReusePolicy
 from kedge.types import ReuseMode
 
@@ -87,6 +92,14 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"anchors": {"capacity": 0}}}, "engine.anchors.capacity", 0),
         ({"engine": {"anchors": {"tau": 0}}}, "engine.anchors.tau", 0),
         ({"engine": {"planner": {"min_translated": 2}}}, "engine.planner.min_translated", 2),
+        ({"engine": {"tiers": {"host_memory": -1}}}, "engine.tiers.host_memory", -1),
+        ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
+        ({"engine": {"tiers": {"host_blocks": -1}}}, "engine.tiers.host_blocks", -1),
+        ({"engine": {"tiers": {"policy": "fifo"}}}, "engine.tiers.policy", "fifo"),
+        ({"engine": {"tiers": {"copy_jobs": 0}}}, "engine.tiers.copy_jobs", 0),
+        ({"engine": {"tiers": {"max_wait": -1}}}, "engine.tiers.max_wait", -1),
+        ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
+        ({"engine": {"tiers": {"prefetch_window": "inf"}}}, "engine.tiers.prefetch_window", "inf"),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
         ({"colour": "red"}, "colour", "red"),
@@ -161,6 +174,19 @@ def test_sections_and_what_is_built_from_them_agree() -> None:
     anchors = AnchorSettings().model_dump(exclude={"max_base_bytes"})
     assert anchors == {field.name: field.default for field in fields(AnchorConfig)}
     assert PlannerSettings().model_dump() == {field.name: field.default for field in fields(ReusePolicy)}
+
+
+def test_the_tiers_of_the_settings_are_those_of_the_cache_by_default() -> None:
+    tiers = tier_settings(KVSpec(2, 2, 16, 16, torch.float32), EngineConfig())
+    assert tiers == TierSettings(block_bytes=16 * 2 * 2 * 2 * 16 * 4)
+    assert TierConfig().virtual_step == VIRTUAL_STEP
+
+
+def test_a_host_tier_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    toml("[engine.tiers]\nhost_memory = '2MiB'\npolicy = 'lru'\n")
+    monkeypatch.setenv("KEDGE_ENGINE__TIERS__MAX_SKIPS", "3")
+    tiers = Settings.load().engine.tiers
+    assert (tiers.host_memory, tiers.policy, tiers.max_skips) == (2 << 20, "lru", 3)
 
 
 def test_settings_do_not_change() -> None:

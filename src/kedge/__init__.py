@@ -40,6 +40,7 @@ from kedge.errors import (
 )
 from kedge.types import (
     AgentId,
+    ClientId,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -59,7 +60,7 @@ from kedge.types import (
 )
 
 if TYPE_CHECKING:
-    from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings
+    from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings, TierConfig
     from kedge.engine.base import Engine, Stream, Tokenizer
     from kedge.engine.echo import EchoEngine
     from kedge.engine.local.engine import LocalEngine
@@ -80,6 +81,7 @@ _LAZY = {
     "PlannerSettings": "kedge.config",
     "Settings": "kedge.config",
     "Stream": "kedge.engine.base",
+    "TierConfig": "kedge.config",
     "Tokenizer": "kedge.engine.base",
     "Workflow": "kedge.workflow.graph",
     "connect": "kedge.workflow.topologies",
@@ -91,6 +93,7 @@ __all__ = [
     "Agent",
     "AgentId",
     "AnchorSettings",
+    "ClientId",
     "Completion",
     "ConfigError",
     "CorruptWeights",
@@ -128,6 +131,7 @@ __all__ = [
     "SpecError",
     "Stream",
     "TenantId",
+    "TierConfig",
     "TokenDelta",
     "Tokenizer",
     "ToolError",

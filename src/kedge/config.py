@@ -7,6 +7,8 @@
     kv_memory = "2GiB"                      # KEDGE_ENGINE__KV_MEMORY=2GiB
     [engine.anchors]
     capacity = 20                           # KEDGE_ENGINE__ANCHORS__CAPACITY=20
+    [engine.tiers]
+    host_memory = "8GiB"                    # KEDGE_ENGINE__TIERS__HOST_MEMORY=8GiB
 
 Every bad value raises a `ConfigError` that names its key and the value.
 """
@@ -44,6 +46,9 @@ ENV_PREFIX = "KEDGE_"
 
 Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0)]
 """A size in bytes; a text such as `512MiB` is understood."""
+BytesOrNone = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(ge=0)]
+"""The same, where 0 is a size too."""
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -118,6 +123,39 @@ class PlannerSettings(_Section):
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
 
 
+class TierConfig(_Section):
+    """The host tier, who is evicted from both tiers, and how long a request waits for KV to come from the host."""
+
+    section = "engine.tiers"
+
+    host_memory: BytesOrNone = 0
+    """Bytes of the host tier; 0 is none: what is evicted from the device is computed again."""
+    host_blocks: NonNegativeInt | None = None
+    """Blocks of the host tier; None takes as many as `host_memory` holds."""
+    policy: Literal["steps", "lru"] = "steps"
+    """Who is evicted first: `steps` is whoever runs last by the forecast, and without one the same as `lru`."""
+    prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
+    """Fixed prompts that are needed within so many steps are prefetched. Below 0: none."""
+    prefetch_jobs: NonNegativeInt = 4
+    """Prefetches that may be queued or under way."""
+    copy_jobs: PositiveInt = 2
+    """Copies that may be under way in each direction."""
+    copy_bytes: Bytes = 256 << 20
+    """Bytes that may be under way in each direction; a single copy may always be."""
+    backup_hits: NonNegativeInt | None = 1
+    """Hits after which KV that is in no fixed prompt is backed up: 0 at once, None never. Fixed prompts always are."""
+    decode_reserve: NonNegativeInt = 0
+    """Device blocks that a prefetch leaves free or evictable for running requests."""
+    virtual_step: Seconds = 8.0
+    """The step at which traffic without a forecast competes."""
+    max_skips: NonNegativeInt = 32
+    """Requests that may go before one that waits for KV from the host; then it computes what it lacks."""
+    max_wait: Seconds = 10.0
+    """Seconds that a request waits for KV from the host; then it computes what it lacks."""
+    throttle: Seconds = 0.0
+    """Seconds that copying one block takes at least. For benchmarks: it gives a CPU the copy costs of a GPU."""
+
+
 class EngineConfig(_Section):
     """What an engine runs on and how much of it it may take."""
 
@@ -141,6 +179,7 @@ class EngineConfig(_Section):
     """Requests that run at once; the others wait."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
+    tiers: TierConfig = TierConfig()
 
 
 class Settings(BaseSettings):

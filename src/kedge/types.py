@@ -13,6 +13,8 @@ WorkflowId = NewType("WorkflowId", str)
 RunId = NewType("RunId", str)
 RequestId = NewType("RequestId", str)
 TenantId = NewType("TenantId", str)
+ClientId = NewType("ClientId", str)
+"""Who drives a run, among the clients of one tenant: two of them may use the same run ids."""
 SampleId = NewType("SampleId", str)
 """Identity of one placeholder value inside a run, e.g. `agent_solver@0`: producer and turn."""
 
@@ -92,11 +94,15 @@ class GenerateRequest:
     reuse: ReuseMode = ReuseMode.EXACT
     request_id: RequestId = field(default_factory=new_request_id)
     tenant: TenantId = TenantId("default")
+    client: ClientId = ClientId("")
     workflow: WorkflowId = WorkflowId("")
     run: RunId = RunId("")
     agent: AgentId = AgentId("")
     produces: SampleId | None = None
     """The sample that this response will be, where other agents are going to read it."""
+    fixed: int | None = None
+    """How many leading tokens are the same in every call of this agent; None: Kedge finds out. A hint: a number that
+    cannot be is no hint."""
 
     @property
     def tokens(self) -> Tokens:
@@ -136,7 +142,8 @@ class Receipt:
     spans: tuple[Span, ...]
     misses: tuple[Miss, ...] = ()
     parts_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds from arrival to first token by part: queue, match, assemble, compute (or last_token), other."""
+    """Milliseconds from arrival to first token by part: queue, load (where it waited for KV from the host), match,
+    assemble, compute (or last_token), other."""
 
     def tokens(self, *sources: Source) -> int:
         """Prompt tokens that came from any of `sources`."""

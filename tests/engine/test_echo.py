@@ -24,6 +24,7 @@ from kedge.types import (
     Span,
     TenantId,
 )
+from kedge.workflow import AgentKey, NextRun
 
 
 @pytest.fixture
@@ -188,6 +189,14 @@ def test_an_id_is_in_flight_once() -> None:
             engine.submit(request)
         stream.result(5)
         assert engine.submit(request).result(5).text == "abc", "once it has ended, it may come again"
+
+
+def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
+    key = AgentKey(TenantId("t"), "c", RunId("r"), AgentId("a"))
+    engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
+    engine.forecast({key: None})
+    assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]
+    assert engine.submit(ask("abc")).result(5).text == "abc"
 
 
 def test_result_times_out() -> None:

@@ -11,8 +11,8 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.engine.run import EventKind, RunEvent, run
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.types import FinishReason, GenerateRequest, ReuseMode, RunId, TenantId
-from kedge.workflow import Agent, Workflow
+from kedge.types import ClientId, FinishReason, GenerateRequest, ReuseMode, RunId, TenantId
+from kedge.workflow import UNKNOWN, Agent, AgentKey, Workflow
 
 ASK = {"user_question": "why?"}
 
@@ -83,6 +83,36 @@ def test_requests_say_whose_they_are(engine: Engine) -> None:
     assert (first.reuse, second.reuse) == (ReuseMode.OFF, ReuseMode.EXACT)
     assert (first.sampling.max_tokens, second.sampling.stop) == (7, ("s",))
     assert (first.produces, second.produces) == ("agent_a@0", None)
+
+
+def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
+    run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
+    a, b = (AgentKey(TenantId("t"), "c", RunId("r"), request.agent) for request in engine.requests)
+    known: dict[AgentKey, float] = {}
+    seen = []
+    for changes, _ in engine.forecasts:
+        known.update({key: UNKNOWN if next_run is None else next_run.steps for key, next_run in changes.items()})
+        seen.append((known[a], known[b]))
+    begun, a_runs, a_done, b_runs, b_done, end = seen
+    assert (begun, a_runs, a_done, b_runs) == ((0, 1), (0, 1), (UNKNOWN, 0), (UNKNOWN, 0))
+    assert b_done == end == (UNKNOWN, UNKNOWN)
+    assert dict(engine.forecasts[-1][0]) == {a: None, b: None}, "the run is over, so all of it is forgotten"
+
+
+def test_the_engine_is_told_what_every_prompt_begins_with(engine: Engine) -> None:
+    run(engine, CHAIN, ASK)
+    (_, prompts), *others = engine.forecasts
+    for request in engine.requests:
+        first = request.segments[0]
+        assert prompts[AgentKey(request.tenant, request.client, request.run, request.agent)] == first.tokens
+        assert request.fixed == len(first.tokens)
+    assert all(not more for _, more in others)
+
+
+def test_a_run_that_fails_is_forgotten_too(engine: Engine) -> None:
+    with pytest.raises(ToolError):
+        run(engine, flow(agent("a", tool=failing)), ASK, run_id="r")
+    assert set(engine.forecasts[-1][0].values()) == {None}
 
 
 def test_translation_is_the_default_and_run_ids_are_unique(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kedge.cache.block_pool import BlockPool
+from kedge.cache.boundary import FixedBoundary
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Readiness, Status
 from kedge.cache.eviction import EvictionPolicy, Namespace, NodeView, belady, lru, steps_to_execution
@@ -22,6 +23,7 @@ __all__ = [
     "Copy",
     "Direction",
     "EvictionPolicy",
+    "FixedBoundary",
     "Hit",
     "LabelKey",
     "Lease",

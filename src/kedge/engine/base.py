@@ -8,10 +8,11 @@ happens to it leaves other requests alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
 
 
 class Stream(Protocol):
@@ -62,6 +63,13 @@ class Engine(Protocol):
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
         """Forgets what the run shared between its agents; an unknown run is no error."""
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = ...) -> None:
+        """Takes a hint: agents whose next run is another than before, as a `ForecastBoard` tells it. `prompts` are the
+        fixed prompts of agents that are going to call, so that what is cached of them can be kept and fetched.
+
+        Returns at once and never raises. Hints may be absent, late or wrong: no answer changes with them.
+        """
 
     def close(self) -> None:
         """Cancels what runs, frees everything. Idempotent."""

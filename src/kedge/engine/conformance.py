@@ -14,11 +14,14 @@ hand. To see what an assertion compared, call `pytest.register_assert_rewrite("k
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from kedge.engine.base import Engine
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, KedgeError, PromptTooLong
 from kedge.types import (
+    AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -31,6 +34,8 @@ from kedge.types import (
     TenantId,
     Tokens,
 )
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
 
 _fresh = itertools.count()
 
@@ -191,6 +196,19 @@ class EngineConformance:
         engine.end_run(TenantId("conformance"), RunId("unknown"))
         self.serves(engine)
 
+    def test_hints_change_no_token(self, engine: Engine) -> None:
+        """Whether right, wrong, late or about nobody."""
+        text = fresh_text("hints")
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
+        plain = self.run(engine, request).tokens
+        keys = [AgentKey(request.tenant, request.client, request.run, AgentId(name)) for name in ("speaker", "nobody")]
+        for steps in (0.0, 3.0, math.inf):
+            engine.forecast(dict.fromkeys(keys, NextRun(steps)), dict.fromkeys(keys, request.segments[0].tokens))
+            again = replace(request, request_id=RequestId(f"hinted-{next(_fresh)}"))
+            assert self.run(engine, again).tokens == plain
+        engine.forecast(dict.fromkeys(keys))
+        self.serves(engine)
+
     # several requests -------------------------------------------------------------------------------------------------
 
     def test_requests_at_once_answer_as_one_by_one(self, engine: Engine) -> None:
@@ -248,6 +266,7 @@ class EngineConformance:
         engine.close()
         assert stream.result(self.timeout_s).finish_reason is FinishReason.CANCELLED
         engine.close()
+        engine.forecast({})
         late = self.request(engine, fresh_text("closing"))
         expect(EngineClosed, lambda: engine.submit(late))
 

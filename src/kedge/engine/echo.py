@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, OutOfBlocks, PromptTooLong, RequestError
@@ -33,6 +34,7 @@ from kedge.types import (
     TokenDelta,
     Tokens,
 )
+from kedge.workflow.forecast import AgentKey, Changes
 
 Script = Mapping[AgentId, str] | Callable[[GenerateRequest], str]
 
@@ -137,7 +139,8 @@ class EchoEngine:
 
     `script` is by agent (agents that are not in it echo) or a function, called by `submit` in the caller's thread.
     `delay_s` is the length of a step, which gives each running request one token. `requests` are all that were
-    accepted, in order. `capacity` in tokens bounds the cache; a request waits until prompt and `max_tokens` fit.
+    accepted, in order; `forecasts` are all hints with the fixed prompts that came along, and change nothing here.
+    `capacity` in tokens bounds the cache; a request waits until prompt and `max_tokens` fit.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class EchoEngine:
         self.tokenizer = ByteTokenizer()
         self.cache = CacheManager(capacity, block_size=1)
         self.requests: list[GenerateRequest] = []
+        self.forecasts: list[tuple[Changes, Mapping[AgentKey, Tokens]]] = []
         self._script, self._delay_s, self._max_prompt = script, delay_s, max_prompt
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
@@ -181,6 +185,10 @@ class EchoEngine:
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
         """Nothing to forget: an echo shares nothing between the agents of a run."""
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        """Keeps the hint in `forecasts`."""
+        self.forecasts.append((changes, prompts))
 
     def close(self) -> None:
         """Cancels what runs or waits, and ends the worker. Idempotent."""

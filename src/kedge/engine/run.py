@@ -18,6 +18,7 @@ from kedge.engine.base import Engine, Stream, Tokenizer
 from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
 from kedge.types import (
     AgentId,
+    ClientId,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -28,7 +29,9 @@ from kedge.types import (
     TenantId,
     WorkflowId,
 )
+from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
+from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import CompiledAgent, Kind, Placeholder, Value, compile_agents
 
 
@@ -99,10 +102,12 @@ def run(
     reuse: ReuseMode = ReuseMode.TRANSLATE,
     run_id: str | None = None,
     tenant: TenantId = TenantId("default"),  # noqa: B008 (a plain str)
+    client: ClientId = ClientId(""),  # noqa: B008
     on_event: Callable[[RunEvent], None] | None = None,
     on_tool_error: OnToolError = "raise",
 ) -> RunResult:
-    """Runs all agents of `workflow`; those whose predecessors are done are submitted together.
+    """Runs all agents of `workflow`; those whose predecessors are done are submitted together. The engine is
+    told all the while who runs next.
 
     `run_id` must be unique among the tenant's runs that are going on (default: a new one). `on_event` is called in the
     thread that called `run`. A tool that fails or runs out of time fails the run, or with `on_tool_error="text"` its
@@ -115,7 +120,7 @@ def run(
     _check_inputs(workflow, inputs)
     key = RunId(run_id or f"run-{uuid.uuid4().hex[:12]}")
     try:
-        return _Run(engine, workflow, inputs, reuse, key, tenant, on_event, on_tool_error).execute()
+        return _Run(engine, workflow, inputs, reuse, RunKey(tenant, client, key), on_event, on_tool_error).execute()
     finally:
         engine.end_run(tenant, key)
 
@@ -142,6 +147,12 @@ def compiled(workflow: Workflow, tokenizer: Tokenizer) -> Mapping[AgentId, Compi
     return compile_agents(workflow.agents, tokenizer)
 
 
+@lru_cache(maxsize=16)
+def step_graph(workflow: Workflow) -> StepGraph:
+    """The step graph of a workflow, once for all its runs."""
+    return StepGraph.of(workflow)
+
+
 @dataclass(eq=False)
 class _Run:
     """One run. The calling thread owns all state; a worker thread per request in flight posts to its queue."""
@@ -150,8 +161,7 @@ class _Run:
     workflow: Workflow
     inputs: Mapping[str, str]
     reuse: ReuseMode
-    run_id: RunId
-    tenant: TenantId
+    key: RunKey
     on_event: Callable[[RunEvent], None] | None
     on_tool_error: OnToolError
     results: dict[Step, AgentResult] = field(default_factory=dict)
@@ -165,6 +175,7 @@ class _Run:
         self.inputs = MappingProxyType(dict(self.inputs))
         self.prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.given = {name: Value(encode(text), SampleId(f"input_{name}@0")) for name, text in self.inputs.items()}
+        self.progress = RunProgress(step_graph(self.workflow), self.key, ForecastBoard())
         self.read = frozenset(
             self.workflow.source(step, placeholder)
             for step in self.workflow.steps
@@ -176,13 +187,21 @@ class _Run:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(self.workflow.agents), "kedge-run") as pool:
             try:
+                self._begin()
                 self._submit_ready(pool)
                 while self.in_flight:
                     self._handle(self.posted.get(), pool)
             finally:
                 self._stop()
+                self.engine.forecast(self.progress.end(time.monotonic()))
         results = tuple(self.results[step] for step in self.workflow.steps)
-        return RunResult(self.run_id, results, (time.perf_counter() - started) * 1e3)
+        return RunResult(self.key.run_id, results, (time.perf_counter() - started) * 1e3)
+
+    def _begin(self) -> None:
+        """Tells who runs how soon, and what every agent's prompt begins with."""
+        begins = {AgentKey(*self.key, agent): prompt.prefixes[0] for agent, prompt in self.prompts.items()}
+        prompts = {key: tokens for key, tokens in begins.items() if tokens}
+        self.engine.forecast(self.progress.begin(time.monotonic()), prompts)
 
     def _stop(self) -> None:
         self.stopping.set()
@@ -207,6 +226,7 @@ class _Run:
             error.add_note(_where(step))
             raise
         self.in_flight[step] = request.request_id
+        self.engine.forecast(self.progress.started(step.agent, time.monotonic()))
         return stream
 
     def _request(self, step: Step) -> GenerateRequest:
@@ -215,10 +235,12 @@ class _Run:
             segments=prompt.fill({placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}),
             sampling=agent.sampling,
             reuse=agent.reuse or self.reuse,
-            tenant=self.tenant,
+            tenant=self.key.tenant,
+            client=ClientId(self.key.client_id),
             workflow=WorkflowId(self.workflow.name),
-            run=self.run_id,
+            run=self.key.run_id,
             agent=step.agent,
+            fixed=len(prompt.prefixes[0]),
             produces=_sample(Kind.AGENT, step) if step in self.read else None,
         )
 
@@ -239,6 +261,7 @@ class _Run:
         step = Step(result.agent, result.turn)
         del self.in_flight[step]
         self.results[step] = result
+        self.engine.forecast(self.progress.finished(step.agent, time.monotonic()))
         self.values[Kind.AGENT, step] = Value(result.completion.tokens, _sample(Kind.AGENT, step))
         if result.tool_result is not None:
             result_text = result.tool_result

@@ -9,7 +9,7 @@ from typing import Any
 from kedge.runtime.interfaces import KV, Anchors, Bases, Estimate, PoolKey, ReusePolicy, SampleView, Slot
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key
 from kedge.runtime.plan import ReusePlan, Translation, spans_of
-from kedge.types import GenerateRequest, Miss, ReuseMode, Source
+from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 
 @dataclass(slots=True)
@@ -18,6 +18,7 @@ class _Draft:
 
     sources: list[Source]
     exact: int
+    """Leading tokens that are exact"""
     translations: list[Translation] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
@@ -32,15 +33,15 @@ class Planner:
     def __init__(self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
 
-    def plan(self, request: GenerateRequest, exact: int) -> ReusePlan:
-        """`exact` leading tokens lie on the device already (fewer than the whole prompt)."""
+    def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
+        """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
         if request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
             return self._dense(request, exact)
         if self._refusal:
             return self._dense(request, exact, Miss("*", self._refusal))
-        draft = _Draft([Source.DEVICE] * exact + [Source.COMPUTED] * (request.prompt_tokens - exact), exact)
+        draft = _Draft(_sources(request, exact), sum(map(len, exact)))
         unknown = self._fill(request, draft)
-        share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - exact)
+        share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact)
         if unknown:
             return self._dense(request, exact, *draft.misses)
         if share < self._policy.min_translated:
@@ -49,9 +50,8 @@ class Planner:
         return draft.sealed()
 
     @staticmethod
-    def _dense(request: GenerateRequest, exact: int, *misses: Miss) -> ReusePlan:
-        computed = [Source.COMPUTED] * (request.prompt_tokens - exact)
-        return ReusePlan(spans_of([Source.DEVICE] * exact + computed), misses=misses)
+    def _dense(request: GenerateRequest, exact: tuple[Span, ...], *misses: Miss) -> ReusePlan:
+        return ReusePlan(spans_of(_sources(request, exact)), misses=misses)
 
     def _fill(self, request: GenerateRequest, draft: _Draft) -> bool:
         """Drafts all segments; True where the prompt should rather be prefilled densely, to learn from it."""
@@ -127,3 +127,9 @@ class Planner:
         if entry is None:
             return None
         return SampleView(PoolKey(request.tenant, request.workflow, segment.name), segment.tokens, entry.kv, entry.key)
+
+
+def _sources(request: GenerateRequest, exact: tuple[Span, ...]) -> list[Source]:
+    """One source per prompt position: what is not exact is computed, as long as nothing better is found."""
+    sources = [span.source for span in exact for _ in range(len(span))]
+    return sources + [Source.COMPUTED] * (request.prompt_tokens - len(sources))

@@ -10,7 +10,7 @@ from kedge.runtime.interfaces import KV, Anchors, BaseNeed, Bases, Cut, ReadKV, 
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key, template_tokens
 from kedge.runtime.plan import ReusePlan
 from kedge.runtime.planner import Planner
-from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
 
 
 class Runtime:
@@ -21,8 +21,8 @@ class Runtime:
         self._planner = Planner(anchors, bases, policy, refusal)
         self._short = policy.recompute_head
 
-    def plan(self, request: GenerateRequest, exact: int) -> ReusePlan:
-        """The plan for a request of which `exact` leading tokens are on the device; counts the anchors it uses."""
+    def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
+        """The plan for a request whose leading tokens are `exact` on the device; counts the anchors it uses."""
         plan = self._planner.plan(request, exact)
         for estimate in plan.estimates:
             self._anchors.use(estimate)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kedge.config import TierConfig
 from kedge.engine.conformance import EngineConformance
 from kedge.engine.local.engine import LocalEngine
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -15,6 +16,14 @@ class TestLocalEngine(EngineConformance):
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
         with engine_of(tiny_model("llama")) as engine:
+            yield engine
+
+
+class TestLocalEngineWithAHostTier(EngineConformance):
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[LocalEngine]:
+        tiers = TierConfig(host_blocks=64, backup_hits=0, throttle=1e-4)
+        with engine_of(tiny_model("llama"), num_blocks=70, tiers=tiers) as engine:
             yield engine
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
@@ -125,8 +125,11 @@ def test_receipts_account_for_every_token_and_name_the_misses() -> None:
     assert again.receipt().translated > 40
 
 
-def test_translated_blocks_never_reach_another_request() -> None:
-    with engine_of(tiny_model("llama"), **SETTINGS) as engine:
+@pytest.mark.parametrize(
+    "room", [{}, {"num_blocks": 24, "tiers": TierConfig(host_blocks=100, backup_hits=0)}], ids=["device", "tiers"]
+)
+def test_translated_blocks_never_reach_another_request(room: dict[str, object]) -> None:
+    with engine_of(tiny_model("llama"), **SETTINGS, **room) as engine:
         asked = [request(tokens(50 + i % 3, 40), tokens(70 + i % 3, 20), run=f"run-{i}") for i in range(9)]
         translated = [_served(engine, item) for item in asked]
         assert translated[-1].receipt.translated > 0

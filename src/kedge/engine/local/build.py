@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,12 +11,14 @@ import kedge.models.nano
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.store import AnchorStore
-from kedge.cache import CacheManager
-from kedge.config import EngineConfig
+from kedge.cache import CacheManager, EvictionPolicy, TierSettings, TransferLimits, lru, steps_to_execution
+from kedge.config import EngineConfig, TierConfig
 from kedge.engine.local import model as models
 from kedge.engine.local.core import EngineCore
+from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
 from kedge.errors import ConfigError
+from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
 from kedge.runtime.interfaces import ReusePolicy
@@ -47,19 +50,33 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return getattr(torch, name)
 
 
-def core(runner: ModelRunner, config: EngineConfig) -> tuple[EngineCore, int]:
-    """The engine without its thread, and how many tokens its device tier holds."""
+def core(
+    runner: ModelRunner,
+    config: EngineConfig,
+    policy: EvictionPolicy | None = None,
+    on_copied: Callable[[], None] = lambda: None,
+) -> tuple[EngineCore, int]:
+    """The engine without its thread, and how many tokens its device tier holds.
+
+    `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended.
+    """
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     anchors = AnchorStore(AnchorConfig(**config.anchors.model_dump(exclude={"max_base_bytes"})))
     bases = BaseStore(config.anchors.max_base_bytes)
     runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.model_dump()), runner.refusal)
     capacity = num_blocks * config.block_size
+    settings = tier_settings(runner.spec, config)
+    host = HostStorage(storage, settings.host_blocks)
+    copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if settings.host_blocks else None
+    cache = CacheManager(num_blocks, config.block_size, policy or pick_policy(config.tiers), settings, copier)
     built = EngineCore(
         runner,
-        CacheManager(num_blocks, config.block_size),
+        cache,
         storage,
         runtime,
+        Loading(cache, bool(copier), config.tiers.max_skips, config.tiers.max_wait),
+        copier,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         capacity=capacity,
@@ -72,3 +89,25 @@ def _blocks(spec: KVSpec, config: EngineConfig) -> int:
     if blocks < 1:
         raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
     return blocks
+
+
+def pick_policy(tiers: TierConfig) -> EvictionPolicy:
+    return lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
+
+
+def tier_settings(spec: KVSpec, config: EngineConfig) -> TierSettings:
+    """What the cache is told of the tiers. Raises `ConfigError` for a host tier that holds no block."""
+    tiers, block_bytes = config.tiers, spec.bytes_per_token * config.block_size
+    blocks = tiers.host_memory // block_bytes if tiers.host_blocks is None else tiers.host_blocks
+    if tiers.host_blocks is None and tiers.host_memory and not blocks:
+        raise ConfigError("engine.tiers.host_memory", tiers.host_memory, "holds not a single block of this model's KV")
+    return TierSettings(
+        host_blocks=blocks,
+        block_bytes=block_bytes,
+        limits=TransferLimits(tiers.copy_jobs, tiers.copy_bytes),
+        backup_hits=tiers.backup_hits,
+        virtual_step=tiers.virtual_step,
+        prefetch_window=tiers.prefetch_window,
+        prefetch_jobs=tiers.prefetch_jobs,
+        decode_reserve=tiers.decode_reserve,
+    )

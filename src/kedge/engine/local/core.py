@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
 from torch import Tensor
 
 from kedge.anchors.translator import Translator
-from kedge.cache import CacheManager
+from kedge.cache import CacheManager, Changes, Lease
 from kedge.engine.local.batch import flatten
+from kedge.engine.local.fixed import FixedPrompts
+from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, OutOfBlocks, TranslationRefused
+from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
-from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, TokenDelta, new_request_id
+from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, TokenDelta, Tokens, new_request_id
+from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
+MEASURED = 64
+"""Tokens of a pass from which it tells what computing costs: below, its fixed cost is most of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +49,18 @@ class EngineCore:
         cache: CacheManager,
         storage: PagedStorage,
         runtime: Runtime,
+        loading: Loading,
+        copier: TorchCopier | None,
         *,
         max_batch_tokens: int,
         max_running: int,
         capacity: int,
     ) -> None:
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
+        self._loading, self._copier = loading, copier
+        self._fixed = FixedPrompts(cache)
         self._translator = Translator(storage)
-        self.scheduler = Scheduler(self._admit, max_batch_tokens, max_running)
+        self.scheduler = Scheduler(self._admit, loading, max_batch_tokens, max_running)
         self._capacity = capacity
         self._harvests: deque[Harvest] = deque()
         self._ended_runs: list[tuple[TenantId, RunId]] = []
@@ -62,14 +72,30 @@ class EngineCore:
     def submit(self, sequence: RequestSequence) -> None:
         self.scheduler.waiting.append(sequence)
 
-    def step(self) -> None:
-        """One pass over the model; beside decodes, while nobody waits for a first token, one piece of learning."""
+    @property
+    def transferring(self) -> bool:
+        """Whether a copy between the tiers is queued or under way."""
+        return self._cache.transferring
+
+    def pump(self) -> None:
+        """Lands what has been copied and starts what is to be copied next."""
+        self._cache.pump()
+
+    def step(self) -> bool:
+        """One pass over the model; beside decodes, while nobody waits for a first token, one piece of learning.
+
+        False where all that is left to do waits for a copy.
+        """
+        self.pump()
         if work := self.scheduler.schedule():
             self._run(work)
-        elif self.scheduler.waiting:
+        elif self.transferring:
+            return False
+        elif self.scheduler.unadmitted:
             self._make_room()
         if self.scheduler.running and not self.scheduler.someone_waits and self.can_learn:
             self.learn()
+        return True
 
     @property
     def can_learn(self) -> bool:
@@ -77,15 +103,20 @@ class EngineCore:
         return bool(self._harvests) and not self.scheduler.jobs
 
     def _run(self, work: list[Work]) -> None:
+        began = time.monotonic()
         try:
             logits = self._runner.forward(flatten(work, self._storage))
         except Exception as error:  # out of memory, say: whoever is not in this batch is served all the same
             logger.exception("a batch of %s sequences failed", len(work))
             return self._fail(work, error)
-        for item, row in zip(work, logits, strict=True):
+        for item in work:
             del item.sequence.todo[: len(item.positions)]
-            if not item.sequence.todo:
-                self._computed(item.sequence, row)
+        ready = [(item.sequence, row) for item, row in zip(work, logits, strict=True) if not item.sequence.todo]
+        for sequence, row in ready:
+            self._computed(sequence, row)
+        tokens = sum(len(item.positions) for item in work)
+        if ready and tokens >= MEASURED:  # a GPU is done for certain only once a result has been read
+            self._cache.observe_compute(tokens, time.monotonic() - began)
         return None
 
     def _fail(self, work: list[Work], error: Exception) -> None:
@@ -102,20 +133,20 @@ class EngineCore:
         """Finds KV and room for a sequence; False where it has to wait for blocks."""
         if isinstance(sequence, RequestSequence):
             return self._admit_request(sequence)
-        exact = self._lease(sequence, exact_limit=len(sequence.tokens) - 1, room=len(sequence.tokens))
-        sequence.todo = list(range(exact or 0, len(sequence.tokens)))
-        return exact is not None
+        lease = self._lease(sequence, room=len(sequence.tokens))
+        sequence.todo = list(range(lease.exact_tokens if lease else 0, len(sequence.tokens)))
+        return lease is not None
 
     def _admit_request(self, sequence: RequestSequence) -> bool:
         began = time.monotonic()
         request = sequence.request
-        limit = 0 if request.reuse is ReuseMode.OFF else request.prompt_tokens - 1
-        exact = self._lease(sequence, limit, room=request.prompt_tokens + sequence.max_tokens)
-        if exact is None or sequence.table is None:
+        lease = self._lease(sequence, room=request.prompt_tokens + sequence.max_tokens)
+        if lease is None or sequence.table is None:
             return False
+        waited = self._loading.ended(sequence, began)
         planned = time.monotonic()
         try:
-            sequence.plan = self._runtime.plan(request, exact)
+            sequence.plan = self._runtime.plan(request, lease.spans)
             matched = time.monotonic()
             self._translator.write(sequence.table, sequence.plan.translations)
         except KedgeError as error:
@@ -124,21 +155,23 @@ class EngineCore:
         sequence.todo = sequence.plan.computed
         assembled = time.monotonic()
         sequence.parts = {
-            "queue": began - sequence.arrival,
+            "queue": began - sequence.arrival - waited,
             "match": matched - planned,
             "assemble": assembled - matched,
             "other": planned - began,
         }
+        if sequence.load_asked is not None:
+            sequence.parts["load"] = waited
         return True
 
-    def _lease(self, sequence: Sequence, exact_limit: int, room: int) -> int | None:
-        """Leases blocks for a sequence; the number of exact tokens in them, or None where there is no room now."""
+    def _lease(self, sequence: Sequence, room: int) -> Lease | None:
+        """Leases blocks for `room` tokens of a sequence; None where there is no room now."""
         try:
-            lease = self._cache.admit(sequence.key, (sequence.tenant, ""), sequence.tokens, exact_limit, room)
+            lease = self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, sequence.exact_limit, room)
         except OutOfBlocks:
             return None
         sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
-        return lease.exact_tokens
+        return lease
 
     # after a pass ---------------------------------------------------------------------------------------------
 
@@ -177,6 +210,7 @@ class EngineCore:
         sequence.parts[name] = spent - sum(sequence.parts.values())
         if sequence.request.reuse is not ReuseMode.OFF:
             self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
+            self._fixed.called(sequence.request)
         self._start_jobs(sequence)
 
     def _finish(self, sequence: RequestSequence, reason: FinishReason) -> None:
@@ -249,13 +283,16 @@ class EngineCore:
             self._forget_ended_runs()
 
     def _make_room(self) -> None:
-        """Nothing runs and the first request has no blocks: gives up what only waits to be learned from."""
+        """Nothing runs, nothing is copied and nobody can be admitted: gives up what only waits to be learned from, or
+        what the first request waits for.
+        """
         if self._harvests:
             self._release(self._harvests.popleft().sequence)
         elif job := next((job for job in self.scheduler.jobs if job.admitted), None):
             self._drop_job(job)
+        elif (sequence := self.scheduler.unadmitted[0]) in self.scheduler.loading and not sequence.gave_up:
+            self._loading.give_up(sequence)
         else:
-            sequence = self.scheduler.waiting[0]
             self.end(sequence, OutOfBlocks("request_id", sequence.key, "no room, though nothing else runs"))
 
     def _drop_job(self, job: Sequence) -> None:
@@ -269,6 +306,9 @@ class EngineCore:
         self.scheduler.done(sequence)
         if sequence.admitted:
             self._cache.abort(sequence.key)
+        else:
+            self._cache.withdraw(sequence.key)
+            self._loading.ended(sequence, time.monotonic())
         if error is not None:
             sequence.stream.put(error)
         else:
@@ -276,11 +316,20 @@ class EngineCore:
             sequence.stream.put(TokenDelta(held, (), sequence.completion(FinishReason.CANCELLED)))
 
     def find(self, request_id: RequestId) -> RequestSequence | None:
-        return next((s for s in (*self.scheduler.waiting, *self.scheduler.running) if s.key == request_id), None)
+        return next((s for s in self._sequences if s.key == request_id), None)
+
+    @property
+    def _sequences(self) -> list[RequestSequence]:
+        return [*self.scheduler.unadmitted, *self.scheduler.running]
 
     def stats(self) -> dict[str, object]:
-        """Figures of the cache and the anchors."""
-        return {"cache": asdict(self._cache.stats()), **self._runtime.stats()}
+        """Figures of the cache, of waiting for loads, and of the anchors."""
+        return {"cache": asdict(self._cache.stats()), "loading": self._loading.stats(), **self._runtime.stats()}
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
+        """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""
+        self._cache.on_forecast(changes)
+        self._fixed.known(prompts)
 
     def clear(self) -> None:
         """Empties the prefix cache and forgets all anchors and base KV; what runs goes on."""
@@ -299,5 +348,7 @@ class EngineCore:
     def shut(self, cause: BaseException | None) -> None:
         """Ends everything: as cancelled, or, where the thread died, with `EngineClosed`."""
         error = cause and EngineClosed("engine", cause, "its thread has died")
-        for sequence in (*self.scheduler.waiting, *self.scheduler.running):
+        for sequence in self._sequences:
             self.end(sequence, error)
+        if self._copier:
+            self._copier.close()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
+from kedge.cache import EvictionPolicy
 from kedge.config import EngineConfig
 from kedge.engine.local import build
 from kedge.engine.local.model import HFTokenizer, ModelRunner
@@ -21,12 +24,15 @@ from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.text import TextStream
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong
 from kedge.kv.spec import KVSpec
-from kedge.types import GenerateRequest, RequestId, RunId, TenantId
+from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
 
 Command = Callable[[], None]
 T = TypeVar("T")
 GRACE = 0.02
 """Seconds that an idle engine waits before it learns: the next agent of a workflow comes within milliseconds."""
+TICK = 0.05
+"""Longest time in seconds for which the engine waits for a copy without a look at the clock."""
 
 
 class LocalEngine:
@@ -42,20 +48,25 @@ class LocalEngine:
         path = build.model_path(model or self.config.model)
         runner = build.load_runner(path, self.config)
         self.tokenizer = HFTokenizer.load(path)
-        self._start(runner)
+        self._start(runner, None)
 
     @classmethod
-    def from_runner(cls, runner: ModelRunner, tokenizer: HFTokenizer, config: EngineConfig) -> LocalEngine:
-        """An engine around a model that is in memory already (random weights in benchmarks and tests)."""
+    def from_runner(
+        cls, runner: ModelRunner, tokenizer: HFTokenizer, config: EngineConfig, policy: EvictionPolicy | None = None
+    ) -> LocalEngine:
+        """An engine around a model that is in memory already (random weights in benchmarks and tests).
+
+        `policy` replaces that of the settings.
+        """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner)
+        self._start(runner, policy)
         return self
 
-    def _start(self, runner: ModelRunner) -> None:
+    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None) -> None:
         self._runner = runner
-        self._core, self.capacity = build.core(runner, self.config)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._core, self.capacity = build.core(runner, self.config, policy, partial(self._commands.put, _look))
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._dead: BaseException | None = None
         self._idle_waiters: list[threading.Event] = []
@@ -108,8 +119,13 @@ class LocalEngine:
         """Forgets what the run shared between its agents."""
         self._post(partial(self._core.end_run, tenant, run))
 
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""
+        with suppress(EngineClosed):
+            self._post(partial(self._core.forecast, changes, prompts))
+
     def wait_idle(self, timeout: float = 600.0) -> None:
-        """Returns once nothing runs, waits or is left to be learned. Raises `TimeoutError`."""
+        """Returns once nothing runs, waits, is copied or is left to be learned. Raises `TimeoutError`."""
         done = threading.Event()
         self._post(partial(self._idle_waiters.append, done))
         if not done.wait(timeout):
@@ -164,10 +180,15 @@ class LocalEngine:
     def _next_step(self) -> None:
         if not self._core.scheduler.idle:
             self._drain()
-            self._core.step()
-        elif self._core.can_learn:
+            if not self._core.step():
+                self._drain(wait=TICK)
+            return
+        self._core.pump()
+        if self._core.can_learn:
             if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
                 self._core.learn()
+        elif self._core.transferring:
+            self._drain(wait=TICK)
         else:
             while self._idle_waiters:
                 self._idle_waiters.pop().set()
@@ -183,3 +204,7 @@ class LocalEngine:
         while not self._commands.empty():
             self._commands.get()()
         return True
+
+
+def _look() -> None:
+    """The command that only wakes the engine's thread: something is to be seen."""

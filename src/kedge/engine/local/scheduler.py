@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kedge.engine.local.loading import Loading
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 
 JOB_CHUNK = 256
@@ -25,24 +26,37 @@ class Scheduler:
 
     Decoding sequences go first (one token each), then prefills that have begun, then new requests; base jobs run
     only in passes in which no request waits for its first token, so they cost nobody's TTFT.
+
+    A request whose KV is being loaded steps aside, and others go before it. Once it is ready it goes before all that
+    hold no blocks; at most `max_running` step aside at once, so those that do not are passed by few.
     """
 
-    def __init__(self, admit: Callable[[Sequence], bool], max_batch_tokens: int, max_running: int) -> None:
-        self._admit = admit
+    def __init__(
+        self, admit: Callable[[Sequence], bool], aside: Loading, max_batch_tokens: int, max_running: int
+    ) -> None:
+        """`admit` answers False where a sequence has to wait for blocks; `aside` knows who has to wait for a load."""
+        self._admit, self._aside = admit, aside
         self._budget = max_batch_tokens
         self._max_running = max_running
         self.waiting: deque[RequestSequence] = deque()
+        self.loading: deque[RequestSequence] = deque()
+        """Those that stepped aside."""
         self.jobs: deque[BaseJob] = deque()
         self.running: list[RequestSequence] = []
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.jobs or self.running)
+        return not (self.waiting or self.loading or self.jobs or self.running)
+
+    @property
+    def unadmitted(self) -> list[RequestSequence]:
+        """Requests that have no blocks yet, next first."""
+        return [*self.loading, *self.waiting]
 
     @property
     def someone_waits(self) -> bool:
         """A request has yet to see its first token."""
-        return bool(self.waiting) or any(sequence.waits_for_first_token for sequence in self.running)
+        return bool(self.waiting or self.loading) or any(sequence.waits_for_first_token for sequence in self.running)
 
     def schedule(self) -> list[Work]:
         self._admit_waiting()
@@ -56,12 +70,37 @@ class Scheduler:
         return work
 
     def _admit_waiting(self) -> None:
+        if self._admit_loaded():
+            while self.waiting and self._has_place and len(self.loading) < self._max_running:
+                sequence = self.waiting[0]
+                if not self._aside.is_ready(sequence):
+                    self.loading.append(self.waiting.popleft())
+                elif not self._start(sequence, self.waiting):
+                    return
+                else:
+                    for other in self.loading:
+                        self._aside.skipped(other)
+
+    def _admit_loaded(self) -> bool:
+        """Admits who stepped aside and need not wait any more; False where one of them lacks room."""
+        room = True
+        for sequence in tuple(self.loading):
+            if self._has_place and self._aside.is_ready(sequence):
+                room &= self._start(sequence, self.loading)
+        return room
+
+    def _start(self, sequence: RequestSequence, queue: deque[RequestSequence]) -> bool:
+        if not self._admit(sequence):
+            return False
+        queue.remove(sequence)
+        self.running.append(sequence)
+        return True
+
+    @property
+    def _has_place(self) -> bool:
+        """Another request may run, and there is something left for it in a pass."""
         pending = sum(len(sequence.todo) for sequence in self.running)
-        while self.waiting and len(self.running) < self._max_running and pending < self._budget:
-            if not self._admit(self.waiting[0]):
-                return
-            self.running.append(self.waiting.popleft())
-            pending += len(self.running[-1].todo)
+        return len(self.running) < self._max_running and pending < self._budget
 
     def _candidates(self) -> Iterator[Sequence]:
         yield from sorted(self.running, key=lambda sequence: sequence.waits_for_first_token)
@@ -70,6 +109,6 @@ class Scheduler:
 
     def done(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is."""
-        for queue in (self.running, self.waiting, self.jobs):
+        for queue in (self.running, self.waiting, self.loading, self.jobs):
             if sequence in queue:
                 queue.remove(sequence)  # type: ignore[arg-type]

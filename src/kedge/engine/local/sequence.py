@@ -7,12 +7,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kedge.cache import Namespace
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.text import TextStream
 from kedge.kv.storage import SlotTable
 from kedge.runtime.interfaces import Cut
 from kedge.runtime.plan import ReusePlan
-from kedge.types import Completion, FinishReason, GenerateRequest, Receipt, RequestId, TenantId, TokenDelta
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    TenantId,
+    TokenDelta,
+)
 
 
 class LocalStream:
@@ -60,6 +70,16 @@ class Sequence:
     """Positions to compute; the last of them answers the next token."""
 
     @property
+    def namespace(self) -> Namespace:
+        """One engine has one model, so tenants are all that is kept apart."""
+        return self.tenant, ""
+
+    @property
+    def exact_limit(self) -> int:
+        """How many leading tokens may come from the cache: the last one gives the logits."""
+        return len(self.tokens) - 1
+
+    @property
     def admitted(self) -> bool:
         return self.table is not None
 
@@ -84,9 +104,19 @@ class RequestSequence(Sequence):
     plan: ReusePlan | None = None
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds by part, up to the first token."""
+    load_asked: float | None = None
+    """When it began to wait for KV from the host, if it did."""
+    skips: int = 0
+    """Requests that went before it while it waited for that."""
+    gave_up: bool = False
+    """It waits for that no longer."""
     first_token: float | None = None
     finish: FinishReason | None = None
     """Set when the response is complete; one more pass may follow, to leave the last token's KV behind."""
+
+    @property
+    def exact_limit(self) -> int:
+        return 0 if self.request.reuse is ReuseMode.OFF else self.request.prompt_tokens - 1
 
     @property
     def response(self) -> list[int]:

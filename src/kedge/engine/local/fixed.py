@@ -1,0 +1,43 @@
+"""Tells the cache where the fixed part of every agent's prompt ends (KVFlow, section 3.3)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from kedge.cache import CacheManager, FixedBoundary
+from kedge.types import GenerateRequest, Tokens
+from kedge.workflow.forecast import AgentKey
+
+
+class FixedPrompts:
+    """Labels what is cached of fixed prompts. Requests without an agent have none."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._boundary = FixedBoundary()
+
+    def called(self, request: GenerateRequest) -> None:
+        """The prompt of `request` is in the cache now, as far as it is exact."""
+        if request.agent and (length := self._length(request)):
+            key = AgentKey(request.tenant, request.client, request.run, request.agent)
+            self.label(key, request.tokens[:length])
+
+    def label(self, key: AgentKey, tokens: Tokens) -> None:
+        """`tokens` are the fixed prompt of `key`: what of them is cached is labelled."""
+        self._cache.on_label((key.tenant, ""), key, tokens)
+
+    def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
+        """Labels the fixed prompts of agents that are going to call."""
+        for key, tokens in prompts.items():
+            self.label(key, tokens)
+
+    def _length(self, request: GenerateRequest) -> int | None:
+        """What the request says, else its first prefix segment where others follow, else what its history says."""
+        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
+            return request.fixed
+        first, *others = request.segments
+        if others and not first.is_placeholder:
+            return len(first.tokens)
+        agent = (request.tenant, request.client, request.workflow, request.agent)
+        return self._boundary.observe(agent, request.tokens, time.monotonic())

@@ -1,0 +1,115 @@
+"""Who is admitted when, with requests that step aside for a load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kedge.engine.local.scheduler import Scheduler
+
+
+@dataclass(eq=False)
+class Request:
+    """Of a sequence what the scheduler looks at."""
+
+    name: str
+    todo: list[int] = field(default_factory=lambda: [0])
+    skips: int = 0
+    waits_for_first_token: bool = True
+
+
+@dataclass
+class World:
+    """Says who waits for a load, who finds room, and keeps the order of admissions."""
+
+    loading: set[str] = field(default_factory=set)
+    full: set[str] = field(default_factory=set)
+    admitted: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def is_ready(self, request: Request) -> bool:
+        self.asked.append(request.name)
+        return request.name not in self.loading
+
+    def skipped(self, request: Request) -> None:
+        request.skips += 1
+
+    def admit(self, request: Request) -> bool:
+        if request.name not in self.full:
+            self.admitted.append(request.name)
+        return request.name not in self.full
+
+
+def scheduler_of(world: World, names: str, max_running: int = 16, budget: int = 64) -> Scheduler:
+    scheduler = Scheduler(cast(Any, world.admit), cast(Any, world), budget, max_running)
+    scheduler.waiting.extend(cast(Any, [Request(name) for name in names]))
+    return scheduler
+
+
+def names(requests: object) -> str:
+    return "".join(request.name for request in cast(Any, requests))
+
+
+def test_first_come_first_served_where_nothing_loads() -> None:
+    world = World()
+    scheduler = scheduler_of(world, "abc")
+    assert names(work.sequence for work in scheduler.schedule()) == "abc"
+    assert not scheduler.unadmitted
+
+
+def test_others_go_before_who_waits_for_a_load() -> None:
+    world = World(loading={"a", "c"})
+    scheduler = scheduler_of(world, "abcd")
+    scheduler.schedule()
+    assert (world.admitted, names(scheduler.loading), names(scheduler.unadmitted)) == (["b", "d"], "ac", "ac")
+    assert [cast(Any, one).skips for one in scheduler.loading] == [2, 1]
+    world.loading = {"a"}
+    scheduler.schedule()
+    assert (world.admitted, names(scheduler.loading)) == (["b", "d", "c"], "a")
+    assert not scheduler.idle and scheduler.someone_waits
+
+
+def test_who_has_loaded_goes_before_who_holds_nothing() -> None:
+    world = World(loading={"b"}, full={"a"})
+    scheduler = scheduler_of(world, "ba")
+    scheduler.schedule()
+    assert world.admitted == []
+    scheduler.waiting.append(cast(Any, Request("c")))
+    world.loading = set()
+    scheduler.schedule()
+    assert (world.admitted, names(scheduler.waiting)) == (["b"], "ac"), "c holds nothing either and came later"
+
+
+def test_who_has_loaded_and_lacks_room_is_not_passed() -> None:
+    world = World(loading={"a"})
+    scheduler = scheduler_of(world, "a")
+    scheduler.schedule()
+    scheduler.waiting.append(cast(Any, Request("b")))
+    world.loading, world.full = set(), {"a"}
+    scheduler.schedule()
+    assert world.admitted == []
+    world.full = set()
+    scheduler.schedule()
+    assert world.admitted == ["a", "b"]
+
+
+def test_only_so_many_step_aside() -> None:
+    world = World(loading=set("abcd"))
+    scheduler = scheduler_of(world, "abcdef", max_running=2)
+    scheduler.schedule()
+    assert (names(scheduler.loading), names(scheduler.waiting), world.admitted) == ("ab", "cdef", [])
+
+
+def test_nobody_is_asked_for_whom_there_is_no_place() -> None:
+    world = World()
+    scheduler = scheduler_of(world, "abc", max_running=1)
+    scheduler.schedule()
+    assert (world.asked, names(scheduler.waiting)) == (["a"], "bc")
+
+
+def test_done_takes_out_who_stepped_aside() -> None:
+    world = World(loading={"a"})
+    scheduler = scheduler_of(world, "a")
+    scheduler.schedule()
+    scheduler.done(scheduler.loading[0])
+    assert scheduler.idle
