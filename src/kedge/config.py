@@ -107,7 +107,9 @@ class AnchorSettings(_Section):
 
 def estimator_settings(name: str) -> dict[str, Any]:
     """The estimator `name` with the criterion that belongs to it: Eq. 5 for `interpolate`, as the paper has it."""
-    return {"estimator": name, "criterion": "entropy" if name == "interpolate" else "error"}
+    if name == "interpolate":
+        return {"estimator": name, "criterion": "entropy", "temperature": 100.0}
+    return {"estimator": name, "criterion": "error"}
 
 
 class PlannerSettings(_Section):
