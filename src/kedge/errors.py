@@ -20,6 +20,11 @@ KedgeError
 ├── ForwardFailed            the model raised on a batch; the requests in it end, the engine goes on
 ├── OutOfBlocks              the device tier has no room (internal: a request waits for it)
 ├── PlanError                a plan and what was executed disagree (a bug)
+├── ServerError              the HTTP server turns a call away
+│   ├── Unauthenticated      no API key came with a call, or none that is known
+│   ├── NotFound             the tenant has nothing of that name
+│   ├── LimitReached         a tenant asks for more than it may have now
+│   └── Overloaded           the server has no room for another call now
 └── EngineClosed             the engine was closed, or its thread has died
 
 Every message names the key and the bad value.
@@ -113,6 +118,29 @@ class OutOfBlocks(KedgeError):
 
 class PlanError(KedgeError):
     """A plan and what was executed disagree (a bug)."""
+
+
+class ServerError(KedgeError):
+    """The HTTP server turns a call away."""
+
+
+class Unauthenticated(ServerError):
+    """No API key came with a call, or none that is known."""
+
+
+class NotFound(ServerError):
+    """The tenant has nothing of that name."""
+
+
+class LimitReached(ServerError):
+    """A tenant asks for more than it may have now."""
+
+    retry_after = 1.0
+    """Seconds after which it is worth another try."""
+
+
+class Overloaded(ServerError):
+    """The server has no room for another call now."""
 
 
 class EngineClosed(KedgeError):

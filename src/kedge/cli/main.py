@@ -13,6 +13,7 @@ from kedge.cli.bench import bench
 from kedge.cli.demo import demo
 from kedge.cli.inspect import inspect
 from kedge.cli.run import run
+from kedge.cli.serve import serve
 from kedge.errors import KedgeError
 
 EXIT_BAD_INPUT = 2
@@ -55,6 +56,7 @@ def kedge(
 
 # A command imports torch and models in its body, so that `kedge --help` is quick.
 app.command()(run)
+app.command()(serve)
 app.command()(inspect)
 app.command()(demo)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,72 @@
+"""An application that drives its own agents over HTTP, with OpenAI's client and nothing else of Kedge.
+
+    kedge serve &                          # the bundled model on port 8000
+    python examples/over_http.py
+
+The workflow is registered once. Every call then names its agent and run; the server fills the agent's template, knows
+the segments of its prompt and remembers what the others said in this run, so that later questions are translated.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+
+import httpx
+from openai import OpenAI
+
+URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+QUESTIONS = (
+    "Tom starts the day with 3 apples. Tom finds 5 more. How many apples does Tom have at the end?",
+    "Mei starts the day with 7 coins. Mei finds 4 more. How many coins does Mei have at the end?",
+    "Ann starts the day with 9 pens. Ann gives away 2. How many pens does Ann have at the end?",
+)
+TEAM = {
+    "name": "small team",
+    "topology": "fully_connected",
+    "agents": [
+        {
+            "id": "solver",
+            "title": "Math Solver",
+            "system": "You are a math solver. Work through the problem one step at a time, use the hints of the others "
+            "where they help, and end with the answer.",
+        },
+        {
+            "id": "analyst",
+            "title": "Mathematical Analyst",
+            "system": "You are a mathematical analyst. Name each quantity by a letter, write how one follows from the "
+            "other, then put the numbers in and compute.",
+        },
+        {
+            "id": "final",
+            "title": "FinalRefer",
+            "system": "You make the final decision. Weigh the answers of the others against the problem and give the "
+            "one answer that you trust.",
+        },
+    ],
+}
+
+
+def ask(client: OpenAI, model: str, run: str, agent: str, question: str) -> str:
+    """One agent's answer, with a line about where its prompt came from."""
+    hints = {"workflow": TEAM["name"], "run": run, "agent": agent, "bindings": {"user_question": question}}
+    answer = client.chat.completions.create(model=model, messages=[], extra_body={"kedge": hints})
+    receipt = (answer.model_extra or {})["kedge"]["receipts"][0]
+    print(f"  {agent}: {answer.choices[0].message.content!r} {receipt['tokens']} {receipt['ttft_ms']:.0f} ms")
+    return answer.choices[0].message.content or ""
+
+
+def main() -> None:
+    registered = httpx.post(f"{URL}/v1/workflows", json=TEAM, params={"judge": "final"}).raise_for_status().json()
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    for question in QUESTIONS:
+        print(question)
+        run = uuid.uuid4().hex
+        for agent in registered["agents"]:
+            ask(client, model, run, agent["id"], question)
+        httpx.post(f"{URL}/v1/hints", json={"kedge": {"run": run, "final": True}}).raise_for_status()
+
+
+if __name__ == "__main__":
+    main()

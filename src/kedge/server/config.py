@@ -1,0 +1,36 @@
+"""How a server is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kedge.errors import ConfigError
+from kedge.server.tenancy import Limits
+from kedge.types import ReuseMode
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything that a server can be told. Raises `ConfigError` for a value that can never work."""
+
+    model_name: str = "kedge-nano"
+    """What clients call the model."""
+    reuse: ReuseMode | None = None
+    """Where neither request, agent nor workflow says; None: `exact` for plain requests, `translate` for the agents of
+    registered workflows."""
+    default_max_tokens: int = 512
+    """Longest answer of a chat completion that names no limit."""
+    max_in_flight: int = 256
+    """Generations and runs of all tenants together; each has a thread that waits for its tokens."""
+    max_body_bytes: int = 4 << 20
+    limits: Limits = Limits()
+    """For a tenant that has none of its own."""
+    tools: bool = False
+    """Whether a registered workflow may name tools, which run code on this machine."""
+
+    def __post_init__(self) -> None:
+        for key in ("default_max_tokens", "max_in_flight", "max_body_bytes"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"server.{key}", getattr(self, key), "must be at least 1")
+        if not self.model_name.strip():
+            raise ConfigError("server.model_name", self.model_name, "must not be blank")

@@ -1,0 +1,264 @@
+"""What clients say besides the prompt, in the dialects of the field, as one struct.
+
+A hint is never an error: one that is unknown, or has a value that cannot be meant, is ignored and counted. Only what
+changes the answer itself, `kedge.reuse` and `kedge.bindings`, must be right. Of several dialects that say the same
+thing, the one that stands first in `RULES` wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from kedge.errors import RequestError
+from kedge.types import AgentId, ReuseMode, RunId, WorkflowId
+
+LONGEST = 256
+"""Characters of a name."""
+MOST_AGENTS = 4096
+"""Agents that one hint may speak of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client said, normalised. Empty, None or False: nothing."""
+
+    workflow: WorkflowId = WorkflowId("")
+    run: RunId = RunId("")
+    agent: AgentId = AgentId("")
+    client: str = ""
+    seq: int | None = None
+    """Grows with every forecast of a run."""
+    steps: Mapping[AgentId, float] | None = None
+    """Steps-to-execution by agent; infinite where the client sent null."""
+    fixed_tokens: int | None = None
+    fixed_messages: int | None = None
+    """How much of the prompt's beginning is the same in every call of this agent."""
+    reuse: ReuseMode | None = None
+    bindings: Mapping[str, str] | None = None
+    """Placeholder -> its value: the server fills the agent's template."""
+    session: str = ""
+    parent: str = ""
+    """The session that this one was started from."""
+    final: bool = False
+    """Nothing more comes in this run."""
+    priority: float | None = None
+    """Higher goes first, whatever the dialect's own direction."""
+    output_tokens: int | None = None
+    """Expected length of the answer."""
+    salt: str = ""
+    """Exact and translated KV are shared only among requests with the same salt."""
+    request_id: str = ""
+    """The client's name for the request; never the engine's."""
+    end_user: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """What was understood, for the answer; without the salt, which may be a secret, and the bindings."""
+        quiet = {"salt", "bindings"}
+        said = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in quiet}
+        said["steps"] = self.steps and {agent: _finite(steps) for agent, steps in self.steps.items()}
+        return {name: value for name, value in said.items() if value not in ("", None) and value is not False}
+
+
+class Why(StrEnum):
+    """Why a hint was ignored."""
+
+    UNKNOWN = "unknown"
+    BAD_VALUE = "bad value"
+    UNSUPPORTED = "unsupported"
+
+
+Ignored = Counter[tuple[str, Why]]
+"""Dialect and reason -> how many hints."""
+
+
+class Rule(NamedTuple):
+    """Where a dialect says something, which field of `Hints` that is, and how its value is read."""
+
+    dialect: str
+    path: tuple[str, ...]
+    field: str
+    read: Callable[[Any], Any]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
+        raise ValueError
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError
+    return value
+
+
+def _seq(value: Any) -> int:
+    """A negative one is passed on: the forecast ignores it and counts it as such."""
+    if type(value) is not int or abs(value) >= 2**63:
+        raise ValueError
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 2**63:
+        raise ValueError
+    return float(value)
+
+
+def _negated(value: Any) -> float:
+    return -_number(value)
+
+
+def _flag(value: Any) -> bool:
+    if value in ("true", "True", "1", "false", "False", "0"):
+        return value in ("true", "True", "1")
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _steps(value: Any) -> dict[AgentId, float]:
+    if not isinstance(value, dict) or len(value) > MOST_AGENTS:
+        raise ValueError
+    return {AgentId(_text(agent)): math.inf if steps is None else _number(steps) for agent, steps in value.items()}
+
+
+def _finite(steps: float) -> float | None:
+    return steps if math.isfinite(steps) else None
+
+
+def _joined(value: Any) -> str:
+    """SGLang's `extra_key` may be a list."""
+    return "\x1f".join(_text(one) for one in value) if isinstance(value, list) else _text(value)
+
+
+KEDGE = tuple(
+    Rule("kedge", ("kedge", name), to, read)
+    for name, to, read in (
+        ("workflow", "workflow", _text),
+        ("run", "run", _text),
+        ("agent", "agent", _text),
+        ("client", "client", _text),
+        ("seq", "seq", _seq),
+        ("steps", "steps", _steps),
+        ("fixed_tokens", "fixed_tokens", _whole),
+        ("fixed_messages", "fixed_messages", _whole),
+        ("final", "final", _flag),
+    )
+)
+BODY = (
+    Rule("openai", ("safety_identifier",), "end_user", _text),
+    Rule("openai", ("user",), "end_user", _text),
+    Rule("langgraph", ("metadata", "langgraph_node"), "agent", _text),
+    Rule("langgraph", ("metadata", "thread_id"), "run", _text),
+    Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", _text),
+    Rule("agents-sdk", ("metadata", "group_id"), "run", _text),
+    Rule("vllm", ("session_id",), "session", _text),
+    Rule("vllm", ("request_id",), "request_id", _text),
+    Rule("vllm", ("cache_salt",), "salt", _text),
+    Rule("sglang", ("rid",), "request_id", _text),
+    Rule("sglang", ("extra_key",), "salt", _joined),
+    Rule("dynamo", ("nvext", "agent_hints", "priority"), "priority", _number),
+    Rule("vllm", ("priority",), "priority", _negated),
+    Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", _whole),
+)
+HEADERS = (
+    Rule("dynamo", ("x-dynamo-session-id",), "session", _text),
+    Rule("dynamo", ("x-dynamo-parent-session-id",), "parent", _text),
+    Rule("dynamo", ("x-dynamo-session-final",), "final", _flag),
+    Rule("coding-agents", ("x-claude-code-session-id",), "session", _text),
+    Rule("llm-d", ("session-id",), "session", _text),
+    Rule("llm-d", ("x-session-id",), "session", _text),
+    Rule("llm-d", ("x-session-affinity",), "session", _text),
+    Rule("llm-d", ("x-parent-session-id",), "parent", _text),
+)
+RULES = (*KEDGE, *BODY, *HEADERS)
+
+CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
+"""Fields that other servers pass through; the `kedge` field may ride in them."""
+STRICT = {"reuse", "bindings"}
+NO_HINTS = {
+    *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+}
+"""Known fields without a meaning here: one engine has one cache, and nothing is stored."""
+
+
+def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hints, Ignored]:
+    """The hints in the fields that a body has besides OpenAI's own, and in the headers (names in lower case).
+
+    Raises `RequestError` for `kedge.reuse` or `kedge.bindings` with a value that cannot be.
+    """
+    ignored: Ignored = Counter()
+    body = {**body, "kedge": _kedge_field(body, ignored)}
+    said: dict[str, Any] = {}
+    for rule, value in (*_found(KEDGE + BODY, body), *_found(HEADERS, headers)):
+        try:
+            understood = rule.read(value)
+        except ValueError:
+            ignored[rule.dialect, Why.BAD_VALUE] += 1
+        else:
+            said.setdefault(rule.field, understood)
+    said["run"] = said.get("run") or said.get("session", "")
+    _count_unknown(body, ignored)
+    return Hints(reuse=_reuse(body["kedge"]), bindings=_bindings(body["kedge"]), **said), ignored
+
+
+def _kedge_field(body: Mapping[str, Any], ignored: Ignored) -> Mapping[str, Any]:
+    carried = (body[name].get("kedge") for name, _ in CARRIERS if isinstance(body.get(name), dict))
+    given: object = next((one for one in (body.get("kedge"), *carried) if one is not None), {})
+    if isinstance(given, dict):
+        return given
+    ignored["kedge", Why.BAD_VALUE] += 1
+    return {}
+
+
+def _found(rules: tuple[Rule, ...], data: Mapping[str, Any]) -> Iterator[tuple[Rule, Any]]:
+    for rule in rules:
+        value: Any = data
+        for key in rule.path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            yield rule, value
+
+
+def _reuse(kedge: Mapping[str, Any]) -> ReuseMode | None:
+    value = kedge.get("reuse")
+    if value is not None and value not in list(ReuseMode):
+        raise RequestError("kedge.reuse", value, f"not one of {', '.join(ReuseMode)}")
+    return None if value is None else ReuseMode(value)
+
+
+def _bindings(kedge: Mapping[str, Any]) -> Mapping[str, str] | None:
+    value = kedge.get("bindings")
+    if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
+        raise RequestError("kedge.bindings", value, "must give a text for each placeholder")
+    return value
+
+
+def _count_unknown(body: Mapping[str, Any], ignored: Ignored) -> None:
+    known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
+    ignored["body", Why.UNKNOWN] += sum(name not in known | {"kv_hints"} for name in body)
+    ignored["kedge", Why.UNKNOWN] += len(body["kedge"].keys() - {rule.path[1] for rule in KEDGE} - STRICT)
+    for name, dialect in CARRIERS:
+        if name in body:
+            ignored[dialect, Why.UNSUPPORTED] += _strangers(body[name], {"kedge"})
+    if "nvext" in body:
+        ignored["dynamo", Why.UNKNOWN] += _strangers(body["nvext"], {"agent_hints"})
+        ignored["dynamo", Why.UNKNOWN] += _strangers(_get(body["nvext"], "agent_hints"), {"priority", "osl"})
+    if "kv_hints" in body:
+        actions = _get(body["kv_hints"], "actions")
+        ignored["kv_hints", Why.UNSUPPORTED] += len(actions) if isinstance(actions, list) else 1
+
+
+def _get(data: Any, key: str) -> Any:
+    return data.get(key) if isinstance(data, dict) else None
+
+
+def _strangers(data: Any, known: set[str]) -> int:
+    return len(data.keys() - known) if isinstance(data, dict) else int(data is not None)

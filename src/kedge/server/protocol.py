@@ -1,0 +1,212 @@
+"""OpenAI's wire protocol: the bodies that are read, and the objects that are answered.
+
+Fields that are not listed here are hints (`kedge.server.hints`), or parameters that need what the engine cannot do:
+those are refused by name, unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kedge.errors import RequestError
+from kedge.server.hints import Hints
+from kedge.types import Completion, ReuseMode, SamplingParams, Source
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("logprobs", "echo", "use_beam_search", "return_token_ids"), (False,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("prompt_logprobs", "audio", "prediction", "web_search_options", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex"), ()),
+    "suffix": ("",),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Parameters that need what the engine cannot do -> values that ask for nothing (null is always one)."""
+MOST_STOPS = 16
+COMPLETION_MAX_TOKENS = 16
+"""What OpenAI's text completions take where a request does not say."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream tells besides its text."""
+
+    include_usage: bool | None = None
+
+
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class GenerationBody(_Body):
+    """What both kinds of completion understand."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    kedge: Any = None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """The fields that may be hints."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in UNSUPPORTED}
+        return extra if self.kedge is None else {**extra, "kedge": self.kedge}
+
+    def refuse_unsupported(self) -> None:
+        """Raises `RequestError` for a parameter that would have to change the answer and cannot."""
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED and value is not None and not _asks_nothing(value, UNSUPPORTED[name]):
+                raise RequestError(name, value, "this server does not support this parameter")
+
+    def sampling(self, base: SamplingParams) -> SamplingParams:
+        """`base`, with what the body says. Raises `RequestError` for stop strings that cannot be."""
+        said = {
+            "max_tokens": self.longest,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "stop": None if self.stop is None else _stops(self.stop),
+            "ignore_eos": self.ignore_eos,
+        }
+        changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        return replace(base, **changes)
+
+
+class Message(_Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+
+class TextPart(_Body):
+    """A part of a message; text is the only kind that the engine reads."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatBody(GenerationBody):
+    """A request to `/v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionBody(GenerationBody):
+    """A request to `/v1/completions`: a text, token ids, or several of either."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more prompts. Raises `RequestError` where there is none."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise RequestError("prompt", prompt, "there is none")
+        if isinstance(prompt[0], int):
+            return [[token for token in prompt if isinstance(token, int)]]
+        return [one for one in prompt if not isinstance(one, int)]
+
+
+def _asks_nothing(value: object, neutral: Iterable[object]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _stops(stop: str | list[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MOST_STOPS:
+        raise RequestError("stop", len(stops), f"at most {MOST_STOPS} stop strings are allowed")
+    if not all(stops):
+        raise RequestError("stop", stops, "an empty string stops everything")
+    return stops
+
+
+def receipt(completion: Completion) -> dict[str, Any]:
+    """Where the prompt's tokens came from. Ids of the engine stay out: their numbers would tell of other tenants."""
+    said = completion.receipt
+    return {
+        "mode": said.mode,
+        "tokens": {source.value: said.tokens(source) for source in Source},
+        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in said.misses],
+        "parts_ms": dict(said.parts_ms),
+        "ttft_ms": completion.ttft_ms,
+        "total_ms": completion.total_ms,
+    }
+
+
+def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The field `kedge` of an answer and of a stream's last chunk: a receipt for each choice, and the hints."""
+    return {"receipts": [receipt(completion) for completion in completions], "hints": hints.told()}
+
+
+def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:
+    """Tokens of a call. A prompt counts once for all of its `per_prompt` choices, as its first choice met the cache."""
+    prompts = [completion.receipt for completion in completions[::per_prompt]]
+    read = sum(said.prompt_tokens for said in prompts)
+    written = sum(len(completion.tokens) for completion in completions)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(said.exact for said in prompts)},
+    }
+
+
+class RunBody(_Body):
+    """A request to start a run of a registered workflow."""
+
+    inputs: dict[str, str]
+    reuse: ReuseChoice | dict[str, ReuseChoice] | None = None
+    """A mode for all agents that have none of their own, or modes by agent, which win over everything."""
+    stream: bool = False
+
+    @property
+    def mode(self) -> ReuseMode | None:
+        return ReuseMode(self.reuse) if isinstance(self.reuse, str) else None
+
+    @property
+    def modes(self) -> dict[str, ReuseMode]:
+        return {name: ReuseMode(mode) for name, mode in self.reuse.items()} if isinstance(self.reuse, dict) else {}
+
+
+ReuseChoice = Literal["off", "exact", "translate"]

@@ -1,0 +1,148 @@
+"""What all routes share: the engine, who may call, what is registered, what goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from kedge.engine.base import Engine
+from kedge.errors import NotFound, Overloaded, Unauthenticated
+from kedge.server.agent_runs import AgentRuns
+from kedge.server.calls import Call, Threads, submit_all
+from kedge.server.config import ServerConfig
+from kedge.server.hints import Hints, read_hints
+from kedge.server.metrics import ServerMetrics
+from kedge.server.protocol import GenerationBody
+from kedge.server.registry import Workflows
+from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
+from kedge.types import Completion, GenerateRequest, ReuseMode, TenantId
+
+
+class Service:
+    """One server. The event loop's thread owns it."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, keys: KeyRing) -> None:
+        self.engine, self.config, self.keys = engine, config, keys
+        self.threads = Threads(engine, config.max_in_flight)
+        self.workflows = Workflows()
+        self.agent_runs = AgentRuns(engine)
+        self.metrics = ServerMetrics(config.model_name, self.agent_runs.board)
+        self.started = int(time.time())
+        self._meters: dict[TenantId, Meter] = {}
+
+    # who calls, and how much --------------------------------------------------------------------------------------
+
+    def meter(self, tenant: Tenant) -> Meter:
+        """What the tenant has in flight and has used."""
+        return self._meters.setdefault(tenant.id, Meter(tenant.limits))
+
+    def admit(self, tenant: Tenant, count: int) -> Ticket:
+        """Room for `count` generations. Raises `LimitReached`, `Overloaded`, or `RequestError` for too many at once."""
+        ticket = self.meter(tenant).admit(count)
+        if sum(meter.in_flight for meter in self._meters.values()) > self.config.max_in_flight:
+            ticket.release()
+            raise Overloaded("max_in_flight", self.config.max_in_flight, "the server has no room now")
+        return ticket
+
+    def check_model(self, model: str | None) -> None:
+        """Raises `NotFound` for another model than the one that is served."""
+        if model not in (None, self.config.model_name):
+            raise NotFound("model", model, f"this server has {self.config.model_name}")
+
+    def checked_hints(self, tenant: Tenant, body: GenerationBody, headers: Mapping[str, str]) -> Hints:
+        """The hints of a body that asks for nothing that is not served. Raises `NotFound` or `RequestError`."""
+        self.check_model(body.model)
+        body.refuse_unsupported()
+        return self.hints(tenant, body.hints, headers)
+
+    def hints(self, tenant: Tenant, fields: Mapping[str, Any], headers: Mapping[str, str]) -> Hints:
+        """The hints of a call; those that are ignored are counted. Raises as `read_hints` does."""
+        hints, ignored = read_hints(fields, headers)
+        self.metrics.ignored(tenant.id, ignored)
+        return hints
+
+    def default_mode(self, plain: ReuseMode) -> ReuseMode:
+        """The server's own mode, or `plain` where it has none."""
+        return self.config.reuse or plain
+
+    async def begin(
+        self,
+        tenant: Tenant,
+        count: int,
+        build: Callable[[], Sequence[GenerateRequest]],
+        on_over: Callable[[Call], None],
+    ) -> Call:
+        """Builds and submits `count` requests off the event loop, all of them or none. Whoever gets the call must
+        `end` it. `on_over` is called when nothing of it is left in the engine.
+
+        Raises what `admit`, `build` and the engine raise.
+        """
+        ticket = self.admit(tenant, count)
+        try:
+            streams = await self.threads.work(lambda: submit_all(self.engine, build()))
+        except BaseException:  # whatever it is, the room is free again
+            ticket.release()
+            raise
+        self.metrics.waiting.inc(count, tenant=tenant.id)
+        return Call(self.threads, streams, _Account(self, tenant, ticket, count, on_over))
+
+    def finished(self, tenant: Tenant, completion: Completion) -> None:
+        """Counts a generation, and charges its tokens."""
+        self.metrics.finished(tenant.id, completion)
+        self.meter(tenant).charge(completion.receipt.prompt_tokens + len(completion.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """The books of one call, see `kedge.server.calls.Account`."""
+
+    service: Service
+    tenant: Tenant
+    ticket: Ticket
+    count: int
+    on_over: Callable[[Call], None]
+
+    def begun(self) -> None:
+        self.service.metrics.waiting.inc(-1, tenant=self.tenant.id)
+        self.service.metrics.running.inc(tenant=self.tenant.id)
+
+    def finished(self, completion: Completion) -> None:
+        self.service.finished(self.tenant, completion)
+
+    def over(self, call: Call) -> None:
+        self.ticket.release()
+        self.service.metrics.waiting.inc(call.begun - self.count, tenant=self.tenant.id)
+        self.service.metrics.running.inc(-call.begun, tenant=self.tenant.id)
+        self.on_over(call)
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that got a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+async def _authenticated(request: Request) -> Tenant:
+    tenant = service_of(request).keys.authenticate(request.headers.get("authorization"))
+    request.state.tenant = tenant
+    return tenant
+
+
+async def _tenant(tenant: Annotated[Tenant, Depends(_authenticated)]) -> Tenant:
+    if tenant.id == OPERATOR:
+        raise Unauthenticated("Authorization", "…", "an operator's key reads metrics, and nothing else")
+    return tenant
+
+
+TheService = Annotated[Service, Depends(_service)]
+TheTenant = Annotated[Tenant, Depends(_tenant)]
+AnyCaller = Annotated[Tenant, Depends(_authenticated)]
+"""A tenant or the operator."""

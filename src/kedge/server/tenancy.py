@@ -1,0 +1,238 @@
+"""Who calls, and how much they may have: API keys, tenants, limits.
+
+A tenant is what the server authenticated, never what a client says. With no keys at all there is one tenant.
+
+    [tenants.acme]                              # a TOML file; `kedge serve --new-key acme` makes a key
+    keys = ["sha256:0a1b…"]
+    requests_in_flight = 8
+    tokens_per_minute = 100000
+    [operator]                                  # may read all metrics, and nothing else
+    keys = ["sha256:…"]
+
+    KEDGE_API_KEYS=acme:sha256:0a1b…,other:sha256:…,*:sha256:…          # the same in the environment; * is the operator
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+import secrets
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
+from kedge.types import TenantId
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+OPERATOR = "*"
+MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may have; None is no limit. Raises `ConfigError` for a limit below 1."""
+
+    requests_in_flight: int = 64
+    """Generations (each of `n` choices is one) and runs at once."""
+    tokens_per_minute: int | None = None
+    """Prompt and answer together; a minute's worth may be used at once."""
+
+    def __post_init__(self) -> None:
+        for key in self.__slots__:
+            value = getattr(self, key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(key, value, "must be a whole number, at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whom the server authenticated."""
+
+    id: TenantId
+    limits: Limits
+    is_operator: bool = False
+
+    def namespace(self, salt: str) -> TenantId:
+        """What KV, anchors and forecasts are keyed by. A salt divides the tenant's own; a name has no `/`."""
+        return TenantId(f"{self.id}/{_digest(salt)[:32]}") if salt else self.id
+
+
+def new_key() -> str:
+    """A key with 256 random bits: so many that one round of SHA-256 is all that its hash needs."""
+    return f"sk-kedge-{secrets.token_urlsafe(32)}"
+
+
+def hashed(key: str) -> str:
+    """A key as files and variables hold it."""
+    return f"sha256:{_digest(key)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class KeyRing:
+    """API keys, as hashes, and whose they are."""
+
+    def __init__(self, tenants: Mapping[str, Tenant], default: Limits) -> None:
+        """`tenants` is by hash, see `hashed`. Without any, everyone is the tenant `default`, with its limits."""
+        self._tenants = {digest.encode(): tenant for digest, tenant in tenants.items()}
+        self._everyone = Tenant(TenantId("default"), default, is_operator=True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is asked for."""
+        return not self._tenants
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """The tenant of an `Authorization` header. Raises `Unauthenticated`; all keys are compared, each in constant
+        time."""
+        if self.is_open:
+            return self._everyone
+        scheme, _, key = (authorization or "").partition(" ")
+        presented = hashed(key.strip()).encode() if scheme.lower() == "bearer" else b""
+        found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(known, presented)]
+        if not found:
+            raise Unauthenticated("Authorization", "…", "send a known API key as `Bearer KEY`")
+        return found[0]
+
+
+def load_keys(file: Path | None, variable: str | None, default: Limits) -> KeyRing:
+    """Keys of a file and of `KEDGE_API_KEYS`. Raises `ConfigError` naming what is wrong, never a key."""
+    tenants: dict[str, Tenant] = {}
+    for digest, tenant in (*_of_file(file, default), *_of_variable(variable or "", default)):
+        if digest in tenants:
+            raise ConfigError("api key", tenant.id, "the same key is there twice")
+        tenants[digest] = tenant
+    return KeyRing(tenants, default)
+
+
+def _of_file(file: Path | None, default: Limits) -> Iterator[tuple[str, Tenant]]:
+    if file is None:
+        return
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("--api-keys", str(file), str(error)) from None
+    _only(data, {"tenants", "operator"}, str(file))
+    sections = {f"tenants.{name}": (name, section) for name, section in _table(data, "tenants").items()}
+    if "operator" in data:
+        sections["operator"] = (OPERATOR, data["operator"])
+    for key, (name, section) in sections.items():
+        yield from _of_section(f"{file}: {key}", name, section, default)
+
+
+def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    table = data.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(key, type(table).__name__, "must be a table")
+    return table
+
+
+def _of_section(key: str, name: str, section: object, default: Limits) -> Iterator[tuple[str, Tenant]]:
+    if not isinstance(section, dict):
+        raise ConfigError(key, type(section).__name__, "must be a table with `keys`")
+    limits = {name for name in Limits.__slots__ if name in section}
+    _only(section, {"keys", *limits}, key)
+    keys = section.get("keys")
+    if not isinstance(keys, list) or not keys:
+        raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
+    own = {limit: section.get(limit, getattr(default, limit)) for limit in Limits.__slots__}
+    for digest in keys:
+        yield _hash(digest, key), _tenant(name, Limits(**own))
+
+
+def _of_variable(text: str, default: Limits) -> Iterator[tuple[str, Tenant]]:
+    for entry in filter(None, re.split(r"[,\s]+", text)):
+        name, _, digest = entry.partition(":")
+        yield _hash(digest, f"KEDGE_API_KEYS: {name}"), _tenant(name, default)
+
+
+def _only(section: Mapping[str, Any], known: set[str], key: str) -> None:
+    for name in section:
+        if name not in known:
+            raise ConfigError(f"{key}.{name}", "…", "there is no such setting")
+
+
+def _hash(value: object, key: str) -> str:
+    """A hash as it stands. The value is not named in the error: it may be a key by mistake."""
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        raise ConfigError(
+            key, "…", "a key is written as `sha256:` and 64 hex digits; `kedge serve --new-key` makes one"
+        )
+    return value
+
+
+def _tenant(name: str, limits: Limits) -> Tenant:
+    if name == OPERATOR:
+        return Tenant(TenantId(OPERATOR), limits, is_operator=True)
+    if not _NAME.fullmatch(name):
+        raise ConfigError("tenant", name, "a name has up to 64 letters, digits, '_', '.' and '-'")
+    return Tenant(TenantId(name), limits)
+
+
+@dataclass
+class Meter:
+    """What one tenant has in flight and has used. Only the event loop's thread touches it."""
+
+    limits: Limits
+    clock: Callable[[], float] = time.monotonic
+    in_flight: int = 0
+    level: float = field(init=False)
+    """Tokens that may still be used; below zero where an answer was longer than what was left."""
+    filled_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = float(self.limits.tokens_per_minute or math.inf)
+        self.filled_at = self.clock()
+
+    def admit(self, count: int) -> Ticket:
+        """Room for `count` generations. Raises `LimitReached`, or `RequestError` for more than ever fit at once."""
+        most = self.limits.requests_in_flight
+        if count > most:
+            raise RequestError("n", count, f"at most {most} generations at once are allowed")
+        self._refill()
+        if self.level <= 0:
+            raise self._no_tokens()
+        if self.in_flight + count > most:
+            raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")
+        self.in_flight += count
+        return Ticket(self, count)
+
+    def charge(self, tokens: int) -> None:
+        """Counts tokens that were used."""
+        self._refill()
+        self.level -= tokens
+
+    def _refill(self) -> None:
+        now, rate = self.clock(), self.limits.tokens_per_minute
+        if rate is not None:
+            self.level = min(float(rate), self.level + (now - self.filled_at) * rate / MINUTE)
+        self.filled_at = now
+
+    def _no_tokens(self) -> LimitReached:
+        rate = self.limits.tokens_per_minute
+        assert rate is not None
+        error = LimitReached("tokens_per_minute", rate, "are used up for now")
+        error.retry_after = (1 - self.level) * MINUTE / rate
+        return error
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Room that a call has been given."""
+
+    meter: Meter
+    count: int
+
+    def release(self) -> None:
+        """Gives the room back. Idempotent."""
+        self.meter.in_flight -= self.count
+        self.count = 0

@@ -1,0 +1,51 @@
+"""JSON and server-sent events as bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+
+
+def dumps(data: object) -> bytes:
+    """JSON in UTF-8. Half of a surrogate pair, which UTF-8 has no form for, becomes a question mark."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def event(data: object, *, name: str = "", number: int | None = None) -> bytes:
+    """One server-sent event with JSON data, which has no line breaks of its own."""
+    head = f"event: {name}\n" if name else ""
+    head += f"id: {number}\n" if number is not None else ""
+    return head.encode() + b"data: " + dumps(data) + b"\n\n"
+
+
+class JSONAnswer(Response):
+    """A JSON body, see `dumps`."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `on_end` is called exactly once, however the stream ends, and even if it never began."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()

@@ -1,0 +1,99 @@
+"""`kedge serve`: what it makes of its options, without opening a port."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.cli import serve as command
+from kedge.cli.main import app
+from kedge.engine.echo import EchoEngine
+from kedge.server.tenancy import Limits as TenantLimits
+from kedge.server.tenancy import hashed, load_keys
+
+
+def kedge(*args: str, **env: str):  # noqa: ANN201
+    return CliRunner().invoke(app, ["serve", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": "", **env})
+
+
+@pytest.fixture
+def listened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, ...]]]:
+    monkeypatch.chdir(tmp_path)
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(command, "open_engine", lambda _: EchoEngine())
+    monkeypatch.setattr(command, "_listen", lambda *args: calls.append(args))
+    yield calls
+
+
+def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
+    args = (
+        "--port",
+        "9",
+        "--reuse",
+        "off",
+        "--max-tokens",
+        "7",
+        "--tokens-per-minute",
+        "5",
+        "--requests-in-flight",
+        "2",
+    )
+    result = kedge("some/model", *args)
+    assert result.exit_code == 0, result.output
+    _, config, keys, host, port, _ = listened[0]
+    assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)
+    assert (config.limits, keys.is_open, host, port) == (TenantLimits(2, 5), True, "127.0.0.1", 9)
+
+
+def test_an_open_address_runs_no_tools_and_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
+    result = kedge("--host", "0.0.0.0")
+    assert "no API keys" in result.stderr
+    assert listened[0][1].tools is False
+    assert listened[0][1].model_name == "kedge-nano"
+    kedge("--host", "0.0.0.0", "--tools", KEDGE_API_KEYS=f"a:{hashed('k')}")
+    assert listened[1][1].tools is True
+    assert not listened[1][2].is_open
+
+
+def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
+    result = kedge("--new-key", "acme")
+    key, lines = re.search(r"once: (\S+)\n\n(.*)", result.output, re.DOTALL).groups()
+    file = tmp_path / "keys.toml"
+    file.write_text(lines)
+    assert load_keys(file, None, TenantLimits()).authenticate(f"Bearer {key}").id == "acme"
+    assert key not in lines
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--new-key", "a/b"], "tenant='a/b'"),
+        (["--api-keys", "none.toml"], "--api-keys='none.toml'"),
+        (["--device", "tpu"], "engine.device='tpu'"),
+    ],
+)
+def test_bad_input_is_one_line(listened: list[tuple[Any, ...]], args: list[str], message: str) -> None:
+    result = kedge(*args)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {message}")
+    assert not listened
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def missing(name: str, *args: Any) -> Any:
+        if name == "fastapi":
+            raise ImportError("no", name=name)
+        return original(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    result = kedge()
+    assert result.exit_code == 2
+    assert result.stderr == "error: kedge serve='fastapi': is not installed: pip install 'kedge[server]'\n"

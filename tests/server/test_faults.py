@@ -1,0 +1,243 @@
+"""What goes wrong: bad bodies, wrong values, clients that go away, an engine that ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kedge.engine.echo import EchoEngine
+from kedge.server.config import ServerConfig
+from kedge.server.protocol import UNSUPPORTED
+from tests.server.conftest import Served, serving, wait_until
+
+JSON = {"Content-Type": "application/json"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+NINES = b'{"prompt": %s}' % (b"9" * 5000)
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(answer: httpx.Response, status: int, param: str | None = None) -> dict[str, object]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert param is None or error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nul",
+        b'{"messages": [}',
+        b'{"messages": "\xff"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[1]",
+        b'"text"',
+        NINES,
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/hints", "/v1/workflows/pair/runs"])
+def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.Client, path: str, body: bytes) -> None:
+    refused(http.post(path, content=body, headers=JSON), 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({**HELLO, "temperature": -1}, "temperature"),
+        ({**HELLO, "temperature": "warm"}, "temperature"),
+        ({**HELLO, "temperature": True}, "temperature"),
+        ({**HELLO, "top_p": 0}, "top_p"),
+        ({**HELLO, "n": 0}, "n"),
+        ({**HELLO, "n": 65}, "n"),
+        ({**HELLO, "max_tokens": 0}, "max_tokens"),
+        ({**HELLO, "max_tokens": 10**9}, "max_tokens"),
+        ({**HELLO, "seed": 2**63}, "seed"),
+        ({**HELLO, "stop": ""}, "stop"),
+        ({**HELLO, "stop": ["x"] * 17}, "stop"),
+        ({**HELLO, "stream": "yes"}, "stream"),
+        ({**HELLO, "kedge": {"reuse": "fast"}}, "kedge.reuse"),
+        ({**HELLO, "kedge": {"bindings": {"a": 1}}}, "kedge.bindings"),
+        ({**HELLO, "kedge": {"bindings": {}}}, "messages"),
+    ],
+)
+def test_a_wrong_value_is_a_bad_request_that_names_it(http: httpx.Client, body: object, param: str) -> None:
+    content = json.dumps(body).encode()
+    refused(http.post(CHAT, content=content, headers=JSON), 400, param)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none(http: httpx.Client, number: str) -> None:
+    refused(http.post(TEXT, content=f'{{"prompt": "x", "temperature": {number}}}', headers=JSON), 400, "temperature")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([], "prompt"),
+        ([[]], None),
+        ("", None),
+        ([300], None),
+        ([-1], None),
+        ([1.5], "prompt"),
+        ([True], "prompt"),
+        ({}, "prompt"),
+    ],
+)
+def test_prompts_that_cannot_be(http: httpx.Client, prompt: object, param: str | None) -> None:
+    refused(http.post(TEXT, json={"prompt": prompt}), 400, param)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_parameter_that_is_not_supported_is_named(http: httpx.Client, name: str) -> None:
+    refused(http.post(TEXT, json={"prompt": "x", name: 5 if name != "best_of" else 3}), 400, name)
+    for neutral in (None, *UNSUPPORTED[name]):
+        assert http.post(TEXT, json={"prompt": "x", name: neutral}).status_code == 200
+
+
+def test_a_log_probability_of_zero_others_is_one_all_the_same(http: httpx.Client) -> None:
+    refused(http.post(TEXT, json={"prompt": "x", "logprobs": 0}), 400, "logprobs")
+
+
+def test_unknown_names(http: httpx.Client, client: openai.OpenAI) -> None:
+    assert refused(http.post(CHAT, json={**HELLO, "model": "gpt"}), 404, "model")["code"] == "model_not_found"
+    refused(http.get("/v1/nothing"), 404)
+    refused(http.get(CHAT), 405)
+    body = {"messages": [], "kedge": {"workflow": "none", "agent": "a", "bindings": {}}}
+    refused(http.post(CHAT, json=body), 404, "workflow")
+    for path in ("/v1/workflows/none", "/v1/workflows/none/graph", "/v1/runs/none", "/v1/runs/none/events"):
+        refused(http.get(path), 404)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt", prompt="x")
+
+
+def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="kedge-nano", prompt="x" * 9000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_ten_megabytes_is_too_large(http: httpx.Client, chunked: bool) -> None:
+    body = b'{"prompt": "' + b"x" * (10 << 20) + b'"}'
+    content = iter([body[at : at + 65536] for at in range(0, len(body), 65536)]) if chunked else body
+    assert refused(http.post(TEXT, content=content, headers=JSON), 413)["code"] == "request_too_large"
+
+
+def test_long_values_do_not_come_back(http: httpx.Client) -> None:
+    answer = http.post(TEXT, json={"prompt": "x", "suffix": "y" * 100_000})
+    assert len(answer.content) < 2000
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    body=st.dictionaries(
+        st.sampled_from(
+            ["prompt", "messages", "n", "stop", "stream", "kedge", "nvext", "kv_hints", "priority", "seed"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+            max_leaves=6,
+        ),
+    )
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/hints"])
+def test_no_body_is_the_servers_fault(http: httpx.Client, path: str, body: object) -> None:
+    content = json.dumps(body).encode("utf-8", "surrogatepass")
+    assert http.post(path, content=content, headers=JSON).status_code in (200, 400, 404, 429)
+
+
+# clients that go away -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow():  # noqa: ANN201
+    """An engine that would talk for a minute."""
+    with EchoEngine(delay_s=0.01) as engine, serving(engine) as running:
+        yield running
+
+
+def raw_call(served: Served, **body: object) -> socket.socket:
+    content = json.dumps({"prompt": "x", "max_tokens": 6000, "ignore_eos": True, **body}).encode()
+    head = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    connection = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def test_a_reader_that_goes_away_ends_its_generations(slow: Served) -> None:
+    connection = raw_call(slow, stream=True, n=2)
+    assert b"200 OK" in connection.recv(4096)
+    wait_until(lambda: len(slow.engine._jobs) == 2)
+    connection.close()
+    wait_until(lambda: not slow.engine._jobs)
+    slow.wait_quiet()
+
+
+def test_a_client_that_goes_away_before_the_answer_ends_its_generation(slow: Served) -> None:
+    connection = raw_call(slow)
+    wait_until(lambda: len(slow.engine._jobs) == 1)
+    connection.close()
+    wait_until(lambda: not slow.engine._jobs)
+    slow.wait_quiet()
+    slow.engine.cache.check_integrity()
+
+
+def test_half_a_body_is_nobodys_call(slow: Served) -> None:
+    connection = socket.create_connection(("127.0.0.1", int(slow.url.rpartition(":")[2])))
+    connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+    connection.close()
+    assert slow.http().get("/health").status_code == 200
+    assert not slow.engine.requests
+
+
+def test_an_engine_that_ends_in_a_stream_is_an_error_in_it(slow: Served) -> None:
+    connection = raw_call(slow, stream=True)
+    assert b"200 OK" in connection.recv(4096)
+    slow.engine.close()
+    said = b""
+    while not said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        said += connection.recv(4096)
+    assert b'"code":"engine_closed"' in said
+    connection.close()
+
+
+def test_an_engine_that_is_closed_is_not_ready_to_generate() -> None:
+    engine = EchoEngine()
+    with serving(engine) as running:
+        engine.close()
+        answer = running.http().post(TEXT, json={"prompt": "x"})
+        assert refused(answer, 503)["code"] == "engine_closed"
+        assert answer.headers["retry-after"] == "1"
+        running.wait_quiet()
+
+
+def test_a_server_without_room_says_so() -> None:
+    with EchoEngine(delay_s=0.01) as engine, serving(engine, ServerConfig(max_in_flight=1)) as running:
+        connection = raw_call(running)
+        wait_until(lambda: bool(engine._jobs))
+        assert refused(running.http().post(TEXT, json={"prompt": "x"}), 503)["code"] == "overloaded"
+        connection.close()
+        running.wait_quiet()
+        assert running.http().post(TEXT, json={"prompt": "x"}).status_code == 200

@@ -1,0 +1,100 @@
+"""The server around a real model: tiny random weights, conversations of any length, exact reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from kedge.engine.local.engine import LocalEngine
+from kedge.errors import RequestError
+from kedge.server import prompts
+from kedge.server.protocol import Message
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
+from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
+from tests.server.conftest import Served, serving
+
+MODEL = "kedge-nano"
+TEMPLATE = (
+    "{% for m in messages %}"
+    "<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with engine_of(tiny_model("llama")) as engine:
+        engine.tokenizer.inner.chat_template = TEMPLATE
+        with serving(engine) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return served.client()
+
+
+def directly(engine: LocalEngine, tokens: tuple[int, ...], max_tokens: int) -> str:
+    request = GenerateRequest((Segment(tokens, "p0"),), SamplingParams(max_tokens), ReuseMode.OFF)
+    return engine.submit(request).result(30).text
+
+
+@pytest.mark.parametrize("reuse", list(ReuseMode))
+def test_over_http_the_model_says_what_it_says(client: openai.OpenAI, served: Served, reuse: ReuseMode) -> None:
+    tokens = tuple(b"The quick brown fox jumps over the lazy dog.")
+    extra = {"kedge": {"reuse": reuse}}
+    answer = client.completions.create(model=MODEL, prompt=list(tokens), max_tokens=12, temperature=0, extra_body=extra)
+    assert answer.choices[0].text == directly(served.engine, tokens, 12)
+
+
+def test_a_seed_repeats(client: openai.OpenAI) -> None:
+    said = [client.completions.create(model=MODEL, prompt="abc", seed=seed, n=2) for seed in (1, 1, 2)]
+    texts = [[choice.text for choice in one.choices] for one in said]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][0] != texts[0][1] == texts[2][0]
+
+
+def test_a_conversation_goes_on_where_its_kv_is(client: openai.OpenAI, served: Served) -> None:
+    messages = [{"role": "system", "content": "Be brief. " * 5}, {"role": "user", "content": "Hi </s> there"}]
+    first = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+    messages += [{"role": "assistant", "content": "well"}, {"role": "user", "content": "go on"}]
+    second = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.prompt_tokens // 16 * 16 - 16 > 0
+    given = [Message.model_validate(message) for message in messages]
+    segments = prompts.of_conversation(served.engine.tokenizer, given)
+    tokens = tuple(token for segment in segments for token in segment.tokens)
+    assert second.choices[0].message.content == directly(served.engine, tokens, 8)
+    template, eos = served.engine.tokenizer.inner, served.engine.tokenizer.eos_token_id
+    assert template.decode(tokens) == template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokens.count(eos) == len(messages), "the end of a turn that a user spells out ends none"
+
+
+def test_a_conversation_that_the_template_cannot_render() -> None:
+    tokenizer = tiny_tokenizer()
+    turns = [Message(role=role, content="hello") for role in ("user", "assistant", "user")]
+    with pytest.raises(RequestError, match="no chat template"):
+        prompts.of_conversation(tokenizer, turns)
+    tokenizer.inner.chat_template = "{{ raise_exception('roles must take turns') }}"
+    with pytest.raises(RequestError, match="roles must take turns"):
+        prompts.of_conversation(tokenizer, turns)
+    tokenizer.inner.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(RequestError, match="loses or repeats"):
+        prompts.of_conversation(tokenizer, turns)
+
+
+def test_the_models_own_bounds(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model=MODEL, prompt=[5000])
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=[1] * 1024)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_closed_engine_is_not_ready() -> None:
+    with engine_of(tiny_model("llama")) as engine, serving(engine) as running:
+        assert running.http().get("/ready").status_code == 200
+        engine.close()
+        assert running.http().get("/ready").status_code == 503
+        assert running.http().get("/health").status_code == 200

@@ -1,0 +1,212 @@
+"""Keys, limits, and that a tenant is what the server authenticated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from kedge.engine.echo import EchoEngine
+from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
+from kedge.server.tenancy import Limits, Meter, hashed, load_keys, new_key
+from kedge.types import TenantId
+from tests.server.conftest import FLOW, Served, serving
+
+A, B, OPERATOR = "key-of-a", "key-of-b", "key-of-operator"
+VARIABLE = f"a:{hashed(A)},b:{hashed(B)} *:{hashed(OPERATOR)}"
+MODEL = "kedge-nano"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Served]:
+    with EchoEngine() as engine, serving(engine, keys=load_keys(None, VARIABLE, Limits())) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", A, f"Basic {A}", f"Bearer {hashed(A)}"]
+)
+def test_who_is_not_known_is_turned_away(two: Served, header: str | None) -> None:
+    ring = two.service.keys
+    with pytest.raises(Unauthenticated):
+        ring.authenticate(header)
+    with two.http() as http:
+        answer = http.get("/v1/models", headers={"Authorization": (header or "").strip()})
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_the_client_raises_its_own_error(two: Served) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        two.client("wrong").models.list()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/workflows", "/v1/runs", "/metrics"])
+def test_nothing_is_open(two: Served, path: str) -> None:
+    assert two.http("wrong").get(path).status_code == 401
+
+
+def test_a_tenant_is_who_was_authenticated(two: Served) -> None:
+    body = {"tenant": "b", "user": "b", "kedge": {"tenant": "b", "client": "b/../b", "run": "b"}, "cache_salt": "b"}
+    two.client(A).completions.create(model=MODEL, prompt="x", extra_body=body)
+    assert two.engine.requests[-1].tenant.partition("/")[0] == "a"
+
+
+def test_tenants_share_no_kv(two: Served) -> None:
+    def cached(key: str, **body: object) -> int:
+        answer = two.client(key).completions.create(model=MODEL, prompt="the same long prompt", extra_body=body)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert (cached(A), cached(A), cached(B), cached(B)) == (0, 19, 0, 19)
+    assert (cached(A, cache_salt="s"), cached(A, cache_salt="s"), cached(A, cache_salt="t")) == (0, 19, 0)
+    assert cached(B, cache_salt="s") == 0
+
+
+def test_no_answer_has_a_number_of_the_whole_server(two: Served) -> None:
+    answers = [two.client(A).completions.create(model=MODEL, prompt="x").model_dump_json() for _ in range(2)]
+    assert not any(request.request_id in answer for request in two.engine.requests for answer in answers)
+
+
+def test_workflows_and_runs_are_a_tenants_own(two: Served) -> None:
+    with two.http(A) as a, two.http(B) as b:
+        assert a.post("/v1/workflows", content=FLOW).status_code == 201
+        run = a.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x"}}).json()["id"]
+        assert a.get(f"/v1/runs/{run}").status_code == 200
+        for path in ("/v1/workflows/pair", f"/v1/runs/{run}", f"/v1/runs/{run}/events"):
+            assert b.get(path).status_code == 404
+        assert b.post(f"/v1/runs/{run}/cancel").status_code == 404
+        assert b.delete("/v1/workflows/pair").status_code == 404
+        assert b.get("/v1/workflows").json()["data"] == b.get("/v1/runs").json()["data"] == []
+        assert {request.tenant for request in two.engine.requests[-2:]} == {"a"}
+
+
+def test_metrics_are_a_tenants_own_but_for_the_operator(two: Served) -> None:
+    for key in (A, B):
+        two.client(key).completions.create(model=MODEL, prompt="x")
+    two.wait_quiet()
+    own, whole = two.http(A).get("/metrics").text, two.http(OPERATOR).get("/metrics").text
+    assert 'tenant="a"' in own
+    assert 'tenant="b"' not in own
+    assert {'tenant="a"', 'tenant="b"'} <= {
+        word for line in whole.splitlines() for word in line.replace("}", ",").split(",")
+    }
+
+
+def test_an_operator_reads_metrics_and_nothing_else(two: Served) -> None:
+    assert two.http(OPERATOR).post("/v1/completions", json={"prompt": "x"}).status_code == 401
+
+
+# limits ---------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_requests_in_flight() -> None:
+    meter = Meter(Limits(2))
+    with pytest.raises(RequestError, match="n=3"):
+        meter.admit(3)
+    first, second = meter.admit(1), meter.admit(1)
+    with pytest.raises(LimitReached, match="requests_in_flight=2"):
+        meter.admit(1)
+    first.release()
+    first.release()
+    assert meter.in_flight == 1
+    meter.admit(1)
+    second.release()
+    assert meter.in_flight == 1
+
+
+def test_tokens_per_minute() -> None:
+    clock = Clock()
+    meter = Meter(Limits(tokens_per_minute=60), clock)
+    meter.admit(1)
+    meter.charge(79)
+    with pytest.raises(LimitReached) as caught:
+        meter.admit(1)
+    assert caught.value.retry_after == 20
+    clock.now = caught.value.retry_after
+    meter.admit(1)
+    clock.now = 1000
+    meter.charge(10)
+    assert meter.level == 50, "a minute's worth is all that is saved up"
+
+
+def test_too_many_requests_over_http() -> None:
+    with EchoEngine() as engine, serving(engine, keys=load_keys(None, VARIABLE, Limits(4, 10))) as running:
+        running.client(A).completions.create(model=MODEL, prompt="x" * 20, max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            running.client(A).completions.create(model=MODEL, prompt="x")
+        assert caught.value.code == "rate_limit_exceeded"
+        assert int(caught.value.response.headers["retry-after"]) in range(60, 74)
+        running.client(B).completions.create(model=MODEL, prompt="x")
+        assert 'status="429",tenant="a"} 1.0' in running.http(OPERATOR).get("/metrics").text
+
+
+# keys -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    key = new_key()
+    file.write_text(
+        f'[tenants.acme]\nkeys = ["{hashed(key)}"]\nrequests_in_flight = 3\n[operator]\nkeys = ["{hashed(A)}"]\n'
+    )
+    ring = load_keys(file, f"other:{hashed(B)}", Limits(9))
+    assert not ring.is_open
+    acme, other = ring.authenticate(f"Bearer {key}"), ring.authenticate(f"bearer {B}")
+    assert (acme.id, acme.limits) == ("acme", Limits(3))
+    assert (other.id, other.limits) == ("other", Limits(9))
+    assert ring.authenticate(f"Bearer {A}").is_operator
+    assert not acme.is_operator
+
+
+def test_without_keys_everyone_is_one_tenant() -> None:
+    ring = load_keys(None, None, Limits())
+    assert ring.is_open
+    assert ring.authenticate(None).id == ring.authenticate("Bearer anything").id == TenantId("default")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "[tenants]\nacme = 5",
+        "tenants = 5",
+        "[tenants.acme]\nkeys = []",
+        "[tenants.acme]\nkeys = ['sk-secret']",
+        "[tenants.acme]\nkeys = [5]",
+        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nspeed = 1",
+        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nrequests_in_flight = 0",
+        f"[tenants.acme]\nkeys = ['{hashed(A)}', '{hashed(A)}']",
+        f"[tenants.'a/b']\nkeys = ['{hashed(A)}']",
+        "[other]",
+    ],
+)
+def test_a_bad_file_is_an_error_that_shows_no_key(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_keys(file, None, Limits())
+    assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["acme", "acme:sk-secret", f":{hashed(A)}", f"a:{hashed(A)},b:{hashed(A)}"])
+def test_a_bad_variable_is_an_error_that_shows_no_key(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_keys(None, text, Limits())
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_a_salt_never_leads_into_another_tenants_namespace() -> None:
+    ring = load_keys(None, VARIABLE, Limits())
+    a, b = ring.authenticate(f"Bearer {A}"), ring.authenticate(f"Bearer {B}")
+    spaces = [tenant.namespace(salt) for tenant in (a, b) for salt in ("", "a", "b", "/b", "../b")]
+    assert len(set(spaces)) == len(spaces)
+    assert all(space.partition("/")[0] in ("a", "b") for space in spaces)
