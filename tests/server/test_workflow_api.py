@@ -322,3 +322,35 @@ def test_the_graph_of_a_run_tells_who_is_next(served: Served, http: httpx.Client
     served.wait_quiet()
     forecast = served.service.agent_runs.board.forecast(("default", "", "/r"))
     assert {agent: one.steps for agent, one in forecast.next_runs.items()}["last"] == 0
+
+
+def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: httpx.Client) -> None:
+    register(http)
+    call(http, "first", {"user_question": "x"}, run="r", client="c")
+    served.wait_quiet()
+    request, key = served.engine.requests[-1], ("default", "c", "c/r")
+    assert (request.client, request.run) == ("c", "c/r")
+    assert request.fixed == len(request.segments[0].tokens)
+    changes, begins = served.engine.forecasts[0]
+    assert {agent: one.steps for agent, one in changes.items()} == {(*key, "first"): 0, (*key, "last"): 1}
+    assert begins[(*key, "first")] == request.segments[0].tokens
+    assert served.engine.forecasts[-1][0][*key, "last"].steps == 0
+
+
+def test_a_forecast_of_a_clients_own_reaches_the_engine(served: Served, http: httpx.Client) -> None:
+    http.post("/v1/hints", json={"kedge": {"run": "r", "seq": 1, "steps": {"a": 2}}})
+    assert {key.agent: one.steps for key, one in served.engine.forecasts[-1][0].items()} == {"a": 2}
+    http.post("/v1/hints", json={"kedge": {"run": "r", "final": True}})
+    assert list(served.engine.forecasts[-1][0].values()) == [None]
+
+
+@pytest.mark.parametrize(
+    ("said", "fixed"),
+    [({"fixed_tokens": 7}, 7), ({"fixed_messages": 1}, 17), ({"fixed_messages": 9}, None), ({}, None)],
+)
+def test_the_fixed_boundary_reaches_the_engine(
+    served: Served, http: httpx.Client, said: dict[str, int], fixed: int | None
+) -> None:
+    messages = [{"role": "system", "content": "12345678"}, {"role": "user", "content": "x"}]
+    http.post(CHAT, json={"messages": messages, "kedge": {"agent": "a", **said}})
+    assert served.engine.requests[-1].fixed == fixed

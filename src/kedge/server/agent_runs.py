@@ -11,14 +11,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from types import MappingProxyType
 
 from kedge.engine.base import Engine, Tokenizer
 from kedge.errors import RequestError
 from kedge.server import prompts
 from kedge.server.hints import Hints
 from kedge.server.registry import Registered
-from kedge.types import AgentId, Completion, RunId, SampleId, TenantId
+from kedge.types import AgentId, Completion, RunId, SampleId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
@@ -28,13 +28,6 @@ MOST_RUNS, MOST_ANSWERS = 1024, 1024
 """Runs of a tenant, and answers that a run remembers."""
 TTL = 600.0
 """Seconds after which a run that nobody mentions is over."""
-
-
-@runtime_checkable
-class TakesForecasts(Protocol):
-    """An engine that keeps the right KV near the model when it is told who runs how soon."""
-
-    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, tuple[int, ...]] = ...) -> None: ...
 
 
 @dataclass
@@ -156,11 +149,12 @@ class AgentRuns:
             self._tell(self.board.update(run.key, seq, next_runs, now))
         elif run.progress is None and registered is not None and self.board.forecast(run.key) is None:
             run.progress = RunProgress(registered.graph, run.key, self.board)
-            self._tell(run.progress.begin(now))
+            begins = {AgentKey(*run.key, agent): tokens for agent, tokens in registered.beginnings.items() if tokens}
+            self._tell(run.progress.begin(now), begins)
 
-    def _tell(self, changes: Changes) -> None:
-        if changes and isinstance(self._engine, TakesForecasts):
-            self._engine.forecast(changes)
+    def _tell(self, changes: Changes, begins: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        if changes:
+            self._engine.forecast(changes, begins)
 
     def _forget_old(self, runs: OrderedDict[RunKey, AgentRun], now: float) -> None:
         while (oldest := next(iter(runs.values()))) and (len(runs) > MOST_RUNS or oldest.heard + TTL <= now):

@@ -16,7 +16,17 @@ from kedge.server.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBod
 from kedge.server.registry import Registered
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
-from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, SamplingParams, Segment
+from kedge.types import (
+    AgentId,
+    ClientId,
+    GenerateRequest,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+)
 from kedge.workflow.graph import Step
 from kedge.workflow.template import Kind
 
@@ -72,11 +82,21 @@ class Job:
             reuse=self.mode,
             request_id=RequestId(f"http-{uuid.uuid4().hex}"),
             tenant=self.tenant.namespace(self.hints.salt),
+            client=ClientId(self.hints.client),
             workflow=self.hints.workflow,
             run=self.run.key.run_id if self.run else RunId(""),
             agent=self.hints.agent,
             produces=self._produces() if choice == 0 else None,
+            fixed=self._fixed(segments),
         )
+
+    def _fixed(self, segments: Sequence[Segment]) -> int | None:
+        """Leading tokens that are the same in every call of this agent: what its template begins with, or as hinted."""
+        if self.step:
+            return prompts.tokens_up_to(segments, "p0")
+        if self.hints.fixed_messages:
+            return prompts.tokens_up_to(segments, f"message_{self.hints.fixed_messages - 1}")
+        return self.hints.fixed_tokens
 
     def _produces(self) -> SampleId | None:
         """The sample that the answer is, where an agent of the workflow is going to read it in this run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 from kedge.engine.base import Tokenizer
@@ -74,6 +75,12 @@ def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value
     """A placeholder's value as a client wrote it: a sample that is named by its tokens, so that it is one value."""
     tokens = tokenizer.encode(_unicode(f"kedge.bindings.{placeholder.name}", text), special=False) if text else ()
     return Value(tokens, SampleId(f"{placeholder.name}#{_digest(tokens)}"))
+
+
+def tokens_up_to(segments: Sequence[Segment], name: str) -> int | None:
+    """Tokens up to the end of the first segment of this name; None where there is none."""
+    ends = zip(segments, accumulate(len(segment.tokens) for segment in segments), strict=True)
+    return next((end for segment, end in ends if segment.name == name), None)
 
 
 def require_known(bindings: Mapping[str, str], placeholders: Sequence[Placeholder]) -> None:

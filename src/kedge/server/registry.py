@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from kedge.errors import NotFound, RequestError, SpecError, WorkflowError
-from kedge.types import ReuseMode, TenantId
+from kedge.types import AgentId, ReuseMode, TenantId, Tokens
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_workflow
 from kedge.workflow.step_graph import StepGraph
@@ -26,6 +26,8 @@ class Registered:
     """For its agents that have no mode of their own; None: as the server says."""
     judges: frozenset[str] = frozenset()
     """Agents that are never translated unless a request names them and asks for it."""
+    beginnings: Mapping[AgentId, Tokens] = field(default_factory=dict)
+    """What every agent's prompt begins with, whatever its placeholders are filled with."""
 
     @cached_property
     def graph(self) -> StepGraph:

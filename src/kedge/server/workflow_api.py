@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -52,8 +53,8 @@ async def register(
 
     def build() -> Registered:
         new = registered(_parsed(content, kind), mode, frozenset(judge), tools=service.config.tools)
-        compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
-        return new
+        agents = compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
+        return replace(new, beginnings={agent: prompt.prefixes[0] for agent, prompt in agents.items()})
 
     new = await service.threads.work(build)
     is_new = service.workflows.put(tenant.id, new)
