@@ -76,6 +76,14 @@ def test_what_is_no_workflow_is_a_bad_request(http: httpx.Client, content: str, 
     assert http.get("/v1/workflows").json()["data"] == []
 
 
+@pytest.mark.parametrize("kind", ["application/json", "application/yaml"])
+def test_a_key_that_stands_twice_is_refused_as_in_a_file(http: httpx.Client, kind: str) -> None:
+    twice = json.dumps(PAIR)[:-1] + ', "name": "other"}'
+    answer = http.post("/v1/workflows", content=twice, headers={"Content-Type": kind})
+    assert answer.status_code == 400
+    assert "twice" in answer.json()["error"]["message"]
+
+
 def test_a_judge_must_be_an_agent(http: httpx.Client) -> None:
     assert http.post("/v1/workflows", json=PAIR, params={"judge": "nobody"}).status_code == 404
 

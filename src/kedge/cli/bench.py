@@ -45,9 +45,7 @@ def ttft(
     console.print(_table(settings, result.agents))
     console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
     if json_file:
-        data = {"settings": asdict(settings), "machine": _machine(), **result.as_json()}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
-        console.print(f"results: {json_file}")
+        _save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
 @bench.command("matching-cost")
@@ -71,9 +69,7 @@ def matching_cost(
     console = Console()
     console.print(table)
     if json_file:
-        data = {"settings": asdict(settings), "machine": _machine(), "estimators": results}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
-        console.print(f"results: {json_file}")
+        _save(console, json_file, {"settings": asdict(settings), "estimators": results})
 
 
 @bench.command()
@@ -89,7 +85,7 @@ def soak(
     console = Console()
     looks = run_soak(SoakSettings(questions=questions, every=every), console.print)
     if json_file:
-        json_file.write_text(json.dumps({"machine": _machine(), "looks": looks}, indent=1) + "\n")
+        _save(console, json_file, {"looks": looks})
 
 
 @bench.command()
@@ -109,9 +105,7 @@ def cache(
     for name, times in (("blocks", result.blocks), ("agents", result.agents)):
         console.print(_cache_table(name, times, growth(times)))
     if json_file:
-        data = {"settings": asdict(settings), "machine": _machine(), **result.as_json()}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
-        console.print(f"results: {json_file}")
+        _save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
 def _cache_table(name: str, times: list[Times], growth: dict[str, dict[str, float]]) -> Table:
@@ -134,6 +128,12 @@ def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:
         cells = (row["agent"] + 1, row["prompt_tokens"], row["mode"], f"{row['dense_ms']:.1f}")
         table.add_row(*map(str, cells), f"{row['translated_ms']:.1f}", f"{row['speedup']:.1f}x", parts)
     return table
+
+
+def _save(console: Console, file: Path, results: dict[str, object]) -> None:
+    """Writes results with the machine that they were measured on."""
+    file.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
+    console.print(f"results: {file}")
 
 
 def _machine() -> dict[str, object]:

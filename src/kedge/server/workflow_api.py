@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import yaml
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.engine.run import compiled
@@ -19,6 +17,7 @@ from kedge.server.runs import Runs, ServedRun
 from kedge.server.service import TheService, TheTenant
 from kedge.server.wire import EventStream, JSONAnswer, event
 from kedge.types import ReuseMode
+from kedge.workflow.spec import parse_text
 
 router = APIRouter(tags=["Kedge"])
 MOST_BYTES = 256 << 10
@@ -94,13 +93,9 @@ def _parsed(content: bytes, kind: str) -> object:
         raise SpecError("body", f"{len(content)} bytes", f"a workflow file has at most {MOST_BYTES}")
     try:
         text = content.decode("utf-8")
-        return json.loads(text) if "json" in kind else yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SpecError(
-            "body", f"{len(content)} bytes", f"is not {'JSON' if 'json' in kind else 'YAML'}: {error}"
-        ) from None
+    return parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
 
 
 def _described(one: Registered) -> dict[str, Any]:

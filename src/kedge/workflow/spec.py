@@ -169,18 +169,27 @@ def load_flow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> Work
 
 
 def _read(path: Path) -> object:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    if path.suffix.lower() not in _READERS:
         raise SpecError("path", str(path), f"a workflow file ends in {', '.join(_READERS)}")
     try:
-        return reader(path.read_bytes().decode("utf-8"))
+        text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise SpecError("path", str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         bad = error.object[error.start : error.end]
         raise SpecError(f"{path}: byte {error.start}", bad, "is not UTF-8") from error
+    return parse_text(text, path.suffix, "path", str(path))
+
+
+def parse_text(text: str, suffix: str, key: str, value: object) -> object:
+    """The data of a workflow file's text; `suffix` says whether it is YAML or JSON.
+
+    Raises `SpecError`, which names `key` and `value`, where it is neither, or where a key stands twice in a mapping.
+    """
+    try:
+        return _READERS[suffix.lower()](text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SpecError("path", str(path), f"is not {path.suffix[1:].upper()}: {error}") from error
+        raise SpecError(key, value, f"is not {suffix[1:].upper()}: {error}") from error
 
 
 def build_workflow(data: object, tools: Mapping[str, Tool] | None = None, source: str = "workflow") -> Workflow:
