@@ -83,11 +83,11 @@ class AnchorSettings(_Section):
     """Sharpness of an anchor's weight."""
     tau: PositiveFloat = 0.05
     """Softness of a token's weight."""
-    top_k: PositiveInt = 8
+    top_k: PositiveInt = 4
     """Anchor tokens that a token's offset is blended from."""
     match_layer: NonNegativeInt | None = None
     """Layer whose base KV is compared; None is a third of the way up."""
-    match_dim: PositiveInt = 64
+    match_dim: PositiveInt = 32
     """Dimensions that base KV is projected to before it is compared."""
     max_error: PositiveFloat = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable."""
@@ -117,7 +117,7 @@ class PlannerSettings(_Section):
 
     section = "engine.planner"
 
-    recompute_head: NonNegativeInt = 4
+    recompute_head: NonNegativeInt = 2
     """First tokens of every translated segment that are computed again."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""

@@ -111,7 +111,7 @@ def test_a_value_longer_than_every_anchor_is_not_shareable_with_interpolate() ->
 def test_a_value_longer_than_every_anchor_is_shareable_with_token() -> None:
     estimate = filled(range(5), **TOKEN).estimate(SLOT, sample(9, 40))
     assert estimate.shareable
-    assert estimate.phi.rows.shape == (40, 8)
+    assert estimate.phi.rows.shape == (40, 4)
 
 
 def test_token_is_not_shareable_before_it_is_calibrated() -> None:

@@ -29,11 +29,11 @@ class AnchorConfig:
     """Sharpness of an anchor's weight: softmax(-temperature · d / mean d)"""
     tau: float = 0.05
     """Softness of a token's weight: softmax(-d² / (tau · mean d²))"""
-    top_k: int = 8
+    top_k: int = 4
     """Anchor tokens that a token's offset is blended from"""
     match_layer: int | None = None
     """Layer whose base KV is compared; None is max(1, layers // 3)"""
-    match_dim: int = 64
+    match_dim: int = 32
     """Dimensions that base KV is projected to before it is compared"""
     max_error: float = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable"""

@@ -8,7 +8,7 @@ from kedge.anchors.offsets import split_rows
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
 
-CHUNK = 128
+CHUNK = 256
 """Tokens at a time: what is between reading offsets and writing slots then stays in the processor's cache"""
 
 
@@ -24,4 +24,4 @@ class Translator:
             for start in range(0, item.base.tokens, CHUNK):
                 stop = min(start + CHUNK, item.base.tokens)
                 base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
-                self._storage.write(table, item.start + start, base, split_rows(rows, base))
+                self._storage.write(table, item.start + start, base, split_rows(rows.to(base.dtype), base))

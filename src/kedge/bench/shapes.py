@@ -41,5 +41,5 @@ def random_engine(size: str, config: EngineConfig) -> LocalEngine:
     """An embedded engine around `random_llama`, with the bundled model's tokenizer (text plays no part here)."""
     device = build.pick_device(config.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    runner = ModelRunner(random_llama(size, device, dtype))
+    runner = build.apart(lambda: ModelRunner(random_llama(size, device, dtype)))
     return LocalEngine.from_runner(runner, HFTokenizer.load(build.model_path(None)), config)

@@ -6,6 +6,7 @@ belongs to whom is in a `Batch` that Transformers hands through its keyword argu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,6 +20,22 @@ from kedge.kv.storage import PagedStorage, Runs
 NAME = "kedge"
 FEW = 64
 """Up to this many queries attention is bound by reading the context, not by arithmetic."""
+ALONE = 512
+"""Tokens of a run from which it is read where it lies; shorter ones are copied together first, which costs less than a
+call for each."""
+
+# What SDPA itself calls on a CPU. It gives the logarithm of the softmax's sum as well, by which parts can be joined.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What is added to the scores of a part of the context: 0 where a query sees a key, else -inf."""
+
+    scores: Tensor
+    """[1, 1, queries, keys]"""
+    seen: Tensor
+    """[queries]: 0 where a query sees any of the keys, else -inf"""
 
 
 @dataclass(slots=True)
@@ -35,15 +52,32 @@ class SequenceSlice:
     contiguous: bool
     """The positions are the last ones of the context, without gaps."""
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    """Attention masks by sliding window, made once per pass for all layers."""
+    """By sliding window, made once per pass for all layers."""
+    biases: dict[tuple[int | None, int], list[Bias]] = field(default_factory=dict)
+    """By sliding window and group size: of each part of the context. Made once per pass for all layers."""
 
-    def mask(self, window: int | None) -> Tensor:
-        """bool [queries, context]: key j is seen by the query at position p when p - window < j <= p."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[queries, context]: 0 where key j is seen by the query at position p (p - window < j <= p), else -inf."""
         if window not in self.masks:
             keys, queries = torch.arange(self.context, device=self.positions.device), self.positions[:, None]
-            seen = keys <= queries
-            self.masks[window] = seen if window is None else seen & (keys > queries - window)
+            hidden = keys > queries if window is None else (keys > queries) | (keys <= queries - window)
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
         return self.masks[window]
+
+    def parts(self) -> list[list[int]]:
+        """Indices of runs that are attended to together: each long one alone, all short ones as one part."""
+        sizes = [run.stop - run.start for run in self.runs]
+        short = [i for i, size in enumerate(sizes) if size < ALONE]
+        return [[i] for i, size in enumerate(sizes) if size >= ALONE] + ([short] if short else [])
+
+    def part_biases(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Bias]:
+        """The mask part by part, repeated for the heads of a group."""
+        if (window, groups) not in self.biases:
+            columns = self.mask(window, dtype).repeat(groups, 1).split([r.stop - r.start for r in self.runs], dim=1)
+            masks = [torch.cat([columns[i] for i in part], dim=1) for part in self.parts()]
+            self.biases[window, groups] = [Bias(mask[None, None], mask.amax(dim=1)) for mask in masks]
+        return self.biases[window, groups]
 
 
 @dataclass(slots=True)
@@ -87,36 +121,67 @@ def _attend(
     """One sequence's queries [heads, tokens, head_dim] over its context -> [tokens, heads, head_dim]."""
     if window is not None and window >= sequence.context:
         window = None
-    keys = [storage.keys[layer, run] for run in sequence.runs]
-    values = [storage.values[layer, run] for run in sequence.runs]
-    if query.shape[1] <= FEW:
-        mask = None if query.shape[1] == 1 and window is None else sequence.mask(window)
-        return _attend_few(query, keys, values, scaling, mask)
-    key = keys[0] if len(keys) == 1 else torch.cat(keys)
-    value = values[0] if len(values) == 1 else torch.cat(values)
-    kv_heads = key.shape[1]
-    groups = query.shape[0] // kv_heads
+    if query.shape[1] <= FEW and query.device.type == "cpu":
+        return _attend_few(query, storage, layer, sequence, scaling, window)
+    key, value = (_gather(pool[layer], sequence.runs) for pool in (storage.keys, storage.values))
+    groups = len(query) // len(key)
     # Heads of one group share their KV: an expanded view gives SDPA its heads without a copy.
-    grouped = query.reshape(kv_heads, groups, *query.shape[1:])
-    key, value = (x.transpose(0, 1)[:, None].expand(-1, groups, -1, -1) for x in (key, value))
-    causal = sequence.contiguous and window is None and query.shape[1] == sequence.context
-    mask = None if causal else sequence.mask(window)
-    out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+    grouped = query.reshape(len(key), groups, *query.shape[1:])
+    key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
+    if sequence.contiguous and window is None and query.device.type == "cpu":
+        out = _attend_causal(grouped, key, value, scaling)
+    else:
+        causal = sequence.contiguous and window is None and query.shape[1] == sequence.context
+        mask = None if causal else sequence.mask(window, query.dtype)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _attend_few(query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float, mask: Tensor | None) -> Tensor:
-    """A few queries over a long context that lies in several runs: reading it is the cost, so nothing is copied."""
-    kv_heads, head_dim = keys[0].shape[1:]
-    count = query.shape[1]
-    grouped = query.reshape(kv_heads, -1, head_dim)  # the heads of a group, and in each its queries
-    scores = torch.cat([grouped @ key.permute(1, 2, 0) for key in keys], dim=-1).float().mul_(scaling)
-    if mask is not None:
-        scores.view(kv_heads, -1, *mask.shape).masked_fill_(~mask, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    parts = weights.split([len(value) for value in values], dim=-1)
-    out = torch.stack([part @ value.transpose(0, 1) for part, value in zip(parts, values, strict=True)]).sum(0)
-    return out.view(-1, count, head_dim).transpose(0, 1)
+def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """The last tokens of a context, all [batch, heads, tokens, head_dim]: what lies before them is seen whole, and
+    of themselves the kernel leaves out what is not seen. A mask for both would cost the work of all pairs.
+    """
+    before = key.shape[2] - query.shape[2]
+    out, own = _flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
+    if not before:
+        return out
+    rest, past = _flash(query, key[:, :, :before], value[:, :, :before], scale=scaling)
+    return _joined([rest, out], [past, own])
+
+
+def _gather(pool: Tensor, runs: Runs) -> Tensor:
+    """Runs of one layer's slots [slots, kv_heads, head_dim] as [kv_heads, tokens, head_dim]; one alone is a view."""
+    pieces = [pool[run] for run in runs]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, 1)
+
+
+def _attend_few(
+    query: Tensor, storage: PagedStorage, layer: int, sequence: SequenceSlice, scaling: float, window: int | None
+) -> Tensor:
+    """A few queries over a long context: reading it is the cost, so that long runs are read where they lie, once for
+    all heads of a group, and the parts' results are joined by their softmax sums.
+    """
+    kv_heads, head_dim = storage.keys.shape[2:]
+    grouped = query.reshape(1, kv_heads, -1, head_dim)  # the heads of a group, and in each its queries
+    parts = sequence.parts()
+    biases: Sequence[Bias | None] = [None] * len(parts)
+    if query.shape[1] > 1 or window is not None:
+        biases = sequence.part_biases(window, len(query) // kv_heads, query.dtype)
+    outs, sums = [], []
+    for part, bias in zip(parts, biases, strict=True):
+        runs = tuple(sequence.runs[i] for i in part)
+        key, value = (_gather(pool[layer], runs)[None] for pool in (storage.keys, storage.values))
+        out, logsumexp = _flash(grouped, key, value, attn_mask=bias and bias.scores, scale=scaling)
+        outs.append(out)
+        # Of a query that sees nothing of a part the kernel says 0, which would be a weight.
+        sums.append(logsumexp if bias is None else logsumexp + bias.seen)
+    out = outs[0] if len(outs) == 1 else _joined(outs, sums)
+    return out.view(len(query), -1, head_dim).transpose(0, 1)
+
+
+def _joined(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
+    """Attention over all parts [1, heads, queries, head_dim] from that over each, with the logarithms of its sums."""
+    return torch.stack(outs).mul_(torch.stack(sums).softmax(0)[..., None]).sum(0)
 
 
 AttentionInterface.register(NAME, paged_attention)

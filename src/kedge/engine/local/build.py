@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +25,19 @@ from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
 from kedge.runtime.interfaces import ReusePolicy
 from kedge.runtime.runtime import Runtime
+
+T = TypeVar("T")
+
+
+def apart(work: Callable[[], T]) -> T:
+    """Does `work` with tensors on a thread that ends with it.
+
+    OpenMP keeps a team of workers for every living thread that ever asked for one. With more workers than cores, GCC's
+    lets them sleep between two parallel regions, and a pass of a small model takes half as long again: so that the
+    engine's thread is to be the only one.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()
 
 
 def model_path(model: str | Path | None) -> Path:

@@ -46,7 +46,7 @@ class LocalEngine:
     def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         path = build.model_path(model or self.config.model)
-        runner = build.load_runner(path, self.config)
+        runner = build.apart(partial(build.load_runner, path, self.config))
         self.tokenizer = HFTokenizer.load(path)
         self._start(runner, None)
 
@@ -66,7 +66,8 @@ class LocalEngine:
     def _start(self, runner: ModelRunner, policy: EvictionPolicy | None) -> None:
         self._runner = runner
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._core, self.capacity = build.core(runner, self.config, policy, partial(self._commands.put, _look))
+        look = partial(self._commands.put, _look)
+        self._core, self.capacity = build.apart(partial(build.core, runner, self.config, policy, look))
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._dead: BaseException | None = None
         self._idle_waiters: list[threading.Event] = []
