@@ -22,7 +22,7 @@ def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
     assert result.memory_ratio > 0
     assert [agent.mode for agent in times] == ["exact prefix + dense", "translated", "translated"]
     for agent in times:
-        assert len(agent.dense) == len(agent.translated) == SMALL.repeats
+        assert len(agent.dense) == len(agent.translated) == len(agent.generate) == SMALL.repeats
         for total, parts in zip(agent.translated, agent.parts, strict=True):
             assert sum(parts.values()) == pytest.approx(total, rel=0.02, abs=0.2)
 

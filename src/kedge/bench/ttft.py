@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from kedge.bench.reference import Generate
 from kedge.bench.shapes import SHAPES, random_engine
 from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
 from kedge.engine.local.engine import LocalEngine
@@ -61,6 +62,8 @@ class AgentTimes:
     prompt_tokens: int = 0
     dense: list[float] = field(default_factory=list)
     translated: list[float] = field(default_factory=list)
+    generate: list[float] = field(default_factory=list)
+    """Of Transformers' own `generate`."""
     parts: list[dict[str, float]] = field(default_factory=list)
     mode: str = "dense"
 
@@ -80,11 +83,13 @@ class AgentTimes:
             "prompt_tokens": self.prompt_tokens,
             "dense_ms": round(statistics.median(self.dense), 3),
             "translated_ms": round(statistics.median(self.translated), 3),
+            "generate_ms": round(statistics.median(self.generate), 3),
             "speedup": round(self.speedup, 2),
             "mode": self.mode,
             "parts_ms": self.parts_ms(),
             "all_dense_ms": [round(ms, 3) for ms in self.dense],
             "all_translated_ms": [round(ms, 3) for ms in self.translated],
+            "all_generate_ms": [round(ms, 3) for ms in self.generate],
         }
 
 
@@ -162,16 +167,17 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     """Fills the pools, then measures every agent `repeats` times, translated and dense."""
     workload = CopyMachine(settings)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
+    generate = Generate(settings.model_size, settings.device)
     with random_engine(settings.model_size, engine_config(settings)) as engine:
         runs = (f"run-{i}" for i in count())
-        _warm(engine, workload, settings, runs)
+        _warm(engine, generate, workload, settings, runs)
         for i in range(settings.samples):
             progress(f"filling the pools: sample {i + 1} of {settings.samples}")
             _fill(engine, workload, settings, next(runs), extra=i)
         stored: Any = engine.inspect()
         for i in range(settings.repeats):
             progress(f"measuring: {i + 1} of {settings.repeats}")
-            _measure_once(engine, workload, settings, next(runs), times)
+            _measure_once(engine, generate, workload, settings, next(runs), times)
         spec = engine.kv_spec
     tokens = settings.question + (settings.agents - 1) * settings.output
     return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token)
@@ -195,10 +201,13 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
     return config.model_copy(update={"planner": PlannerSettings(recompute_head=settings.recompute_head)})
 
 
-def _warm(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]) -> None:
+def _warm(
+    engine: LocalEngine, generate: Generate, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]
+) -> None:
     """First use of kernels and memory costs nobody."""
     request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
     ask(engine, request, 2)
+    generate.ttft_ms(request.tokens)
 
 
 def _fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
@@ -220,9 +229,15 @@ def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Compl
 
 
 def _measure_once(
-    engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, times: list[AgentTimes]
+    engine: LocalEngine,
+    generate: Generate,
+    workload: CopyMachine,
+    settings: TtftSettings,
+    run: str,
+    times: list[AgentTimes],
 ) -> None:
-    """One question through all agents, each answering in full; then the same prompts once more without any reuse."""
+    """One question through all agents, each answering in full; then the same prompts once more without any reuse, and
+    through Transformers' own `generate`."""
     question = workload.tokens(settings.question)
     answers: list[Tokens] = []
     for agent, record in enumerate(times):
@@ -237,3 +252,4 @@ def _measure_once(
     for agent, record in enumerate(times):
         request = workload.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
         record.dense.append(ask(engine, request, 1).ttft_ms)
+        record.generate.append(generate.ttft_ms(request.tokens))

@@ -121,12 +121,12 @@ def _cache_table(name: str, times: list[Times], growth: dict[str, dict[str, floa
 def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
     table = Table(title=title)
-    for column in ("agent", "prompt", "mode", "dense ms", "Kedge ms", "speed-up", "parts ms"):
+    for column in ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "parts of 1 ms and more"):
         table.add_column(column, justify="right")
     for row in (agent.as_json() for agent in times):
-        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in row["parts_ms"].items())
-        cells = (row["agent"] + 1, row["prompt_tokens"], row["mode"], f"{row['dense_ms']:.1f}")
-        table.add_row(*map(str, cells), f"{row['translated_ms']:.1f}", f"{row['speedup']:.1f}x", parts)
+        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in row["parts_ms"].items() if ms >= 1)
+        measured = (f"{row[key]:.1f}" for key in ("generate_ms", "dense_ms", "translated_ms"))
+        table.add_row(str(row["agent"] + 1), str(row["prompt_tokens"]), *measured, f"{row['speedup']:.1f}x", parts)
     return table
 
 
