@@ -14,7 +14,7 @@ from kedge.kv.segment import KVSegment
 from kedge.types import Tokens
 
 _SEED = 20_250_102
-_CHUNK = 64
+_CHUNK = 128
 """Queries compared at once: their distances to 10,000 anchor tokens still fit a cache, and lie in one buffer"""
 _FAR = 1e30
 """Squared distance of padding; finite, for 0 · inf is not a number"""
