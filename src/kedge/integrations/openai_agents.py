@@ -1,0 +1,108 @@
+"""Workflows of the OpenAI Agents SDK: handoffs and agents as tools become a step graph.
+
+    async with workflow(client, triage) as run:
+        result = await Runner.run(triage, "…", run_config=run.config())
+
+Whatever uses the run's config belongs to the run: one call of the `Runner`, or several in a row or at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import isawaitable
+from typing import Any
+
+from kedge.errors import ConfigError
+from kedge.integrations.edges import END, START, Edge
+from kedge.integrations.edges import step_graph as graph_of
+from kedge.integrations.openai_client import AsyncWorkflowRun, follower_of, set_acting
+from kedge.workflow.graph import Workflow
+from kedge.workflow.step_graph import StepGraph
+
+try:
+    from agents import Agent, Handoff, OpenAIProvider, RunConfig
+    from agents.run import CallModelData, ModelInputData
+    from openai import AsyncOpenAI
+except ImportError as error:
+    why = "is not installed: pip install 'kedge[openai-agents]'"
+    raise ConfigError("kedge.integrations.openai_agents", error.name, why) from error
+
+
+class AgentsRun(AsyncWorkflowRun):
+    """One run of a workflow whose agents are the SDK's. It says who calls the model as they take turns."""
+
+    async def __aenter__(self) -> AgentsRun:
+        return self
+
+    def config(self, base: RunConfig | None = None) -> RunConfig:
+        """`base`, for agents that call the model through this run.
+
+        Models are looked up by their names at the run's client, in its chat completions; `base.model_provider` is not
+        asked. A provider of your own that calls through `client` is right as well: `replace(run.config(),
+        model_provider=…)`.
+        """
+        base = base or RunConfig()
+        given = base.call_model_input_filter
+
+        async def note_agent(data: CallModelData[Any]) -> ModelInputData:
+            """The SDK calls it right before each call of a model, in the task that makes the call."""
+            set_acting(data.agent.name)
+            filtered = given(data) if given else data.model_data
+            return await filtered if isawaitable(filtered) else filtered
+
+        provider = OpenAIProvider(openai_client=self.client, use_responses=False)
+        return replace(base, model_provider=provider, call_model_input_filter=note_agent)
+
+
+def workflow(
+    client: AsyncOpenAI, flow: Agent[Any] | str | Workflow | StepGraph, *, run: str = "", client_id: str = ""
+) -> AgentsRun:
+    """A run that begins with the agent `flow` and goes wherever its handoffs and tools lead, to be used in an
+    `async with` block. Where your own code decides who is next, `flow` and the rest are as in
+    `kedge.integrations.openai_client.workflow`."""
+    known = step_graph(flow) if isinstance(flow, Agent) else flow
+    return AgentsRun(client, follower_of(known, run, client_id))
+
+
+def step_graph(first: Agent[Any]) -> StepGraph:
+    """Who may come after whom, from the agent `first` on. Agents of one name are one."""
+    return graph_of(first.name, [Edge(START, first.name), *_edges(first)])
+
+
+def _edges(first: Agent[Any]) -> Iterator[Edge]:
+    seen, todo = {first.name}, [first]
+    while todo:
+        agent = todo.pop()
+        yield from _choices(agent)
+        for other in (*_handoffs(agent).values(), *_agents_as_tools(agent)):
+            if other is not None and other.name not in seen:
+                seen.add(other.name)
+                todo.append(other)
+
+
+def _choices(agent: Agent[Any]) -> Iterator[Edge]:
+    """After a call the model decides: the answer, a handoff, an agent that reports back, or a tool and another call."""
+    helpers = [helper.name for helper in _agents_as_tools(agent)]
+    again = [agent.name] if len(agent.tools) > len(helpers) or agent.mcp_servers else []
+    for target in (END, *_handoffs(agent), *helpers, *again):
+        yield Edge(agent.name, target, chosen=True)
+    for helper in helpers:
+        yield Edge(helper, agent.name, chosen=True)
+
+
+def _handoffs(agent: Agent[Any]) -> dict[str, Agent[Any] | None]:
+    """Name -> the agent, None where only the SDK's own code can tell."""
+    return dict(_handoff(one) for one in agent.handoffs)
+
+
+def _handoff(one: Agent[Any] | Handoff[Any, Any]) -> tuple[str, Agent[Any] | None]:
+    if isinstance(one, Agent):
+        return one.name, one
+    known = getattr(one, "_agent_ref", None)  # the SDK has no public way from a handoff to its agent
+    return one.agent_name, known() if known is not None else None
+
+
+def _agents_as_tools(agent: Agent[Any]) -> list[Agent[Any]]:
+    found = (getattr(tool, "_agent_instance", None) for tool in agent.tools)  # as for handoffs
+    return [helper for helper in found if helper is not None]

@@ -1,0 +1,87 @@
+"""What is said of a run, without a server."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kedge.integrations.edges import END, START, Edge, step_graph
+from kedge.integrations.follower import Follower
+
+LOOP = step_graph(
+    "loop", [Edge(START, "a"), Edge("a", "b"), Edge("b", "a", True), Edge("b", "c", True), Edge("c", END)]
+)
+
+
+def steps(follower: Follower) -> dict[str, float | None]:
+    said: dict[str, float | None] = follower.hints()["steps"]
+    return said
+
+
+def test_a_run_goes_round_and_out() -> None:
+    follower = Follower("loop", LOOP)
+    assert steps(follower) == {"a": 0, "b": 1, "c": 2}
+    with follower.calling("a") as hints:
+        assert hints["steps"] == {"a": 0, "b": 1, "c": 2} and hints["agent"] == "a"
+    with follower.calling("b"):
+        assert steps(follower) == {"a": 1, "b": 0, "c": 1}
+    with follower.calling("a"):
+        assert steps(follower) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_an_agent_that_runs_twice_at_once_is_done_with_the_second() -> None:
+    follower = Follower("loop", LOOP)
+    with follower.calling("a"):
+        with follower.calling("a"):
+            pass
+        assert steps(follower)["a"] == 0 and steps(follower)["b"] == 1
+    assert steps(follower)["b"] == 0
+
+
+def test_what_never_comes_is_null() -> None:
+    follower = Follower("loop", LOOP)
+    for agent in "abc":
+        with follower.calling(agent):
+            pass
+    assert json.loads(json.dumps(follower.hints()))["steps"]["c"] is None
+
+
+def test_strangers_and_nobody_change_nothing() -> None:
+    follower = Follower("loop", LOOP)
+    before = steps(follower)
+    with follower.calling("stranger") as hints:
+        assert (hints["agent"], hints["steps"]) == ("stranger", before)
+    with follower.calling("") as hints:
+        assert "agent" not in hints
+    assert steps(follower) == before
+
+
+def test_a_failed_call_ends_too() -> None:
+    follower = Follower("loop", LOOP)
+    with pytest.raises(LookupError), follower.calling("a"):
+        raise LookupError
+    assert steps(follower)["b"] == 0
+
+
+def test_without_a_graph_it_says_whose_call_it_is_and_no_more() -> None:
+    follower = Follower("flow", run="r", client="c")
+    assert follower.hints("a") == {"workflow": "flow", "run": "r", "client": "c", "agent": "a"}
+    assert follower.over() is None
+
+
+def test_a_run_of_its_own_is_forgotten_and_a_given_one_is_not() -> None:
+    own, given = Follower("loop", LOOP), Follower("loop", LOOP, "r")
+    assert own.over() == {"workflow": "loop", "run": own.run, "final": True}
+    assert own.run != Follower("loop", LOOP).run
+    over = given.over()
+    assert over is not None and (over["run"], over["steps"]) == ("r", {}) and "final" not in over
+
+
+def test_numbers_grow_over_threads_and_followers() -> None:
+    first, second = Follower("loop", LOOP, "r"), Follower("loop", LOOP, "r")
+    with ThreadPoolExecutor(4) as pool:
+        early = list(pool.map(lambda _: first.hints()["seq"], range(50)))
+    assert len({*early}) == 50
+    assert second.hints()["seq"] > max(early)

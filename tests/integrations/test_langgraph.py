@@ -1,0 +1,308 @@
+"""LangGraph and LangChain as they are, against a real server: what it is told of whose call it is and who is next."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import pytest
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.func import entrypoint, task
+from langgraph.graph import START
+from langgraph.types import Command, interrupt
+
+from kedge.integrations.langgraph import ChatOpenAI, attach, step_graph
+from kedge.server.hints import Hints
+from kedge.workflow.forecast import Ignored
+from kedge.workflow.step_graph import Node
+from tests.integrations.conftest import Told
+from tests.integrations.graphs import GRAPHS, QUIET, Graph, State, Team, nested, parallel, review, uneven
+from tests.server.conftest import wait_until
+
+NOTHING: Any = {"said": []}
+RUNS = 10
+LEAST = {uneven: 0.7}
+"""What runs twice because two branches meet where nobody waits is forecast once."""
+
+
+def model(told: Told, **options: Any) -> ChatOpenAI:
+    return ChatOpenAI(model=told.model, base_url=told.url, api_key="none", max_tokens=1, max_retries=0, **options)
+
+
+@pytest.fixture
+def team(told: Told) -> Team:
+    return Team(model(told))
+
+
+# what it is told ------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_says_whose_it_is_and_who_is_next(team: Team, told: Told) -> None:
+    attach(parallel(team), "merging").invoke(NOTHING)
+    first, *_, last = told.calls
+    assert (first.workflow, first.agent) == ("merging", "splitter")
+    assert first.steps == {"splitter": 0, "left": 1, "right": 1, "left_again": 2, "merger": 3}
+    assert (last.agent, last.steps) == ("merger", {**dict.fromkeys(first.steps, inf), "merger": 0})
+    assert len({hints.run for hints in told.calls}) == 1 and first.run
+    seqs = [hints.seq or 0 for hints in told.calls]
+    assert len({*seqs}) == 5 and (seqs[0], seqs[-1]) == (min(seqs), max(seqs))
+
+
+def test_the_run_is_the_thread_and_goes_on(team: Team, told: Told) -> None:
+    refused = told.served.service.agent_runs.board.ignored
+    before = refused[Ignored.ENDED]
+    graph = attach(review(team))
+    for _ in range(2):
+        graph.invoke(NOTHING, {"configurable": {"thread_id": "t-1"}})
+        wait_until(lambda: told.all[-1].steps == {})
+    assert {hints.run for hints in told.all} == {"t-1"}
+    assert not any(hints.final for hints in told.all)
+    assert refused[Ignored.ENDED] == before
+
+
+def test_a_run_without_a_thread_is_ended(team: Team, told: Told) -> None:
+    graph = attach(parallel(team))
+    graph.invoke(NOTHING)
+    graph.invoke(NOTHING)
+    wait_until(lambda: sum(hints.final for hints in told.all) == 2)
+    runs = {hints.run for hints in told.all}
+    assert {hints.run for hints in told.all if hints.final} == runs and len(runs) == 2
+
+
+def test_a_node_that_calls_no_model_is_told_by_itself(team: Team, told: Told) -> None:
+    graph = attach(review(team))
+    graph.invoke(NOTHING, {"configurable": {"thread_id": "quiet"}})
+    wait_until(lambda: told.all[-1].steps == {})
+    told.all.clear()
+    graph.invoke(NOTHING, {"configurable": {"thread_id": "quiet"}})
+    wait_until(lambda: bool(told.all) and told.all[-1].steps == {})
+    *others, _ = told.aside
+    assert others and all(hints.steps and hints.steps["search"] == 0 for hints in others)
+    assert others[0].steps == {"planner": 3, "search": 0, "writer": 1, "reviewer": 2, "publisher": 3}
+
+
+@pytest.mark.parametrize("how", ["stream", "ainvoke", "astream", "batch", "streaming model"])
+def test_however_it_is_called(how: str, team: Team, told: Told) -> None:
+    if how == "streaming model":
+        team.llm = model(told, streaming=True)
+    graph = attach(nested(team))
+
+    async def drain() -> None:
+        async for _ in graph.astream(NOTHING, stream_mode="messages"):
+            pass
+
+    run: dict[str, Callable[[], object]] = {
+        "stream": lambda: list(graph.stream(NOTHING, stream_mode="messages", subgraphs=True)),
+        "ainvoke": lambda: asyncio.run(graph.ainvoke(NOTHING)),
+        "astream": lambda: asyncio.run(drain()),
+        "batch": lambda: graph.batch([NOTHING] * 3),
+        "streaming model": lambda: graph.invoke(NOTHING),
+    }
+    run[how]()
+    assert {"asker", "writing:draft", "writing:critic", "judge"} == {*told.agents}
+    assert all(hints.steps and hints.steps[hints.agent] == 0 for hints in told.calls)
+
+
+def test_asynchronous_calls_of_the_model(told: Told) -> None:
+    llm = model(told)
+
+    async def speak(_: State) -> dict[str, list[str]]:
+        await asyncio.gather(llm.ainvoke("one"), llm.ainvoke("two"))
+        return {"said": []}
+
+    builder = Team(llm).graph("last").add_node("both", speak).add_edge(START, "both").add_edge("both", "last")
+    asyncio.run(attach(builder.compile()).ainvoke(NOTHING))
+    assert told.agents == ["both", "both", "last"]
+    assert [hints.steps for hints in told.calls[:2]] == [{"both": 0, "last": 1}] * 2
+
+
+def test_a_tool_that_calls_the_model_is_its_node(told: Told) -> None:
+    llm = model(told)
+
+    @tool
+    def ask(question: str) -> str:
+        """Asks."""
+        return str(llm.invoke(question).content)
+
+    builder = Team(llm).graph("after").add_node("asking", lambda _: {"said": [ask.invoke("what?")]})
+    attach(builder.add_edge(START, "asking").add_edge("asking", "after").compile()).invoke(NOTHING)
+    assert told.agents == ["asking", "after"]
+
+
+def test_a_node_that_fails_ends_its_run(team: Team, told: Told) -> None:
+    def fail(_: State) -> dict[str, list[str]]:
+        raise LookupError("nothing there")
+
+    builder = team.graph("first").add_node("broken", fail).add_edge(START, "first").add_edge("first", "broken")
+    graph = attach(builder.compile())
+    with pytest.raises(LookupError):
+        graph.invoke(NOTHING)
+    wait_until(lambda: told.all[-1].final)
+    told.all.clear()
+    with pytest.raises(LookupError):
+        graph.invoke(NOTHING)
+    assert told.calls[0].steps == {"first": 0, "broken": 1}
+
+
+def test_an_interrupted_run_goes_on_where_it_was(team: Team, told: Told) -> None:
+    builder = team.graph("first", "last").add_node("human", lambda _: {"said": [interrupt("?")]})
+    builder.add_edge(START, "first").add_edge("first", "human").add_edge("human", "last")
+    graph = attach(builder.compile(checkpointer=InMemorySaver()))
+    config: Any = {"configurable": {"thread_id": "interrupted"}}
+    graph.invoke(NOTHING, config)
+    graph.invoke(Command(resume="yes"), config)
+    assert told.agents == ["first", "last"]
+    assert told.calls[-1].steps and told.calls[-1].steps["last"] == 0
+
+
+def test_runs_at_once_are_kept_apart(team: Team, told: Told) -> None:
+    graph = attach(parallel(team))
+    threads = [threading.Thread(target=graph.invoke, args=(NOTHING,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    by_run: dict[str, list[Hints]] = {}
+    for hints in told.calls:
+        by_run.setdefault(hints.run, []).append(hints)
+    assert len(by_run) == 4
+    for calls in by_run.values():
+        assert {hints.agent for hints in calls} == {"splitter", "left", "right", "left_again", "merger"}
+        assert calls[0].steps == {"splitter": 0, "left": 1, "right": 1, "left_again": 2, "merger": 3}
+
+
+def test_the_functional_api(told: Told) -> None:
+    llm = model(told)
+
+    @task
+    def write(topic: str) -> str:
+        return str(llm.invoke(topic).content)
+
+    @entrypoint()
+    def flow(topic: str) -> str:
+        llm.invoke("plan")
+        return write(topic).result()
+
+    attach(flow).invoke("x")
+    assert told.agents == ["flow", "flow:write"]
+    assert told.calls[1].steps == {"flow": 0}
+
+
+def test_without_attach_a_call_still_says_whose_it_is(team: Team, told: Told) -> None:
+    nested(team).invoke(NOTHING, {"configurable": {"thread_id": "alone"}})
+    assert {(hints.agent, hints.run, hints.steps) for hints in told.calls} == {
+        (agent, "alone", None) for agent in ("asker", "writing:draft", "writing:critic", "judge")
+    }
+
+
+def test_an_attached_graph_inside_another_one(team: Team, told: Told) -> None:
+    inner = attach(team.graph("a", "b").add_edge(START, "a").add_edge("a", "b").compile(), "inner")
+    team.graph().add_node("outer", lambda state: inner.invoke(state)).add_edge(START, "outer").compile().invoke(NOTHING)
+    assert [(hints.workflow, hints.agent, hints.steps) for hints in told.calls] == [
+        ("inner", "a", {"a": 0, "b": 1}),
+        ("inner", "b", {"a": inf, "b": 0}),
+    ]
+
+
+def test_outside_of_graphs_nothing_is_sent(told: Told) -> None:
+    model(told).invoke("hello")
+    assert told.all == [Hints()]
+
+
+def test_what_the_application_sends_itself_stays(told: Told) -> None:
+    llm = model(told, extra_body={"kedge": {"reuse": "off", "agent": "own"}, "session_id": "s"})
+    attach(Team(llm).graph("node").add_edge(START, "node").compile()).invoke(NOTHING)
+    (hints,) = told.calls
+    assert (hints.agent, hints.reuse, hints.session, hints.steps) == ("own", "off", "s", {"node": 0})
+
+
+def test_a_server_that_is_gone_harms_only_the_calls(told: Told) -> None:
+    gone = ChatOpenAI(model="none", base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
+
+    def speak(_: State) -> dict[str, list[str]]:
+        with pytest.raises(Exception, match="Connection error"):
+            gone.invoke("hello")
+        return {"said": ["went on"]}
+
+    builder = Team(gone).graph(quiet=["next"]).add_node("first", speak).add_edge(START, "first")
+    assert attach(builder.add_edge("first", "next").compile()).invoke(NOTHING)["said"] == ["went on"]
+    assert not told.all
+
+
+# who is next ----------------------------------------------------------------------------------------------------------
+
+
+def right(calls: list[Hints]) -> Iterator[tuple[bool, int, int]]:
+    """For each call after which another agent calls: whether that one was among those with the lowest steps, how many
+    those were, and how many agents do not run.
+
+    Agents that run already, with 0 steps, are not expected any more and do not count; one of them that calls all the
+    same was told as running.
+    """
+    for now, then in pairwise(calls):
+        if now.agent != then.agent:
+            steps = now.steps or {}
+            waiting = [one for agent, one in steps.items() if one > 0 and agent not in QUIET]
+            yield (
+                steps[then.agent] <= min(waiting) and steps[then.agent] < inf,
+                waiting.count(min(waiting)),
+                len(waiting),
+            )
+
+
+@pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
+def test_the_next_agent_is_among_those_with_the_lowest_steps(build: Callable[[Team], Graph], told: Told) -> None:
+    team = Team(model(told))
+    graph = attach(build(team))
+    found: list[tuple[bool, int, int]] = []
+    for seed in range(RUNS):
+        team.random.seed(seed)
+        told.all.clear()
+        graph.invoke(NOTHING, {"recursion_limit": 100})
+        found += right(told.calls)
+    share = sum(hit for hit, _, _ in found) / len(found)
+    print(f"\n{build.__name__}: {share:.1%} of {len(found)}", end="")
+    print(f", {sum(n for _, n, _ in found) / sum(all for _, _, all in found):.0%} of the waiting agents named")
+    assert len(found) >= RUNS
+    assert share >= LEAST.get(build, 0.95)
+
+
+# its edges ------------------------------------------------------------------------------------------------------------
+
+
+def nodes(graph: Graph) -> dict[str, Node]:
+    return {node.id: node for node in step_graph(graph).nodes}
+
+
+def test_branches_loops_and_their_odds(team: Team) -> None:
+    found = nodes(review(team))
+    assert found["planner"] == Node("planner", after=["__start__"], loops=["reviewer"])
+    assert found["reviewer"].then == {"planner": 0.5, "publisher": 0.5}
+    assert found["publisher"].after == ({"reviewer"},)
+
+
+def test_a_join_waits_for_all(team: Team) -> None:
+    assert nodes(parallel(team))["merger"].after == ({"left_again", "right"},)
+
+
+def test_subgraphs_are_drawn_through(team: Team) -> None:
+    found = nodes(nested(team))
+    assert {*found} == {"__start__", "asker", "writing:draft", "writing:critic", "judge"}
+    assert found["writing:draft"].after == ({"asker"},)
+    assert found["writing:draft"].loops == ({"writing:critic"},)
+    assert found["judge"].after == ({"writing:critic"},)
+    assert found["judge"].then == {"asker": 0.5}
+
+
+def test_a_join_of_subgraphs_that_begin_and_end_in_several_ways(team: Team) -> None:
+    inner = team.graph("one", "two").add_edge(START, "one").add_edge(START, "two").compile()
+    builder = team.graph("other", "after").add_node("sub", inner).add_edge(START, "sub").add_edge(START, "other")
+    found = nodes(builder.add_edge(["sub", "other"], "after").compile())
+    assert {*found} == {"__start__", "sub:one", "sub:two", "other", "after"}
+    assert found["sub:two"].after == ({"__start__"},)
+    assert set(found["after"].after) == {frozenset({"sub:one", "other"}), frozenset({"sub:two", "other"})}

@@ -1,0 +1,172 @@
+"""OpenAI's clients as they are, waiting and asynchronous, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kedge.integrations.openai_client import acting, workflow
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.step_graph import Node, StepGraph
+from tests.integrations.conftest import Told
+from tests.server.conftest import FLOW
+
+TEAM = Workflow(
+    "team",
+    (
+        Agent("planner", "You plan.", "{user_question}"),
+        Agent("writer", "You write.", "{agent_planner_current}"),
+        Agent("critic", "You judge.", "{agent_writer_current}"),
+    ),
+)
+INFINITE = float("inf")
+
+
+@pytest.fixture
+def client(told: Told) -> openai.OpenAI:
+    return told.served.client()
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, **options
+    )
+
+
+@pytest.fixture
+def asynchronous(told: Told) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=told.url, api_key="none", max_retries=0)
+
+
+async def ask_later(client: openai.AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+
+
+def test_every_call_says_whose_it_is_and_who_is_next(client: openai.OpenAI, told: Told) -> None:
+    with workflow(client, TEAM, client_id="me") as run:
+        for agent in ("planner", "writer", "critic"):
+            ask(run.agent(agent))
+    planner, writer, critic, end = told.all
+    assert (planner.workflow, planner.agent, planner.run, planner.client) == ("team", "planner", run.id, "me")
+    assert planner.steps == {"planner": 0, "writer": 1, "critic": 2}
+    assert writer.steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+    assert critic.steps == {"planner": INFINITE, "writer": INFINITE, "critic": 0}
+    assert (end.run, end.final) == (run.id, True)
+    assert told.served.service.agent_runs.board.ignored.total() == 0
+
+
+def test_the_given_client_stays_as_it_was(client: openai.OpenAI, told: Told) -> None:
+    with workflow(client, TEAM) as run:
+        ask(client)
+        ask(run.agent("planner"))
+    assert [hints.agent for hints in told.all[:2]] == ["", "planner"]
+    assert told.all[0].run == ""
+
+
+@pytest.mark.parametrize("how", ["stream", "raw", "helper", "text"])
+def test_however_it_is_called(how: str, client: openai.OpenAI, told: Told) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with workflow(client, TEAM) as run:
+        planner = run.agent("planner")
+        if how == "stream":
+            assert list(ask(planner, stream=True))
+        elif how == "raw":
+            planner.chat.completions.with_raw_response.create(model="kedge-nano", messages=messages, max_tokens=1)
+        elif how == "helper":
+            with planner.chat.completions.stream(model="kedge-nano", messages=messages) as stream:
+                assert stream.get_final_completion().choices
+        else:
+            planner.completions.create(model="kedge-nano", prompt="Hi", max_tokens=1)
+        ask(run.agent("writer"))
+    assert told.agents == ["planner", "writer"]
+    assert told.calls[1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+
+
+def test_other_routes_are_left_alone(client: openai.OpenAI, told: Told) -> None:
+    with workflow(client, TEAM) as run:
+        assert run.agent("planner").models.list().data
+    assert not told.calls
+
+
+def test_calls_deep_in_the_code(client: openai.OpenAI, told: Told) -> None:
+    with workflow(client, TEAM) as run:
+        with acting("planner"):
+            ask(run.client)
+        ask(run.client)
+    assert [hints.agent for hints in told.all] == ["planner", "", ""]
+    assert told.all[1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+
+
+def test_what_a_call_says_itself_goes_first(client: openai.OpenAI, told: Told) -> None:
+    with workflow(client, TEAM) as run:
+        ask(run.agent("planner"), extra_body={"kedge": {"reuse": "off", "agent": "other"}, "session_id": "s"})
+    (hints,) = told.calls
+    assert (hints.agent, hints.reuse, hints.session, hints.run) == ("other", "off", "s", run.id)
+
+
+def test_a_registered_workflow_is_followed_by_the_server(client: openai.OpenAI, told: Told) -> None:
+    httpx.post(f"{told.url}/workflows", content=FLOW, headers={"content-type": "application/yaml"}).raise_for_status()
+    with workflow(client, "pair") as run:
+        for agent, wants in (("first", {"user_question": "Q"}), ("last", {"user_question": "Q"})):
+            answer = run.agent(agent).chat.completions.create(
+                model="kedge-nano", messages=[], max_tokens=2, extra_body={"kedge": {"bindings": wants}}
+            )
+            assert answer.choices[0].message.content
+        forecast = told.served.service.agent_runs.board
+    assert [hints.steps for hints in told.calls] == [None, None]
+    assert forecast.ignored.total() == 0
+
+
+def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, told: Told) -> None:
+    loop = StepGraph("loop", (Node("asker", loops=["answerer"]), Node("answerer", after=["asker"])))
+    for _ in range(2):
+        with workflow(client, loop, run="talk") as run:
+            ask(run.agent("asker"))
+    assert [hints.steps for hints in told.all] == [{"asker": 0, "answerer": 1}, {}] * 2
+    assert told.served.service.agent_runs.board.ignored.total() == 0
+
+
+def test_an_error_reaches_the_caller_and_the_run_goes_on(client: openai.OpenAI, told: Told) -> None:
+    with workflow(client, TEAM) as run:
+        with pytest.raises(openai.BadRequestError):
+            ask(run.agent("planner"), logprobs=True)
+        ask(run.agent("writer"))
+    assert told.calls[-1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+
+
+def test_the_end_of_a_run_with_no_server_is_no_error() -> None:
+    gone = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none")
+    with workflow(gone, TEAM):
+        pass
+
+    async def later() -> None:
+        async with workflow(openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="none"), TEAM):
+            pass
+
+    asyncio.run(later())
+
+
+def test_asynchronous_runs_at_once(asynchronous: openai.AsyncOpenAI, told: Told) -> None:
+    async def team() -> str:
+        async with workflow(asynchronous, TEAM) as run:
+            with acting("planner"):
+                await ask_later(run.client)
+            await asyncio.gather(ask_later(run.agent("writer")), ask_later(run.agent("writer")))
+            stream = await run.agent("critic").chat.completions.create(
+                model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=1, stream=True
+            )
+            assert [chunk async for chunk in stream]
+        return run.id
+
+    async def main() -> list[str]:
+        return await asyncio.gather(*(team() for _ in range(3)))
+
+    for run in asyncio.run(main()):
+        own = [hints for hints in told.all if hints.run == run]
+        assert [hints.agent for hints in own] == ["planner", "writer", "writer", "critic", ""]
+        assert own[3].steps == {"planner": INFINITE, "writer": INFINITE, "critic": 0}
+        assert own[-1].final
