@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 IMPORT_TESTS := tests/test_imports.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -45,6 +45,11 @@ format: setup  ## format the code and mend what the linter can
 
 bench: setup  ## run the benchmark of the time to first token
 	$(BIN)/kedge bench ttft $(ARGS)
+
+docs: setup  ## build the documentation site into build/site
+	@$(PIP) install -e '.[docs]'
+	$(BIN)/python scripts/cli_reference.py
+	$(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kedge
 from kedge.config import Settings
@@ -13,7 +17,8 @@ from kedge.engine.echo import EchoEngine
 from kedge.workflow.spec import load_workflow
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 
 
@@ -56,3 +61,48 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+# the site -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_commands_is_what_the_commands_say() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "cli_reference.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["reference"](), "run scripts/cli_reference.py"
+
+
+def nav(entries: object) -> Iterator[str]:
+    """The pages of a part of the navigation."""
+    if isinstance(entries, str):
+        yield entries
+    for entry in entries.values() if isinstance(entries, dict) else entries if isinstance(entries, list) else ():
+        yield from nav(entry)
+
+
+def test_the_site_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("!!python/name:", "")
+    listed = list(nav(yaml.safe_load(text)["nav"]))
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", "".join(map(Path.read_text, PAGES)), re.MULTILINE))
+def test_what_the_reference_names_exists_and_says_what_it_is(name: str) -> None:
+    if name in ("kedge.types", "kedge.config", "kedge.errors"):
+        importlib.import_module(name)
+        return
+    module, _, attribute = name.rpartition(".")
+    assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_members_that_the_reference_lists_exist() -> None:
+    page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    for name, members in re.findall(
+        r"^::: (\S+)\n    options:\n(?:      \w+: \w+\n)*      members: \[(.*)\]", page, re.M
+    ):
+        module, _, attribute = name.rpartition(".")
+        owner = (
+            importlib.import_module(name)
+            if attribute == "types"
+            else getattr(importlib.import_module(module), attribute)
+        )
+        assert not [member for member in members.split(", ") if not hasattr(owner, member)]

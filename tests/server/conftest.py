@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
@@ -34,8 +35,12 @@ class Served:
     """A server that runs, and how to reach it."""
 
     engine: Engine
-    service: Service
+    app: FastAPI
     url: str
+
+    @property
+    def service(self) -> Service:
+        return self.app.state.service
 
     def client(self, key: str = "none", **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
@@ -64,8 +69,9 @@ def serving(engine: Engine, config: ServerConfig | None = None, keys: KeyRing | 
     wait_until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Served(engine, app.state.service, f"http://127.0.0.1:{port}")
+        yield Served(engine, app, f"http://127.0.0.1:{port}")
     finally:
+        app.state.service.is_ending = True
         server.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()

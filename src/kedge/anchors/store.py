@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,7 +19,7 @@ from kedge.anchors.shareability import Calibration, Verdict, make_criterion
 from kedge.anchors.slot import Observation, SlotOffsets
 from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import PoolKey, SampleView, Slot
-from kedge.types import TenantId
+from kedge.types import TenantId, WorkflowId
 
 __all__ = ["AnchorStats", "AnchorStore", "Estimate", "SampleView", "Slot"]
 
@@ -62,6 +62,19 @@ class AnchorStats:
     nbytes: int
     observed: int
     used: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """One placeholder's pool as it is now."""
+
+    workflow: WorkflowId
+    placeholder: str
+    anchors: int
+    slots: int
+    uses: int
+    """How often its anchors were leaned on, those that have been dropped apart"""
+    nbytes: int
 
 
 class AnchorStore:
@@ -208,10 +221,25 @@ class AnchorStore:
             used=self._used,
         )
 
+    def pools(self, owns: Callable[[TenantId], bool]) -> list[PoolStats]:
+        """The pools of the tenants that `owns` picks, least recently used first."""
+        return [_pool_stats(key, pool) for key, pool in self._pools.items() if owns(key.tenant)]
+
     def check_integrity(self) -> None:
         """Raises `PlanError` where a pool is unsound."""
         for pool in self._pools.values():
             pool.check_integrity()
+
+
+def _pool_stats(key: PoolKey, pool: AnchorPool) -> PoolStats:
+    return PoolStats(
+        workflow=key.workflow,
+        placeholder=key.placeholder,
+        anchors=len(pool.anchors),
+        slots=len(pool.slots),
+        uses=sum(anchor.hits for anchor in pool.anchors.values()),
+        nbytes=pool.nbytes,
+    )
 
 
 def _shared(key: PoolKey, offsets: SlotOffsets, match: Match, verdict: Verdict) -> Estimate:

@@ -8,8 +8,8 @@ happens to it leaves other requests alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -73,3 +73,21 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Cancels what runs, frees everything. Idempotent."""
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """An engine that can be looked into. Both answers are plain data, taken between two steps; any thread may ask.
+
+    Both raise `EngineClosed` after `close`.
+    """
+
+    def inspect(self) -> Mapping[str, Any]:
+        """Figures of the cache and the anchors, of all tenants together."""
+
+    def inspect_tenants(
+        self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
+    ) -> Mapping[str, Any]:
+        """What is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each of the
+        given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only on the
+        `host`."""

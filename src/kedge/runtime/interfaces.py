@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -80,6 +80,7 @@ class Anchors(Protocol):
     ) -> None: ...
     def clear(self) -> None: ...
     def stats(self) -> Any: ...
+    def pools(self, owns: Callable[[TenantId], bool]) -> Iterable[Any]: ...
 
 
 class BaseEntry(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 
@@ -104,6 +104,10 @@ class Runtime:
     def stats(self) -> dict[str, object]:
         """Figures of the anchors and of the base KV."""
         return {"anchors": asdict(self._anchors.stats()), "base_kv": asdict(self._bases.stats())}
+
+    def pools(self, owns: Callable[[TenantId], bool]) -> list[dict[str, object]]:
+        """The anchor pools of the tenants that `owns` picks; their tenants stay out."""
+        return [asdict(pool) for pool in self._anchors.pools(owns)]
 
     def clear(self) -> None:
         """Forgets all anchors and all base KV."""

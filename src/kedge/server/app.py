@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
-from kedge.server import openai_api, problems, workflow_api
+from kedge.server import dashboard, openai_api, problems, workflow_api
 from kedge.server.config import ServerConfig
+from kedge.server.dashboard import Dashboard
 from kedge.server.problems import BAD, Problem, body_of
 from kedge.server.runs import Runs
 from kedge.server.service import AnyCaller, Service, TheService
@@ -33,10 +34,11 @@ def create_app(engine: Engine, config: ServerConfig | None = None, keys: KeyRing
     """The server as an ASGI application around an engine, which stays the caller's to close. Without keys everyone may
     call."""
     config = config or ServerConfig()
-    service = Service(engine, config, keys or KeyRing({}, config.limits))
+    watching = Dashboard(engine)
+    service = Service(watching.engine, config, keys or KeyRing({}, config.limits))
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
-    app.state.service, app.state.runs = service, Runs(service)
-    for router in (openai_api.router, workflow_api.router, _router):
+    app.state.service, app.state.runs, app.state.dashboard = service, Runs(service), watching
+    for router in (openai_api.router, workflow_api.router, dashboard.router, _router):
         app.include_router(router)
     problems.install(app)
     app.add_middleware(Edge, max_body_bytes=config.max_body_bytes)

@@ -56,14 +56,15 @@ def svg(workflow: Workflow) -> str:
             f"<title>{escape(workflow.name)}</title><style>{STYLE}</style>",
             '<defs><marker id="a" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">',
             '<path d="M0 0L8 4L0 8z" style="fill:#33567a"/></marker></defs>',
-            *(_arrow(at[start], at[end], is_loop) for start, end, is_loop in _edges(workflow)),
+            *(_arrow(at[start], at[end], is_loop) for start, end, is_loop in edges(workflow)),
             *(_box(agent, *place) for agent, place in at.items()),
             "</svg>",
         )
     )
 
 
-def _edges(workflow: Workflow) -> Iterator[tuple[AgentId, AgentId, bool]]:
+def edges(workflow: Workflow) -> Iterator[tuple[AgentId, AgentId, bool]]:
+    """Who speaks, who listens, and whether it hears what was said in the turn before."""
     for agent in workflow.agents:
         listener = AgentId(agent.id)
         heard = {AgentId(read.of) for read in agent.placeholders if read.kind is not Kind.INPUT}

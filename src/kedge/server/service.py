@@ -27,6 +27,8 @@ class Service:
 
     def __init__(self, engine: Engine, config: ServerConfig, keys: KeyRing) -> None:
         self.engine, self.config, self.keys = engine, config, keys
+        self.is_ending = False
+        """Whether nothing new is taken any more."""
         self.threads = Threads(engine, config.max_in_flight)
         self.workflows = Workflows()
         self.agent_runs = AgentRuns(engine)

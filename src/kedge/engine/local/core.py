@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -325,6 +325,14 @@ class EngineCore:
     def stats(self) -> dict[str, object]:
         """Figures of the cache, of waiting for loads, and of the anchors."""
         return {"cache": asdict(self._cache.stats()), "loading": self._loading.stats(), **self._runtime.stats()}
+
+    def tenant_stats(
+        self, owns: Callable[[TenantId], bool], prompts: Iterable[tuple[TenantId, Tokens]]
+    ) -> dict[str, object]:
+        """The anchor pools of some tenants, and how much of the given beginnings of prompts is cached in which tier."""
+        found = (self._cache.status((tenant, ""), tokens) for tenant, tokens in prompts)
+        cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
+        return {"prompts": cached, "pools": self._runtime.pools(owns)}
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -135,6 +135,12 @@ class LocalEngine:
     def inspect(self) -> dict[str, object]:
         """Figures of the cache and the anchors, taken between two steps."""
         return self._ask(self._core.stats)
+
+    def inspect_tenants(
+        self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
+    ) -> dict[str, object]:
+        """What is held for some tenants; see `kedge.engine.base.Inspectable`."""
+        return self._ask(partial(self._core.tenant_stats, owns, prompts))
 
     def clear(self) -> None:
         """Empties the prefix cache and forgets all anchors and base KV."""

@@ -1,0 +1,71 @@
+"""Writes `docs/reference/cli.md` from the commands themselves: `python scripts/cli_reference.py`.
+
+A test compares the page with what this makes of the code, so that it cannot drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from kedge.cli.main import app
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+HEAD = """# Command line
+
+Made by `scripts/cli_reference.py` from the commands' own help; `kedge COMMAND --help` says the same.
+"""
+
+
+def reference() -> str:
+    """The page: every command with its arguments and options."""
+    return HEAD + "".join(_command("kedge", typer.main.get_command(app)))
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    children = getattr(command, "commands", {})
+    if children and name != "kedge":
+        yield f"\n## {name}\n\n{_line(command.help)}\n"
+    elif not children:
+        yield f"\n{'#' * (len(name.split()))} {name}\n\n{_line(command.help)}\n"
+        yield from _parameters(command)
+    for child_name, child in children.items():
+        yield from _command(f"{name} {child_name}", child)
+
+
+def _parameters(command: Any) -> Iterator[str]:
+    rows = [_row(one) for one in command.params if one.name != "help" and not getattr(one, "hidden", False)]
+    if rows:
+        yield "\n| argument or option | meaning | default |\n|---|---|---|\n"
+        yield from rows
+
+
+def _row(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or parameter.name.upper()]
+    told = ", ".join(f"`{name}`" for name in names)
+    return f"| {_line(told)} | {_line(getattr(parameter, 'help', ''))} | {_default(parameter)} |\n"
+
+
+def _default(parameter: Any) -> str:
+    """What holds where nothing is said; nothing for a value that must be given or is found out."""
+    value = parameter.default() if callable(parameter.default) else parameter.default
+    if parameter.required:
+        return "required"
+    if value in (None, "", (), []):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value.value if isinstance(value, Enum) else value}`"
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference(), encoding="utf-8")

@@ -1,0 +1,80 @@
+"""An engine that tells a history what it is asked and what comes of it. Nothing else about it is different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from kedge.engine.base import Engine, Stream, Tokenizer
+from kedge.server.dashboard_history import History
+from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
+
+
+class WatchedEngine:
+    """`engine`, see `kedge.engine.base.Engine`, with everything that goes through it told to `history`."""
+
+    def __init__(self, engine: Engine, history: History) -> None:
+        self._engine, self._history = engine, history
+
+    @property
+    def watched(self) -> Engine:
+        """The engine itself, for what not every engine can."""
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def submit(self, request: GenerateRequest) -> WatchedStream:
+        stream = self._engine.submit(request)
+        self._history.submitted(request)
+        return WatchedStream(stream, request.tenant, self._history)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        was_known = self._engine.cancel(request_id)
+        if was_known:
+            self._history.cancelled(request_id)
+        return was_known
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        self._engine.end_run(tenant, run)
+        self._history.run_ended(tenant, run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        self._engine.forecast(changes, prompts)
+        self._history.forecast(changes)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class WatchedStream:
+    """A stream whose first token and whose end are told, see `kedge.engine.base.Stream`."""
+
+    def __init__(self, stream: Stream, tenant: TenantId, history: History) -> None:
+        self.request_id = stream.request_id
+        self._stream, self._tenant, self._history = stream, tenant, history
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        has_begun = False
+        try:
+            for delta in self._stream:
+                if delta.tokens and not has_begun:
+                    has_begun = True
+                    self._history.begun(self._tenant, self.request_id)
+                if delta.completion:
+                    self._tell_end(delta.completion)
+                yield delta
+        finally:
+            self._tell_end(None)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        completion = self._stream.result(timeout)
+        self._tell_end(completion)
+        return completion
+
+    def _tell_end(self, completion: Completion | None) -> None:
+        """The first one counts. None, or a cancelled one: there is no answer."""
+        answered = completion and completion.finish_reason is not FinishReason.CANCELLED
+        self._history.ended(self._tenant, self.request_id, completion if answered else None)

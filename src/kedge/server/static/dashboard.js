@@ -1,0 +1,151 @@
+// The page: one state after the other, from the stream into the panels.
+
+import { columns } from "./charts.js";
+import { find, h, render } from "./dom.js";
+import { graph, statesOf } from "./graph.js";
+import * as panels from "./panels.js";
+import { follow, key } from "./stream.js";
+
+const ORDER = ["device", "host", "preassembled", "translated", "computed"];
+const THEME = "kedge.theme";
+const receipts = panels.receipts();
+let stream = null;
+let latest = null;
+let chosen = null;
+
+// the stream ----------------------------------------------------------------------------------------------------------
+
+function connect() {
+  stream?.stop();
+  tell("connecting", "connecting");
+  stream = follow("/v1/dashboard/events", { event: take, status: tell, refused: askForKey });
+}
+
+function tell(state, text) {
+  const place = find("status");
+  place.dataset.state = state;
+  if (state === "live") receipts.update([]); // their numbers begin anew with a server, and with another key
+  if (place.textContent !== text) place.textContent = text;
+}
+
+function take(state) {
+  latest = state;
+  find("key").hidden = true;
+  find("forget").hidden = !key.get();
+  show(state);
+}
+
+function askForKey(message) {
+  latest = null;
+  tell("lost", "needs a key");
+  for (const id of ["board", "empty", "forget"]) find(id).hidden = true;
+  find("key").hidden = false;
+  find("key-error").textContent = key.get() ? message : "";
+  find("key-input").focus();
+}
+
+// the panels ----------------------------------------------------------------------------------------------------------
+
+function show(state) {
+  const isEmpty = !state.requests && !state.running && !state.waiting && !state.workflows.length;
+  find("empty").hidden = !isEmpty;
+  find("board").hidden = isEmpty;
+  find("model").textContent = `${state.server.model}, version ${state.server.version}`;
+  if (isEmpty) explain(state.server);
+  else fill(state);
+}
+
+function explain(server) {
+  const keyLine = server.open ? "" : "  -H 'authorization: Bearer YOUR_KEY' \\\n";
+  find("base-url").textContent = `${location.origin}/v1`;
+  find("curl").textContent =
+    `curl ${location.origin}/v1/chat/completions \\\n${keyLine}  -H 'content-type: application/json' \\\n` +
+    `  -d '{"model": "${server.model}", "messages": [{"role": "user", "content": "Hello"}]}'`;
+}
+
+function fill(state) {
+  const sources = ORDER.filter((source) => source in state.tokens);
+  find("closed").hidden = !state.engine.closed;
+  const agents = inOrder(state.agents, state.workflows);
+  const put = (id, data, build) => render(find(id), data, build);
+  put("figures", [state.requests, state.running, state.waiting, state.tokens, state.runs], () => panels.figures(state));
+  flows(state);
+  put("runs", state.runs, () => panels.runs(state.runs));
+  put("series", [state.series, find("series").clientWidth], () => columns(state.series, sources, find("series").clientWidth));
+  put("series-legend", state.tokens, () => panels.legend(state.tokens));
+  put("series-table", state.series, () => panels.seriesTable(state.series, sources));
+  put("ttft", agents, () => panels.ttft(agents));
+  put("tiers", state.engine.tiers, () => panels.tiers(state.engine));
+  put("cached", [agents, state.engine.cached], () => panels.cached(agents, state.engine.cached));
+  put("anchors", state.engine.pools, () => panels.anchors(state.engine.pools));
+  put("prefetch", [state.engine.prefetch, state.engine.tiers], () => panels.prefetch(state.engine));
+  receipts.update(state.receipts);
+}
+
+/** Agents in the order in which they speak, those of no registered workflow last. */
+function inOrder(agents, workflows) {
+  const spoken = workflows.flatMap((flow) => flow.columns.flat().map((agent) => `${flow.name}\n${agent}`));
+  const at = (one) => (spoken.indexOf(`${one.workflow}\n${one.agent}`) + 1 || Infinity);
+  return agents.map((one) => [at(one), one]).sort(([a], [b]) => (a === b ? 0 : a - b)).map(([, one]) => one);
+}
+
+function flows(state) {
+  const names = state.workflows.map((flow) => flow.name);
+  const busiest = state.runs.find((run) => names.includes(run.workflow))?.workflow;
+  const name = names.includes(chosen) ? chosen : (busiest ?? names[0]);
+  const choice = find("flow-choice");
+  choice.hidden = names.length < 2;
+  render(choice, names, () => names.map((one) => h("option", { value: one }, one)));
+  if (name) choice.value = name;
+  find("flow-title").textContent = names.length === 1 ? `Workflow: ${name}` : "Workflow";
+  const flow = state.workflows.find((one) => one.name === name);
+  const states = flow && statesOf(flow, state.runs, state.agents);
+  const room = find("graph").clientWidth;
+  const none = () => h("p", { class: "hint" }, "No workflow is registered: POST one to /v1/workflows to see its graph.");
+  render(find("graph"), [flow, states, room], () => (flow ? graph(flow, states, room) : none()));
+}
+
+// the person ----------------------------------------------------------------------------------------------------------
+
+function isDark() {
+  const set = document.documentElement.dataset.theme;
+  return set ? set === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function setTheme(name) {
+  if (name) document.documentElement.dataset.theme = name;
+  find("theme").textContent = isDark() ? "Light" : "Dark";
+  find("theme").setAttribute("aria-label", isDark() ? "Change to light colours" : "Change to dark colours");
+}
+
+find("theme").addEventListener("click", () => {
+  const name = isDark() ? "light" : "dark";
+  localStorage.setItem(THEME, name);
+  setTheme(name);
+});
+find("flow-choice").addEventListener("change", (event) => {
+  chosen = event.target.value;
+  flows(latest);
+});
+find("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set(find("key-input").value.trim());
+  find("key-input").value = "";
+  connect();
+});
+find("all-receipts").addEventListener("click", () => {
+  const isShort = find("receipts").classList.toggle("short");
+  find("all-receipts").textContent = isShort ? "Show all" : "Show fewer";
+  find("all-receipts").setAttribute("aria-expanded", String(!isShort));
+});
+find("forget").addEventListener("click", () => {
+  key.forget();
+  connect();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme());
+document.addEventListener("visibilitychange", () => (document.hidden ? stream?.stop() : connect()));
+new ResizeObserver(() => latest && show(latest)).observe(find("main"));
+
+find("receipts").append(receipts.element);
+setTheme(localStorage.getItem(THEME));
+connect();

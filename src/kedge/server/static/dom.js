@@ -1,0 +1,86 @@
+// Elements, numbers as text, and rendering only what has changed. Text is always set as text, never as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const find = (id) => document.getElementById(id);
+
+/** An HTML element; `attributes` with the value false or null are left out. */
+export const h = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
+
+/** An SVG element. */
+export const s = (tag, attributes = {}, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter((child) => child !== null));
+  return element;
+}
+
+const shown = new WeakMap();
+
+/** Replaces what is in `place` by what `build` returns, unless `data` is what it was made of the last time. */
+export function render(place, data, build) {
+  const key = JSON.stringify(data) ?? "nothing";
+  if (shown.get(place) === key) return;
+  shown.set(place, key);
+  place.replaceChildren(...[build()].flat().filter((child) => child !== null));
+}
+
+/** A table from its caption (for screen readers), its column names and rows of cells; the first cell heads its row. */
+export function table(caption, columns, rows, kind = "") {
+  const cell = (content, at) =>
+    h(at ? "td" : "th", { scope: at ? null : "row", "data-label": columns[at].name, class: columns[at].kind ?? null }, content);
+  return h(
+    "table",
+    { class: kind || null },
+    h("caption", { class: "unseen" }, caption),
+    h("thead", {}, h("tr", {}, columns.map((one) => h("th", { scope: "col", class: one.kind ?? null }, one.name)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell)))),
+  );
+}
+
+/** A bar of parts with widths by their amounts; decoration, the same numbers stand beside it. */
+export function bar(parts, total = parts.reduce((sum, part) => sum + part.amount, 0)) {
+  const made = h("span", { class: "bar", "aria-hidden": "true" });
+  for (const { name, amount } of parts) {
+    if (!amount) continue;
+    const part = h("span", { class: `fill-${name}` });
+    part.style.width = `${(100 * amount) / (total || 1)}%`;
+    made.append(part);
+  }
+  return made;
+}
+
+export const number = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u2009");
+
+export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u2009%` : "\u2013");
+
+export function milliseconds(value) {
+  if (value === null || value === undefined) return "\u2013";
+  if (value >= 10_000) return `${(value / 1000).toFixed(0)}\u2009s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(1)}\u2009s`;
+  return `${value.toFixed(value < 10 ? 1 : 0)}\u2009ms`;
+}
+
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB"];
+  const at = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  const scaled = value / 1024 ** at;
+  return `${scaled.toFixed(at && scaled < 10 ? 1 : 0)}\u2009${units[at]}`;
+}
+
+export function seconds(value) {
+  if (value < 60) return `${Math.round(value)}\u2009s`;
+  return value < 3600 ? `${Math.round(value / 60)}\u2009min` : `${Math.round(value / 3600)}\u2009h`;
+}
+
+export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
+
+export function median(values) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}

@@ -1,0 +1,263 @@
+// What each panel shows of a state.
+
+import { bar, bytes, h, median, milliseconds, number, percent, plural, seconds, table } from "./dom.js";
+
+const SOURCE_NAMES = {
+  device: "exact, device",
+  host: "exact, host",
+  preassembled: "preassembled",
+  translated: "translated",
+  computed: "computed",
+};
+const MARKS = { running: "\u25cf", waiting: "\u25cb", done: "\u2713", expected: "\u00b7", stopped: "\u00d7" };
+const RUNS_SHOWN = 6;
+
+const right = (name) => ({ name, kind: "right" });
+const left = (name) => ({ name });
+const muted = (text) => h("span", { class: "muted" }, text);
+const hint = (text) => h("p", { class: "hint" }, text);
+
+export const sourceName = (source) => SOURCE_NAMES[source] ?? source;
+
+const partsOf = (tokens) => Object.entries(tokens).map(([name, amount]) => ({ name, amount }));
+const sum = (tokens) => Object.values(tokens).reduce((total, one) => total + one, 0);
+
+/** An agent as text; a request that names none is a plain one. */
+export const agentName = ({ agent }) => agent || "plain requests";
+
+export function figures(state) {
+  const { device, host, computed, ...others } = state.tokens;
+  const whole = sum(state.tokens);
+  const exact = device + host;
+  const reused = exact + sum(others);
+  const ttft = (kinds) => median(state.receipts.filter((one) => kinds.includes(one.kind)).map((one) => one.ttft_ms));
+  const live = state.runs.filter((run) => run.status === "running").length;
+  return [
+    figure("Requests", number(state.requests), `${state.running} running, ${state.waiting} waiting`),
+    figure("Prompt tokens reused", percent(reused, whole), `${percent(exact, whole)} exact, ${percent(reused - exact, whole)} translated`),
+    figure(
+      "Time to first token",
+      milliseconds(ttft(["exact", "translated"])),
+      `with reuse; ${milliseconds(ttft(["computed"]))} where computed`,
+    ),
+    figure("Runs going on", number(live), `of the last ${state.runs.length}`),
+  ];
+}
+
+const figure = (name, value, text) => h("div", {}, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span", {}, text)));
+
+// runs ----------------------------------------------------------------------------------------------------------------
+
+export function runs(list) {
+  if (!list.length) return hint("No run yet. A call belongs to a run when it says so: kedge.run in its body.");
+  return h("ul", { class: "runs" }, list.slice(0, RUNS_SHOWN).map(run));
+}
+
+function run(one) {
+  const wentWell = ["finished", "ended"].includes(one.status);
+  return h(
+    "li",
+    {},
+    h("p", {}, h("code", {}, shortened(one.id)), h("span", { class: `status ${one.status}` }, one.status), muted(story(one, wentWell))),
+    wentWell ? null : places(one),
+  );
+}
+
+function story(one, wentWell) {
+  const began = `began ${seconds(one.age_s)} ago`;
+  const calls = Object.values(one.agents).reduce((all, at) => all + at.calls, 0);
+  return wentWell ? `${plural(calls, "call")}, ${began}` : began;
+}
+
+function places(one) {
+  const agents = Object.entries(one.agents).map(([agent, at]) => {
+    const soon = at.state === "expected" && at.steps ? ` in ${plural(at.steps, "step")}` : "";
+    const said = `${at.state}${soon}`;
+    return h(
+      "li",
+      { class: `chip ${at.state}`, title: said },
+      h("span", { "aria-hidden": "true" }, MARKS[at.state]),
+      agent || "unnamed",
+      h("span", { class: "unseen" }, `: ${said}`),
+    );
+  });
+  return h("ul", { class: "chips", "aria-label": "Agents" }, agents);
+}
+
+/** A run's id without what is the same in all of them, and not longer than a line. */
+function shortened(id) {
+  const name = id.replace(/^\//, "");
+  return name.length > 20 ? `${name.slice(0, 16)}\u2026` : name;
+}
+
+// tokens --------------------------------------------------------------------------------------------------------------
+
+export function legend(tokens) {
+  const whole = sum(tokens);
+  return Object.entries(tokens).map(([source, amount]) =>
+    h("li", {}, h("span", { class: `swatch fill-${source}`, "aria-hidden": "true" }), `${sourceName(source)} `, muted(percent(amount, whole))),
+  );
+}
+
+export function seriesTable(series, sources) {
+  const each = 60 / series.seconds;
+  const minutes = series.tokens[sources[0]].length / each;
+  const inMinute = (source, minute) => series.tokens[source].slice(minute * each, (minute + 1) * each).reduce((a, b) => a + b, 0);
+  const rows = Array.from({ length: minutes }, (_, minute) => [
+    `${minutes - minute} to ${minutes - minute - 1} min ago`,
+    ...sources.map((source) => number(inMinute(source, minute))),
+  ]);
+  return table("Prompt tokens by source and minute", [left("When"), ...sources.map((one) => right(sourceName(one)))], rows);
+}
+
+// times to first token ------------------------------------------------------------------------------------------------
+
+export function ttft(agents) {
+  const timed = agents.filter((one) => Object.values(one.ttft_ms).some((kind) => kind.count));
+  if (!timed.length) return hint("Nothing has been answered yet.");
+  const longest = Math.max(...timed.flatMap((one) => Object.values(one.ttft_ms).map((kind) => kind.median ?? 0)));
+  const kinds = ["computed", "exact", "translated"];
+  const rows = timed.map((one) => [named(one), ...kinds.map((kind) => timeCell(one.ttft_ms[kind], kind, longest)), gain(one.ttft_ms)]);
+  const names = [left("Agent"), ...["Computed", "Exact", "Translated", "Gain"].map(right)];
+  return table("Median time to first token by agent", names, rows, "times");
+}
+
+function timeCell({ median: value, count }, kind, longest) {
+  if (!count) return muted("\u2013");
+  const fill = { exact: "device" }[kind] ?? kind;
+  const parts = [{ name: fill, amount: value }];
+  return h("span", { class: "time", title: plural(count, "request") }, milliseconds(value), bar(parts, longest));
+}
+
+function gain(kinds) {
+  const reused = [kinds.translated, kinds.exact].find((kind) => kind.count);
+  return kinds.computed.count && reused ? `${(kinds.computed.median / reused.median).toFixed(1)}\u00d7` : muted("\u2013");
+}
+
+const named = (one) => h("span", { title: one.workflow || null }, agentName(one));
+
+// the cache -----------------------------------------------------------------------------------------------------------
+
+export function tiers(engine) {
+  if (!engine.tiers) return null;
+  return h(
+    "dl",
+    { class: "tiers" },
+    Object.entries(engine.tiers).map(([name, blocks]) => {
+      const all = sum(blocks);
+      const parts = Object.entries(blocks).map(([owner, amount]) => ({ name: `block-${owner}`, amount }));
+      const said = all
+        ? `${number(all - blocks.free)} of ${number(all)} blocks: ${Object.entries(blocks).map(([owner, n]) => `${number(n)} ${owner}`).join(", ")}`
+        : "none";
+      return h("div", {}, h("dt", {}, `${name} tier`), h("dd", {}, all ? bar(parts) : null, h("span", {}, said)));
+    }),
+  );
+}
+
+export function cached(agents, held) {
+  const known = held ?? [];
+  const rows = agents
+    .filter((one) => one.fixed)
+    .map((one) => {
+      const at = known.find((other) => other.agent === one.agent && other.workflow === one.workflow);
+      return [
+        named(one),
+        nextRun(one),
+        number(one.fixed),
+        tokensCell(at?.device, "device", one.fixed),
+        tokensCell(at?.host, "host", one.fixed),
+      ];
+    });
+  if (!rows.length) return hint("No agent with a fixed prompt has called yet.");
+  return table("Where the fixed prompts of agents are cached", [left("Agent"), left("Next run"), ...["Tokens", "Device", "Host"].map(right)], rows);
+}
+
+function nextRun(one) {
+  if (one.running) return "running";
+  if (one.waiting) return "waiting";
+  if (one.steps === null) return muted("unknown");
+  return one.steps === 0 ? "now" : `in ${plural(one.steps, "step")}`;
+}
+
+function tokensCell(amount, tier, whole) {
+  if (amount === undefined) return muted("\u2013");
+  return h("span", { class: "time" }, number(amount), bar([{ name: tier, amount }], Math.max(whole, amount)));
+}
+
+// anchors and prefetches ----------------------------------------------------------------------------------------------
+
+export function anchors(pools) {
+  if (!pools?.length) return hint("No anchors yet. They are made from dense prefills of agents that translate.");
+  const rows = [...pools]
+    .sort((a, b) => b.uses - a.uses)
+    .map((pool) => [h("span", { title: pool.workflow || null }, breakable(pool.placeholder)), ...[pool.anchors, pool.slots, pool.uses].map(number), bytes(pool.nbytes)]);
+  return table("Anchor pools", [left("Placeholder"), ...["Anchors", "Readers", "Uses", "Memory"].map(right)], rows);
+}
+
+/** A name that may go on in the next line behind an underscore. */
+const breakable = (name) => name.split(/(?<=_)/).flatMap((part) => [part, h("wbr")]);
+
+export function prefetch(engine) {
+  if (!engine.prefetch) return null;
+  const outcomes = Object.entries(engine.prefetch);
+  const total = outcomes.reduce((all, [, count]) => all + count, 0);
+  const hasHost = sum(engine.tiers.host) > 0;
+  const idle = hasHost ? "Nothing has been prefetched yet." : "There is no host tier to prefetch from (engine.tiers.host_memory).";
+  return [
+    h("h3", {}, "Prefetches"),
+    total ? bar(outcomes.map(([name, amount]) => ({ name: `outcome-${name}`, amount }))) : hint(idle),
+    total
+      ? h("ul", { class: "legend" }, outcomes.map(([name, count]) => h("li", {}, h("span", { class: `swatch fill-outcome-${name}`, "aria-hidden": "true" }), `${name} `, muted(number(count)))))
+      : null,
+  ];
+}
+
+// receipts ------------------------------------------------------------------------------------------------------------
+
+/** A table whose rows stay where they are: `update` adds what is new and drops what is old. */
+export function receipts() {
+  const names = [left("Time"), left("Agent"), left("Reuse"), left("Prompt tokens"), right("First token"), left("Why not better")];
+  const made = table("Recent receipts", names, [], "receipts");
+  const body = made.tBodies[0];
+  const rows = new Map();
+  const update = (list) => {
+    const kept = new Set(list.map((one) => one.number));
+    for (const [number_, row] of rows) {
+      if (kept.has(number_)) continue;
+      row.remove();
+      rows.delete(number_);
+    }
+    for (const one of [...list].reverse().filter((other) => !rows.has(other.number))) {
+      rows.set(one.number, receipt(one));
+      body.prepend(rows.get(one.number));
+    }
+  };
+  return { element: made, update };
+}
+
+function receipt(one) {
+  const at = new Date(Date.now() - 1000 * one.age_s);
+  const counts = Object.entries(one.tokens).filter(([, amount]) => amount);
+  const said = counts.map(([source, amount]) => `${number(amount)} ${sourceName(source)}`).join(", ");
+  return h(
+    "tr",
+    {},
+    h("th", { scope: "row" }, h("time", { datetime: at.toISOString() }, at.toLocaleTimeString("en-GB"))),
+    h("td", {}, h("span", { title: [one.workflow, one.run].filter(Boolean).join(", ") || null }, agentName(one))),
+    h("td", {}, one.mode),
+    h("td", { class: "sources" }, bar(partsOf(one.tokens)), h("span", {}, said)),
+    h("td", { class: "right" }, milliseconds(one.ttft_ms)),
+    h("td", { class: "misses" }, misses(one.misses)),
+  );
+}
+
+/** Reasons, each with the segments that it holds for. */
+function misses(list) {
+  const by = Map.groupBy(list, (miss) => miss.reason);
+  const lines = [...by].map(([reason, some]) => {
+    const names = some.map((miss) => (miss.segment === "*" ? "whole prompt" : miss.segment));
+    const shown = names.length > 3 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : names.join(", ");
+    return h("li", {}, h("code", {}, shown), ` ${reason}`);
+  });
+  return lines.length ? h("ul", {}, lines) : muted("\u2013");
+}

@@ -1,0 +1,80 @@
+"""Looking into the engine: what is told of some tenants is theirs, and right."""
+
+from __future__ import annotations
+
+import pytest
+
+from kedge.engine.base import Inspectable
+from kedge.engine.echo import EchoEngine
+from kedge.engine.local.engine import LocalEngine
+from kedge.errors import EngineClosed
+from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, SamplingParams, Segment, TenantId
+from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.test_translation import SETTINGS, tokens
+
+ACME, OTHER = TenantId("acme"), TenantId("other")
+SIZE = 16
+
+
+def request(tenant: TenantId, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
+    return GenerateRequest(
+        (
+            Segment(tokens(1, 40), "p0"),
+            Segment(tokens(seed, 24), "user_question", SampleId(f"input@{seed}")),
+            Segment(tokens(2, 10), "p1"),
+        ),
+        SamplingParams(2, ignore_eos=True),
+        reuse,
+        tenant=tenant,
+        run=RunId(f"run-{seed}"),
+        agent=AgentId("solver"),
+    )
+
+
+def serve(engine: LocalEngine, *requests: GenerateRequest) -> None:
+    for one in requests:
+        engine.submit(one).result(30)
+        engine.wait_idle(30)
+
+
+def test_only_an_engine_with_insides_can_be_looked_into(engine: LocalEngine) -> None:
+    assert isinstance(engine, Inspectable)
+    with EchoEngine() as echo:
+        assert not isinstance(echo, Inspectable)
+
+
+def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
+    with engine_of(tiny_model("llama"), block_size=SIZE) as engine:
+        asked = request(ACME, 3, ReuseMode.EXACT)
+        serve(engine, asked)
+        held = engine.inspect_tenants(
+            lambda tenant: tenant == ACME,
+            [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, tokens(9, 40))],
+        )
+    assert [one["device"] for one in held["prompts"]] == [64, 32, 0, 0]
+    assert {one["host"] for one in held["prompts"]} == {0}
+    assert held["pools"] == []
+
+
+def test_pools_are_told_to_whom_they_belong() -> None:
+    with engine_of(tiny_model("llama"), **SETTINGS) as engine:
+        serve(engine, *(request(ACME, seed) for seed in (3, 4, 5)), request(OTHER, 6))
+        mine, theirs, nobodys = (
+            engine.inspect_tenants(lambda tenant, name=name: tenant == name, [])["pools"]
+            for name in (ACME, OTHER, TenantId("acm"))
+        )
+        everything = engine.inspect()["anchors"]
+    (pool,), (foreign,) = mine, theirs
+    assert (pool["workflow"], pool["placeholder"], pool["slots"]) == ("", "user_question", 1)
+    assert pool["anchors"] + foreign["anchors"] == everything["anchors"]
+    assert pool["nbytes"] + foreign["nbytes"] == everything["nbytes"]
+    assert (pool["uses"] > 0) == (everything["used"] > 0)
+    assert nobodys == []
+    assert "tenant" not in pool
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = engine_of(tiny_model("llama"))
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.inspect_tenants(lambda _: True, [])
