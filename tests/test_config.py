@@ -15,11 +15,21 @@ from pydantic import ValidationError
 from kedge.anchors.config import AnchorConfig
 from kedge.cache import TierSettings
 from kedge.cache.eviction import VIRTUAL_STEP
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings, TierConfig
+from kedge.config import (
+    AnchorSettings,
+    EngineConfig,
+    LimitSettings,
+    PlannerSettings,
+    ServerSettings,
+    Settings,
+    TierConfig,
+)
 from kedge.engine.local.build import tier_settings
 from kedge.errors import ConfigError
 from kedge.kv.spec import KVSpec
 from kedge.runtime.interfaces import ReusePolicy
+from kedge.server.config import ServerConfig
+from kedge.server.tenancy import Limits
 from kedge.types import ReuseMode
 
 
@@ -100,6 +110,12 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"tiers": {"max_wait": -1}}}, "engine.tiers.max_wait", -1),
         ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
         ({"engine": {"tiers": {"prefetch_window": "inf"}}}, "engine.tiers.prefetch_window", "inf"),
+        ({"server": {"port": 65536}}, "server.port", 65536),
+        ({"server": {"snapshot_interval": 0}}, "server.snapshot_interval", 0),
+        ({"server": {"grace": -1}}, "server.grace", -1),
+        ({"server": {"log_format": "xml"}}, "server.log_format", "xml"),
+        ({"server": {"limits": {"anchors": 0}}}, "server.limits.anchors", 0),
+        ({"server": {"limits": {"host_memory": "much"}}}, "server.limits.host_memory", "much"),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
         ({"colour": "red"}, "colour", "red"),
@@ -180,6 +196,29 @@ def test_the_tiers_of_the_settings_are_those_of_the_cache_by_default() -> None:
     tiers = tier_settings(KVSpec(2, 2, 16, 16, torch.float32), EngineConfig())
     assert tiers == TierSettings(block_bytes=16 * 2 * 2 * 2 * 16 * 4)
     assert TierConfig().virtual_step == VIRTUAL_STEP
+
+
+def test_the_server_of_the_settings_is_the_servers_own_by_default() -> None:
+    assert ServerConfig.of(ServerSettings(), model_name="kedge-nano", tools=False) == ServerConfig()
+    assert LimitSettings().model_dump() == {field.name: field.default for field in fields(Limits)}
+
+
+def test_every_setting_of_a_server_reaches_it() -> None:
+    settings = {"reuse": "off", "default_max_tokens": 3, "max_in_flight": 4, "max_body_bytes": 5, "state": Path("s")}
+    settings |= {"snapshot_interval": 6.0, "grace": 7.0}
+    limits = {"requests_in_flight": 1, "tokens_per_minute": 2, "anchors": 3, "anchor_bytes": 4, "host_memory": 5}
+    config = ServerConfig.of(ServerSettings(**settings, limits=limits), model_name="m", tools=True)
+    assert config == ServerConfig(model_name="m", tools=True, limits=Limits(**limits), **settings)
+    assert {field.name for field in fields(ServerConfig)} == {*settings, "model_name", "tools", "limits"}
+
+
+def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    toml("[server]\nport = 9\nlog_format = 'json'\n[server.limits]\nanchor_bytes = '2MiB'\n")
+    monkeypatch.setenv("KEDGE_SERVER__STATE", "state")
+    monkeypatch.setenv("KEDGE_SERVER__LIMITS__ANCHORS", "5")
+    server = Settings.load(server={"port": 10, "host": None}).server
+    assert (server.host, server.port, server.log_format, server.state) == ("127.0.0.1", 10, "json", Path("state"))
+    assert (server.limits.anchors, server.limits.anchor_bytes) == (5, 2 << 20)
 
 
 def test_a_host_tier_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,10 @@
     capacity = 20                           # KEDGE_ENGINE__ANCHORS__CAPACITY=20
     [engine.tiers]
     host_memory = "8GiB"                    # KEDGE_ENGINE__TIERS__HOST_MEMORY=8GiB
+    [server]
+    port = 8000                             # KEDGE_SERVER__PORT=8000
+    [server.limits]
+    anchor_bytes = "256MiB"                 # KEDGE_SERVER__LIMITS__ANCHOR_BYTES=256MiB
 
 Every bad value raises a `ConfigError` that names its key and the value.
 """
@@ -184,6 +188,56 @@ class EngineConfig(_Section):
     tiers: TierConfig = TierConfig()
 
 
+class LimitSettings(_Section):
+    """What a tenant may have that has no limits of its own; the server builds its `Limits` from these (same names)."""
+
+    section = "server.limits"
+
+    requests_in_flight: PositiveInt = 64
+    """Generations (each of `n` choices is one) and runs at once."""
+    tokens_per_minute: PositiveInt | None = None
+    """Prompt and answer together; a minute's worth may be used at once."""
+    anchors: PositiveInt | None = None
+    """Anchors in all its pools."""
+    anchor_bytes: Bytes | None = None
+    """Bytes of its anchors."""
+    host_memory: Bytes | None = None
+    """Bytes of the host tier."""
+
+
+class ServerSettings(_Section):
+    """How the engine is served; the server builds its `ServerConfig` from these."""
+
+    section = "server"
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes any that is free."""
+    model_name: str | None = None
+    """What clients call the model; None is its folder's name."""
+    reuse: ReuseMode | None = None
+    """Where neither request, agent nor workflow says; None: `exact` for plain requests, `translate` for agents."""
+    default_max_tokens: PositiveInt = 512
+    """Longest answer of a chat completion that names no limit."""
+    max_in_flight: PositiveInt = 256
+    """Generations and runs of all tenants together."""
+    max_body_bytes: Bytes = 4 << 20
+    limits: LimitSettings = LimitSettings()
+    tools: bool | None = None
+    """Whether workflows may run tools; None: only on a loopback address."""
+    api_keys: Path | None = None
+    """TOML file with tenants and hashes of their keys."""
+    state: Path | None = None
+    """Folder for what the engine has learned; None: it ends with the server."""
+    snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Seconds between two snapshots."""
+    grace: Seconds = 10.0
+    """Seconds that running answers may go on when the server is told to end."""
+    log_format: Literal["text", "json"] = "text"
+    tracing: bool = False
+    """Whether OpenTelemetry spans are sent, to where its own variables (`OTEL_…`) say."""
+
+
 class Settings(BaseSettings):
     """Everything that can be set. `Settings()` reads the environment only; `Settings.load` the file as well."""
 
@@ -200,6 +254,7 @@ class Settings(BaseSettings):
     reuse: ReuseMode = ReuseMode.TRANSLATE
     """How far a request leans on KV that others computed, where it does not say itself."""
     engine: EngineConfig = EngineConfig()
+    server: ServerSettings = ServerSettings()
 
     @classmethod
     def load(cls, file: Path | None = None, **flags: object) -> Self:

@@ -16,6 +16,7 @@ KedgeError
 │   ├── InvalidToken         a token id outside the vocabulary
 │   └── MissingInput         a run lacks the value of an input, or it is empty
 ├── TranslationRefused       this model's attention cannot be translated
+├── StateRefused             saved state is damaged, or of another model or format
 ├── ToolError                a tool raised or ran out of time
 ├── ForwardFailed            the model raised on a batch; the requests in it end, the engine goes on
 ├── OutOfBlocks              the device tier has no room (internal: a request waits for it)
@@ -102,6 +103,10 @@ class MissingInput(RequestError):
 
 class TranslationRefused(KedgeError):
     """This model's attention cannot be translated."""
+
+
+class StateRefused(KedgeError):
+    """Saved state is damaged, or of another model or format."""
 
 
 class ToolError(KedgeError):

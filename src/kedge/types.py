@@ -23,6 +23,11 @@ Tokens = tuple[int, ...]
 _counter = itertools.count()
 
 
+def tenant_of(namespace: TenantId) -> TenantId:
+    """Whose a namespace is: a tenant's name, or that and a `/` and which part of the tenant's own it is."""
+    return TenantId(namespace.partition("/")[0])
+
+
 def new_request_id() -> RequestId:
     """A request id that is unique in this process."""
     return RequestId(f"req-{next(_counter)}")

@@ -11,7 +11,7 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore, SampleView, Slot
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.types import TenantId
+from kedge.types import TenantId, tenant_of
 from tests.anchors.helpers import (
     BOTH,
     OPEN,
@@ -406,3 +406,54 @@ def test_preparing_for_a_pool_that_does_not_exist_does_nothing() -> None:
     store = AnchorStore(AnchorConfig(**TOKEN))
     store.prepare(sample(1))
     assert store.stats().pools == 0
+
+
+# limits of tenants ----------------------------------------------------------------------------------------------------
+
+
+def in_tenant(tenant: str, seed: int, placeholder: str = "p") -> SampleView:
+    return sample(seed, pool=(tenant, "flow", placeholder))
+
+
+def seeds_of(store: AnchorStore, tenant: str) -> list[int]:
+    """First tokens of what a tenant's pools hold; `sample` makes them the seed."""
+    pools = (pool for key, pool in store.pools.items() if tenant_of(key[0]) == tenant)
+    return sorted(anchor.tokens[0] for pool in pools for anchor in pool.anchors.values())
+
+
+def test_a_tenant_with_too_many_anchors_loses_its_own() -> None:
+    store = AnchorStore(AnchorConfig(**OPEN))
+    store.limit(TenantId("a"), anchors=3)
+    for seed in range(6):
+        observe(store, in_tenant("b", seed))
+    for seed, space in enumerate(("a", "a/salt", "a", "a/salt", "a")):
+        observe(store, in_tenant(space, seed, f"p{seed % 2}"))
+        store.check_integrity()
+    assert seeds_of(store, "a") == [2, 3, 4]
+    assert seeds_of(store, "b") == list(range(6))
+    assert store.stats().over_limit == 2
+
+
+def test_a_tenants_bytes_are_bounded() -> None:
+    store = AnchorStore(AnchorConfig(**OPEN))
+    for seed in range(8):
+        observe(store, in_tenant("a", seed))
+        observe(store, in_tenant("b", seed))
+    half = sum(pool.nbytes for key, pool in store.pools.items() if key[0] == "a") // 2
+    store.limit(TenantId("a"), nbytes=half)
+    for seed in range(8, 12):
+        observe(store, in_tenant("a", seed))
+        assert sum(pool.nbytes for key, pool in store.pools.items() if key[0] == "a") <= half
+    assert 0 < len(seeds_of(store, "a")) < 8
+    assert 11 in seeds_of(store, "a"), "the newest stays"
+    assert seeds_of(store, "b") == list(range(8))
+
+
+def test_slack_goes_before_anchors() -> None:
+    store = AnchorStore(AnchorConfig(**OPEN))
+    for seed in range(8):
+        observe(store, in_tenant("a", seed))
+    slack = sum(table.slack_bytes for pool in store.pools.values() for table in pool.tables)
+    assert slack > 0
+    store.limit(TenantId("a"), nbytes=store.nbytes() - slack)
+    assert (store.stats().anchors, store.stats().over_limit) == (8, 0)

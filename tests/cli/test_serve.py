@@ -46,9 +46,9 @@ def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
     )
     result = kedge("some/model", *args)
     assert result.exit_code == 0, result.output
-    _, config, keys, host, port, _ = listened[0]
+    _, config, keys, told, _ = listened[0]
     assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)
-    assert (config.limits, keys.is_open, host, port) == (TenantLimits(2, 5), True, "127.0.0.1", 9)
+    assert (config.limits, keys.is_open, told.host, told.port) == (TenantLimits(2, 5), True, "127.0.0.1", 9)
 
 
 def test_an_open_address_runs_no_tools_and_is_warned_of(listened: list[tuple[Any, ...]]) -> None:

@@ -20,6 +20,7 @@ from kedge.server.app import create_app
 from kedge.server.config import ServerConfig
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
+from kedge.server.tracing import Tracing
 
 FLOW = """
 name: pair
@@ -61,8 +62,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(engine: Engine, config: ServerConfig | None = None, keys: KeyRing | None = None) -> Iterator[Served]:
-    app = create_app(engine, config, keys)
+def serving(
+    engine: Engine, config: ServerConfig | None = None, keys: KeyRing | None = None, tracing: Tracing | None = None
+) -> Iterator[Served]:
+    app = create_app(engine, config, keys, tracing)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
+from kedge.server.calls import Call
+from kedge.server.config import ServerConfig
 from kedge.server.tenancy import Limits, Meter, hashed, load_keys, new_key
 from kedge.types import TenantId
 from tests.server.conftest import FLOW, Served, serving
@@ -149,6 +152,18 @@ def test_too_many_requests_over_http() -> None:
         assert 'status="429",tenant="a"} 1.0' in running.http(OPERATOR).get("/metrics").text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_has_heard_the_end_may_call_again(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the threads that waited for its tokens take to end."""
+    original = Call._post_end
+    monkeypatch.setattr(Call, "_post_end", lambda *args: (time.sleep(0.05), original(*args)))
+    with EchoEngine() as engine, serving(engine, ServerConfig(limits=Limits(2))) as running, running.http() as http:
+        body = {"prompt": "x", "max_tokens": 1, "n": 2, "stream": stream}
+        assert {http.post("/v1/completions", json=body).status_code for _ in range(20)} == {200}
+        running.wait_quiet()
+        assert running.service.meter(running.service.keys.tenants[0]).in_flight == 0
+
+
 # keys -----------------------------------------------------------------------------------------------------------------
 
 
@@ -156,15 +171,21 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     key = new_key()
     file.write_text(
-        f'[tenants.acme]\nkeys = ["{hashed(key)}"]\nrequests_in_flight = 3\n[operator]\nkeys = ["{hashed(A)}"]\n'
+        f'[tenants.acme]\nkeys = ["{hashed(key)}"]\nrequests_in_flight = 3\n'
+        f'host_memory = "1MiB"\n[operator]\nkeys = ["{hashed(A)}"]\n'
     )
     ring = load_keys(file, f"other:{hashed(B)}", Limits(9))
     assert not ring.is_open
     acme, other = ring.authenticate(f"Bearer {key}"), ring.authenticate(f"bearer {B}")
-    assert (acme.id, acme.limits) == ("acme", Limits(3))
+    assert (acme.id, acme.limits) == ("acme", Limits(3, host_memory=1 << 20))
     assert (other.id, other.limits) == ("other", Limits(9))
     assert ring.authenticate(f"Bearer {A}").is_operator
     assert not acme.is_operator
+
+
+def test_tenants_are_those_who_may_generate() -> None:
+    assert [tenant.id for tenant in load_keys(None, VARIABLE, Limits()).tenants] == ["a", "b"]
+    assert [tenant.id for tenant in load_keys(None, None, Limits()).tenants] == ["default"]
 
 
 def test_without_keys_everyone_is_one_tenant() -> None:
@@ -184,6 +205,8 @@ def test_without_keys_everyone_is_one_tenant() -> None:
         "[tenants.acme]\nkeys = [5]",
         f"[tenants.acme]\nkeys = ['{hashed(A)}']\nspeed = 1",
         f"[tenants.acme]\nkeys = ['{hashed(A)}']\nrequests_in_flight = 0",
+        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchor_bytes = 'much'",
+        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchors = true",
         f"[tenants.acme]\nkeys = ['{hashed(A)}', '{hashed(A)}']",
         f"[tenants.'a/b']\nkeys = ['{hashed(A)}']",
         "[other]",

@@ -45,6 +45,16 @@ class BaseEntry:
     """False where the producer itself read translated KV"""
 
 
+class TemplateBase(NamedTuple):
+    """Base KV of a template's prefix segments, by segment index."""
+
+    tenant: TenantId
+    template: str
+    serial: int
+    """Another one whenever the KV is another"""
+    parts: dict[int, KVSegment]
+
+
 @dataclass(slots=True)
 class _Stored:
     """Parts by segment index (a value has one, 0), and what a value is."""
@@ -111,6 +121,14 @@ class BaseStore:
             return None
         self._entries.move_to_end(key)
         return self._entries[key].parts
+
+    def templates(self) -> list[TemplateBase]:
+        """All templates' base KV of prefix segments, least recently used first."""
+        return [
+            TemplateBase(*key, stored.serial, dict(stored.parts))
+            for key, stored in self._entries.items()
+            if isinstance(key, _PrefixKey)
+        ]
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
         """Forgets the values that a run's agents produced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 import torch
@@ -56,8 +56,17 @@ class AnchorPool:
         self.anchors.setdefault(anchor.id, anchor)
         self.slots.pop(slot, None)
         self.slots[slot] = offsets
+        self._bound(keep=anchor.id)
+
+    def adopt(self, anchors: Iterable[Anchor], slots: Mapping[Slot, SlotOffsets]) -> None:
+        """Takes what another pool of this placeholder held, in its order, and drops what it has no room for."""
+        self.anchors.update((anchor.id, anchor) for anchor in anchors)
+        self.slots.update(slots)
+        self._bound()
+
+    def _bound(self, keep: AnchorId | None = None) -> None:
         while len(self.anchors) > self._capacity:
-            self.drop(self.victim(keep=anchor.id))
+            self.drop(self.victim(keep))
         while len(self.slots) > self._max_slots:
             self._drop_slot(next(iter(self.slots)))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
-from kedge.errors import ConfigError, TranslationRefused
+from kedge.errors import ConfigError, PlanError, TranslationRefused
 
 _BINS = 12
 _FORGET = 0.9
@@ -37,6 +37,22 @@ class Calibration:
         self._sum = torch.zeros(_BINS)
         self._curve = torch.full((_BINS,), _UNKNOWN)
         self.observations = 0
+
+    @classmethod
+    def restored(cls, sums: Tensor, observations: int) -> Calibration:
+        """The one that had these `sums`. Raises `PlanError` where they are none."""
+        result = cls()
+        if sums.shape != (2, _BINS) or not torch.isfinite(sums).all():
+            raise PlanError("sums", tuple(sums.shape), f"are not those of {_BINS} bins")
+        result._weight, result._sum = sums.clone()
+        result._curve = _monotone(result._weight, result._sum)
+        result.observations = observations
+        return result
+
+    @property
+    def sums(self) -> Tensor:
+        """float32 [2, bins], on the CPU: weights and errors by bin, from which everything else follows."""
+        return torch.stack([self._weight, self._sum])
 
     def updated(self, distance: Tensor, error: Tensor) -> Calibration:
         """With one more observation: distance and relative error of its tokens, each [tokens].

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,7 +20,7 @@ from kedge.anchors.shareability import Calibration, Verdict, make_criterion
 from kedge.anchors.slot import Observation, SlotOffsets
 from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import PoolKey, SampleView, Slot
-from kedge.types import TenantId, WorkflowId
+from kedge.types import TenantId, WorkflowId, tenant_of
 
 __all__ = ["AnchorStats", "AnchorStore", "Estimate", "SampleView", "Slot"]
 
@@ -62,6 +63,22 @@ class AnchorStats:
     nbytes: int
     observed: int
     used: int
+    over_limit: int
+    """Anchors dropped because their tenant had more than it may"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """At most so many anchors and bytes; None is no limit."""
+
+    anchors: int | None
+    nbytes: int | None
+
+    def excess(self, pools: list[AnchorPool]) -> float:
+        """Bytes too many, infinitely many where there are too many anchors; 0 where it holds."""
+        if self.anchors is not None and sum(len(pool.anchors) for pool in pools) > self.anchors:
+            return math.inf
+        return 0 if self.nbytes is None else max(0, sum(pool.nbytes for pool in pools) - self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +103,8 @@ class AnchorStore:
         self._criterion = make_criterion(config)
         self._pools: dict[PoolKey, AnchorPool] = {}  # least recently used first
         self._ids = count()
-        self._observed = self._used = 0
+        self._observed = self._used = self._over_limit = 0
+        self._limits: dict[TenantId, _Limit] = {}
 
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
         """Judges a value and blends its offsets. Changes nothing but the memory of matches.
@@ -149,7 +167,7 @@ class AnchorStore:
         if not sample.tokens:
             return
         observed = Observation.measure(sample.base, real_phi, base_prefix, real_prefix)
-        pool = self._pools.get(sample.pool) or AnchorPool(self._config.capacity, self._config.max_slots)
+        pool = self._pools.get(sample.pool) or self.empty_pool()
         offsets = pool.slot(slot, sample.base, len(observed.prefix))
         anchor = self._anchor(pool, sample)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
@@ -158,7 +176,8 @@ class AnchorStore:
         pool.calibrate(slot, calibration)
         self._touch(sample.pool, pool)
         self._observed += 1
-        self._bound(pool, anchor.id)
+        self._bound_tenant(tenant_of(sample.pool[0]), anchor.id)
+        self._bound(anchor.id)
 
     def _anchor(self, pool: AnchorPool, sample: SampleView) -> Anchor:
         """The anchor that is this value already, or a new one."""
@@ -179,31 +198,67 @@ class AnchorStore:
         self._pools.pop(key, None)
         self._pools[key] = pool
 
-    def _bound(self, newest: AnchorPool, keep: AnchorId) -> None:
-        """Drops pools, then anchors, until everything is within its bounds. The newest anchor goes last."""
+    def limit(self, tenant: TenantId, anchors: int | None = None, nbytes: int | None = None) -> None:
+        """What a tenant may hold in all its namespaces together, from now on: so many anchors, so many bytes."""
+        self._limits[tenant] = _Limit(anchors, nbytes)
+        self._bound_tenant(tenant)
+
+    def _bound(self, keep: AnchorId) -> None:
+        """Drops pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
         while len(self._pools) > self._config.max_pools:
             del self._pools[next(iter(self._pools))]
-        while self._pools and (excess := self.nbytes() - self._config.max_bytes) > 0:
-            loosest = max(self._tables(), key=lambda table: table.slack_bytes)
-            if sum(table.slack_bytes for table in self._tables()) >= excess:
-                loosest.trim()
-            else:
-                self._drop_least_used(newest, keep)
+        self._fit(lambda: list(self._pools.values()), _Limit(None, self._config.max_bytes), keep)
 
-    def _drop_least_used(self, newest: AnchorPool, keep: AnchorId) -> None:
-        """Of the anchors that each pool would drop next, the least used."""
-        candidates = ((pool, pool.anchors[pool.victim(keep)]) for pool in self._pools.values())
-        pool, anchor = min(candidates, key=lambda c: (c[0] is newest and c[1].id == keep, c[1].hits, c[1].id))
+    def _bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
+        """Drops anchors of a tenant until it is within its limit; nobody else's go for it."""
+
+        def own() -> list[AnchorPool]:
+            return [pool for key, pool in self._pools.items() if tenant_of(key[0]) == tenant]
+
+        if limit := self._limits.get(tenant):
+            before = sum(len(pool.anchors) for pool in own())
+            self._fit(own, limit, keep)
+            self._over_limit += before - sum(len(pool.anchors) for pool in own())
+
+    def _fit(self, chosen: Callable[[], list[AnchorPool]], limit: _Limit, keep: AnchorId | None) -> None:
+        """Gives back slack, then drops anchors of the chosen pools, until these are within the limit."""
+        while (pools := chosen()) and (excess := limit.excess(pools)):
+            tables = [table for pool in pools for table in pool.tables]
+            if sum(table.slack_bytes for table in tables) >= excess:
+                max(tables, key=lambda table: table.slack_bytes).trim()
+            else:
+                self._drop_least_used(pools, keep)
+
+    def _drop_least_used(self, pools: list[AnchorPool], keep: AnchorId | None) -> None:
+        """Of the anchors that each of these pools would drop next, the least used."""
+        candidates = ((pool, pool.anchors[pool.victim(keep)]) for pool in pools)
+        pool, anchor = min(candidates, key=lambda c: (c[1].id == keep, c[1].hits, c[1].id))
         pool.drop(anchor.id)
         if not pool.anchors:
             self._pools = {key: other for key, other in self._pools.items() if other is not pool}
 
-    def _tables(self) -> Iterator[OffsetTable]:
-        return (table for pool in self._pools.values() for table in pool.tables)
-
     def nbytes(self) -> int:
         """Memory of all anchors."""
         return sum(pool.nbytes for pool in self._pools.values())
+
+    @property
+    def pools(self) -> Mapping[PoolKey, AnchorPool]:
+        """All pools, least recently used first. To be read only."""
+        return self._pools
+
+    def empty_pool(self) -> AnchorPool:
+        """A pool with this store's bounds that is not part of it."""
+        return AnchorPool(self._config.capacity, self._config.max_slots)
+
+    def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
+        """Holds these pools and no others from now on, within its bounds. They are in order of their last use."""
+        self.clear()
+        self._pools = {key: pool for key, pool in pools.items() if pool.anchors}
+        self._ids = count(max((i + 1 for pool in self._pools.values() for i in pool.anchors), default=0))
+        for tenant in self._limits:
+            self._bound_tenant(tenant)
+        if self._pools:
+            self._bound(keep=max(i for pool in self._pools.values() for i in pool.anchors))
 
     def clear(self, tenant: TenantId | None = None) -> None:
         """Forgets the anchors of a tenant; of all tenants if None."""
@@ -219,9 +274,10 @@ class AnchorStore:
             nbytes=self.nbytes(),
             observed=self._observed,
             used=self._used,
+            over_limit=self._over_limit,
         )
 
-    def pools(self, owns: Callable[[TenantId], bool]) -> list[PoolStats]:
+    def pool_stats(self, owns: Callable[[TenantId], bool]) -> list[PoolStats]:
         """The pools of the tenants that `owns` picks, least recently used first."""
         return [_pool_stats(key, pool) for key, pool in self._pools.items() if owns(key.tenant)]
 

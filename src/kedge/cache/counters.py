@@ -21,6 +21,8 @@ class Reason(StrEnum):
     DEMAND = "demand"
     PREFETCH = "prefetch"
     BACKUP = "backup"
+    LIMIT = "limit"
+    """A tenant had as many host blocks as it may."""
 
 
 @dataclass(frozen=True, slots=True)

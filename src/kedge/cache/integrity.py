@@ -9,6 +9,7 @@ from kedge.cache.block_pool import BlockPool
 from kedge.cache.node import DEVICE, HOST, Node, Share, State, Tier
 from kedge.cache.transfer import Transfer
 from kedge.errors import PlanError
+from kedge.types import TenantId
 
 
 def check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[Node], others: Sequence[int]) -> None:
@@ -27,6 +28,11 @@ def check_share(share: Share, nodes: Sequence[Node]) -> None:
     held = [node for node in nodes if node.blocks[tier]]
     if share.size != sum(node.size for node in held):
         raise PlanError(f"{tier.name} blocks", share.size, "is not the sum over the nodes")
+    by_tenant: Counter[TenantId] = Counter()
+    for node in held:
+        by_tenant[node.tenant] += node.size
+    if +share.by_tenant != by_tenant:
+        raise PlanError(f"{tier.name} blocks by tenant", share.by_tenant, "are not the sums over the nodes")
     if share.evictable != sum(node.size for node in held if not node.locks):
         raise PlanError(f"{tier.name} evictable blocks", share.evictable, "is not the sum over unlocked nodes")
     for node in nodes:

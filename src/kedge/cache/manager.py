@@ -27,7 +27,7 @@ from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers, TierSettings
 from kedge.cache.transfer import Copier, Direction
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.types import RequestId, Source, Span
+from kedge.types import RequestId, Source, Span, TenantId
 
 Changes = Mapping[Any, tuple[float, float] | None]
 """Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
@@ -237,6 +237,16 @@ class CacheManager:
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` took `seconds`: what a load has to beat."""
         self._tiers.cost.compute.observe(tokens, seconds)
+
+    def limit_host(self, tenant: TenantId, nbytes: int | None) -> None:
+        """How much of the host tier a tenant may have, from its next copy on: whole blocks; None is no limit.
+
+        Its own copies go for its new ones, and never anybody else's because of it.
+        """
+        if nbytes is None:
+            self._tiers.host_limits.pop(tenant, None)
+        else:
+            self._tiers.host_limits[tenant] = nbytes // self._tiers.settings.block_bytes
 
     # upkeep ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ The blocks that a transfer writes belong to the transfer until it lands.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from kedge.cache.eviction import EvictionKey, Namespace
 from kedge.cache.lazy_heap import LazyHeap
 from kedge.cache.steps import StepCounts
+from kedge.types import TenantId, tenant_of
 
 if TYPE_CHECKING:
     from kedge.cache.transfer import Transfer
@@ -96,6 +98,11 @@ class Node:
         """The load that brought it to the device, until it is hit for the first time."""
 
     @property
+    def tenant(self) -> TenantId:
+        """Whose it is, in whatever part of the tenant's own."""
+        return tenant_of(TenantId(self.namespace[0]))
+
+    @property
     def state(self) -> State:
         """Derived, so it cannot disagree with the blocks. Not for roots."""
         if not self.blocks[DEVICE]:
@@ -142,6 +149,8 @@ class Share:
     def __init__(self, tier: Tier, policy: Callable[[Node], EvictionKey]) -> None:
         self.tier = tier
         self.size = self.evictable = 0
+        self.by_tenant: Counter[TenantId] = Counter()
+        """`size` by the tenant whose blocks they are."""
         self.queue: LazyHeap[Node] = LazyHeap(policy, lambda node: node.is_candidate(tier))
 
 

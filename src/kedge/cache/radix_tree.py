@@ -11,12 +11,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from kedge.cache import integrity
 from kedge.cache.eviction import EvictionKey, EvictionPolicy, Namespace, lru
 from kedge.cache.labels import Labels
 from kedge.cache.node import DEVICE, Node, Share, Tier
 from kedge.errors import InvalidToken, OutOfBlocks, PlanError
+from kedge.types import TenantId
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -154,6 +156,7 @@ class RadixTree:
         node.blocks[tier] = blocks
         parent.resident_children[tier] += 1
         share.size += len(blocks)
+        share.by_tenant[node.tenant] += len(blocks)
         share.evictable += 0 if node.locks else len(blocks)
         self.offer(node)
 
@@ -168,6 +171,15 @@ class RadixTree:
         removed: list[Removed] = []
         left = n
         for node in self._choose(share, n, allowed):
+            removed.append(self._shorten(node, tier, left))
+            left -= len(removed[-1].blocks)
+        return removed
+
+    def evict_own(self, tier: Tier, n: int, tenant: TenantId, allowed: Callable[[Node], bool]) -> list[Removed]:
+        """`evict`, but of one tenant's blocks only. Costs by the number of the tenant's nodes."""
+        removed: list[Removed] = []
+        left = n
+        for node in self._choose_own(tier, n, tenant, allowed):
             removed.append(self._shorten(node, tier, left))
             left -= len(removed[-1].blocks)
         return removed
@@ -338,6 +350,25 @@ class RadixTree:
             raise OutOfBlocks("blocks", n, "left to free, and the next to go may not be evicted for this")
         return chosen
 
+    def _choose_own(self, tier: Tier, n: int, tenant: TenantId, allowed: Callable[[Node], bool]) -> list[Node]:
+        """The tenant's next nodes to go for `n` blocks, as `_choose` does it for all."""
+        own = [node for node in self.nodes() if node.tenant == tenant and node.blocks[tier] and not node.locks]
+        children = {node: node.resident_children[tier] for node in own}
+        waiting = [(self._key(node), number, node) for number, node in enumerate(own) if not children[node]]
+        heapify(waiting)
+        chosen: list[Node] = []
+        while n > 0:
+            node = heappop(waiting)[2] if waiting else None
+            if node is None or not allowed(node):
+                raise OutOfBlocks("blocks", n, f"left to free of {tenant}, and no more of its own may be evicted")
+            chosen.append(node)
+            n -= node.size
+            if (parent := node.parent) in children:
+                children[parent] -= 1
+                if not children[parent]:
+                    heappush(waiting, (self._key(parent), -len(chosen), parent))
+        return chosen
+
     def _shorten(self, node: Node, tier: Tier, count: int) -> Removed:
         """Takes the last `count` blocks (or all) of an unlocked leaf from `tier`; what no tier holds is gone."""
         kept = node.size - count
@@ -354,19 +385,20 @@ class RadixTree:
         """Drops the end of a leaf that `tier` alone holds; its labels stay, as what is left is still fixed."""
         gone = node.blocks[tier][kept:]
         node.key, node.blocks[tier], node.size = node.key[: kept * self._block_bytes], node.blocks[tier][:kept], kept
-        self._shrink(tier, len(gone))
+        self._shrink(node, tier, len(gone))
         self.offer(node)
         return Removed(node, tier, gone)
 
     def _remove(self, node: Node, tier: Tier) -> list[int]:
         assert node.parent is not None
         gone, node.blocks[tier] = node.blocks[tier], []
-        self._shrink(tier, len(gone))
+        self._shrink(node, tier, len(gone))
         node.parent.resident_children[tier] -= 1
         self.offer(node.parent)
         return gone
 
-    def _shrink(self, tier: Tier, count: int) -> None:
+    def _shrink(self, node: Node, tier: Tier, count: int) -> None:
+        self.shares[tier].by_tenant[node.tenant] -= count
         self.shares[tier].size -= count
         self.shares[tier].evictable -= count
 

@@ -25,6 +25,7 @@ from kedge.cache.node import DEVICE, HOST, Handle, Node, State, Tier
 from kedge.cache.radix_tree import RadixTree, Removed
 from kedge.cache.transfer import Copied, Copier, Direction, Outcome, Purpose, Transfer, TransferLimits, TransferQueue
 from kedge.errors import ConfigError, OutOfBlocks
+from kedge.types import TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ class Tiers:
         self.pools = (BlockPool(num_blocks), BlockPool(settings.host_blocks))
         self.transfers = TransferQueue(copier, settings.limits, settings.block_bytes)
         self.counters = Counters()
+        self.host_limits: dict[TenantId, int] = {}
+        """Host blocks that a tenant may have; no limit for one that is not in it."""
         self.cost = CostModel()
         self._on_lost = on_lost
         self._late = _Late()
@@ -197,6 +200,7 @@ class Tiers:
         self.tree.lock_path(node)
         try:
             needed = sum(step.size for step in nodes)
+            self._keep_limit(node, needed)
             targets = self.allocate(HOST, needed, Reason.BACKUP, allowed=self._less_than(node))
         except OutOfBlocks:
             self.counters.skipped_backups += 1
@@ -204,6 +208,20 @@ class Tiers:
             return
         sources = [block for step in nodes for block in step.blocks[DEVICE]]
         self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, nodes, sources, targets)
+
+    def _keep_limit(self, node: Node, needed: int) -> None:
+        """Evicts, of the host blocks of the tenant of `node`, those that are too many with `needed` more. Raises
+        `OutOfBlocks`, having changed nothing, where nothing that is worth no more than this may go.
+        """
+        limit = self.host_limits.get(node.tenant)
+        if limit is None:
+            return
+        moving = (one.blocks for one in self.pending() if not one.is_load and one.end.tenant == node.tenant)
+        excess = self.tree.shares[HOST].by_tenant[node.tenant] + sum(moving) + needed - limit
+        if excess > 0:
+            removed = self.tree.evict_own(HOST, excess, node.tenant, self._less_than(node))
+            self.counters.evicted(removed, Reason.LIMIT)
+            self.release(removed)
 
     def _less_than(self, node: Node) -> Callable[[Node], bool]:
         limit = self.tree.policy(node)

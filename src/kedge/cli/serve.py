@@ -15,18 +15,16 @@ from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
+    from kedge.config import ServerSettings, Settings
     from kedge.engine.base import Engine
     from kedge.server.config import ServerConfig
     from kedge.server.tenancy import KeyRing
 
-GRACE_SECONDS = 10
-"""How long running answers may go on when the server is told to end."""
-
 
 def serve(
     model: Annotated[Path | None, typer.Argument(help="Folder of a model; default: the bundled one.")] = None,
-    host: Annotated[str, typer.Option(envvar="KEDGE_SERVER__HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, envvar="KEDGE_SERVER__PORT")] = 8000,
+    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8000.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder's name.")] = None,
     reuse: Annotated[
         ReuseMode | None, typer.Option(help="Where nothing else says. Default: exact; translate for agents.")
@@ -37,51 +35,82 @@ def serve(
     new_key: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Make a key, show it and its hash, and exit.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a chat that names no limit.")] = 512,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Generations at once, of all tenants.")] = 256,
-    requests_in_flight: Annotated[int, typer.Option(min=1, help="Generations at once, of one tenant.")] = 64,
+    state: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep what is learned here; default: it ends with the server.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer to a chat that names no limit. Default: 512.")
+    ] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Generations at once, of all tenants. Default: 256.")
+    ] = None,
+    requests_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Generations at once, of one tenant. Default: 64.")
+    ] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of one tenant, prompts and answers.")] = None,
     tools: Annotated[
         bool | None, typer.Option(help="Let workflows run tools. Default: only on a loopback address.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json. Default: text.")] = None,
+    tracing: Annotated[
+        bool | None, typer.Option("--tracing/--no-tracing", help="Send OpenTelemetry spans, as OTEL_ variables say.")
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, workflows, and receipts of what was reused."""
     _require_extra()
     from kedge.config import Settings
-    from kedge.server.config import ServerConfig
-    from kedge.server.tenancy import Limits, load_keys
 
     if new_key is not None:
         return _make_key(new_key)
-    settings = Settings.load(config, engine={"model": model, "device": device})
-    limits = Limits(requests_in_flight, tokens_per_minute)
-    keys = load_keys(api_keys, os.environ.get("KEDGE_API_KEYS"), limits)
-    server = ServerConfig(
-        model_name=name or _name(settings.engine.model),
-        reuse=reuse,
-        default_max_tokens=max_tokens,
-        max_in_flight=max_in_flight,
-        limits=limits,
-        tools=_is_loopback(host) if tools is None else tools,
+    limits = {"requests_in_flight": requests_in_flight, "tokens_per_minute": tokens_per_minute}
+    flags = {
+        "host": host,
+        "port": port,
+        "model_name": name,
+        "reuse": reuse,
+        "api_keys": api_keys,
+        "state": state,
+        "default_max_tokens": max_tokens,
+        "max_in_flight": max_in_flight,
+        "limits": limits,
+        "tools": tools,
+        "log_format": log_format,
+        "tracing": tracing,
+    }
+    return _serve(Settings.load(config, engine={"model": model, "device": device}, server=flags))
+
+
+def _serve(settings: Settings) -> None:
+    from kedge.server.config import ServerConfig
+    from kedge.server.tenancy import load_keys
+
+    told, is_local = settings.server, _is_loopback(settings.server.host)
+    config = ServerConfig.of(
+        told,
+        model_name=told.model_name or _name(settings.engine.model),
+        tools=is_local if told.tools is None else told.tools,
     )
+    keys = load_keys(told.api_keys, os.environ.get("KEDGE_API_KEYS"), config.limits)
     console = Console(stderr=True)
-    if keys.is_open and not _is_loopback(host):
+    if keys.is_open and not is_local:
         console.print("no API keys: whoever reaches this address may call (--api-keys FILE)", style="yellow")
     with console.status("loading the model"):
         engine = open_engine(settings)
     with engine as opened:
-        _listen(opened, server, keys, host, port, console)
-    return None
+        _listen(opened, config, keys, told, console)
 
 
-def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, host: str, port: int, console: Console) -> None:
-    import uvicorn
-
+def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSettings, console: Console) -> None:
+    from kedge.server import logs, tracing
     from kedge.server.app import create_app
+    from kedge.server.ending import GracefulServer
 
-    console.print(f"{config.model_name} on http://{host}:{port}/v1, API page at /docs", markup=False, highlight=False)
-    app = create_app(engine, config, keys)
-    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=GRACE_SECONDS)
+    logs.configure(told.log_format)
+    app = create_app(engine, config, keys, tracing.exporting(config.model_name) if told.tracing else None)
+    url = f"http://{told.host}:{told.port}"
+    console.print(f"{config.model_name} on {url}/v1, API page at /docs", markup=False, highlight=False)
+    # The log is configured, and the application writes a line of its own for every call.
+    GracefulServer(app, host=told.host, port=told.port, log_config=None, access_log=False).run()
 
 
 def _require_extra() -> None:

@@ -9,6 +9,7 @@ happens to it leaves other requests alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
@@ -45,6 +46,24 @@ class Tokenizer(Protocol):
 
     def chat(self, system: str | None, user: str) -> str:
         """The text of a prompt with these two messages, up to where the answer begins (BOS included)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one tenant may hold, in all its namespaces together; None is no limit."""
+
+    anchors: int | None = None
+    anchor_bytes: int | None = None
+    host_bytes: int | None = None
+    """Of the host tier"""
+
+
+@runtime_checkable
+class Limiting(Protocol):
+    """An engine that keeps tenants to their quotas."""
+
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        """From now on a tenant that has too much loses its own first, and nobody else's."""
 
 
 @runtime_checkable

@@ -101,13 +101,18 @@ class Runtime:
         """Forgets what a run shared between its agents."""
         self._bases.end_run(tenant, run)
 
+    @property
+    def learned(self) -> tuple[Anchors, Bases]:
+        """The anchors and the base KV: what may outlive a process."""
+        return self._anchors, self._bases
+
     def stats(self) -> dict[str, object]:
         """Figures of the anchors and of the base KV."""
         return {"anchors": asdict(self._anchors.stats()), "base_kv": asdict(self._bases.stats())}
 
-    def pools(self, owns: Callable[[TenantId], bool]) -> list[dict[str, object]]:
+    def pool_stats(self, owns: Callable[[TenantId], bool]) -> list[dict[str, object]]:
         """The anchor pools of the tenants that `owns` picks; their tenants stay out."""
-        return [asdict(pool) for pool in self._anchors.pools(owns)]
+        return [asdict(pool) for pool in self._anchors.pool_stats(owns)]
 
     def clear(self) -> None:
         """Forgets all anchors and all base KV."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,10 +16,13 @@ from kedge.errors import EngineClosed
 from kedge.server import dashboard, openai_api, problems, workflow_api
 from kedge.server.config import ServerConfig
 from kedge.server.dashboard import Dashboard
+from kedge.server.observing import Observed
 from kedge.server.problems import BAD, Problem, body_of
 from kedge.server.runs import Runs
 from kedge.server.service import AnyCaller, Service, TheService
-from kedge.server.tenancy import KeyRing
+from kedge.server.state import Snapshots
+from kedge.server.tenancy import KeyRing, apply_quotas
+from kedge.server.tracing import NoTracing, Tracing
 from kedge.server.wire import JSONAnswer
 from kedge.types import RequestId
 
@@ -30,26 +32,51 @@ BODY_SECONDS = 60.0
 READY_SECONDS = 5.0
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None, keys: KeyRing | None = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    config: ServerConfig | None = None,
+    keys: KeyRing | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
     """The server as an ASGI application around an engine, which stays the caller's to close. Without keys everyone may
-    call."""
-    config = config or ServerConfig()
+    call. Loads the engine's state, if it is to be kept. Raises `ConfigError` where the engine, or the folder for its
+    state, cannot do what the settings ask for."""
+    config, tracing = config or ServerConfig(), tracing or NoTracing()
+    keys = keys or KeyRing({}, config.limits)
+    apply_quotas(engine, keys.tenants)
     watching = Dashboard(engine)
-    service = Service(watching.engine, config, keys or KeyRing({}, config.limits))
+    service = Service(watching.engine, config, keys, tracing)
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
     app.state.service, app.state.runs, app.state.dashboard = service, Runs(service), watching
+    app.state.snapshots = _snapshots(engine, service)
     for router in (openai_api.router, workflow_api.router, dashboard.router, _router):
         app.include_router(router)
     problems.install(app)
     app.add_middleware(Edge, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(Observed, tracing=tracing)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    snapshots: Snapshots | None = app.state.snapshots
+    if snapshots:
+        snapshots.start()
     yield
     app.state.runs.cancel_all()
-    await asyncio.to_thread(app.state.service.threads.shut)
+    await asyncio.to_thread(service.threads.shut)
+    if snapshots:
+        await asyncio.to_thread(snapshots.end)
+
+
+def _snapshots(engine: Engine, service: Service) -> Snapshots | None:
+    config = service.config
+    if config.state is None:
+        return None
+    snapshots = Snapshots(engine, config.state, config.snapshot_interval, service.metrics.snapshot)
+    snapshots.load()
+    return snapshots
 
 
 _router = APIRouter(tags=["Operation"])
@@ -63,7 +90,8 @@ async def health() -> Response:
 
 @_router.get("/ready", response_model=None)
 async def ready(service: TheService) -> Response:
-    """The engine answers too: 503 where it was closed, died, or does not come round to it in time."""
+    """The engine answers too: 503 where it was closed, died, or does not come round to it in time, and at the end."""
+    service.refuse_at_the_end()
     try:
         async with asyncio.timeout(READY_SECONDS):
             await service.threads.work(lambda: service.engine.cancel(RequestId("ready?")))
@@ -80,7 +108,7 @@ async def metrics(service: TheService, caller: AnyCaller) -> Response:
 
 
 class Edge:
-    """Bounds bodies, and gives every call an id, which its answer's `X-Request-Id` names."""
+    """Bounds bodies."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app, self._most = app, max_body_bytes
@@ -89,23 +117,22 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tell = _with_id(send, f"req_{uuid.uuid4().hex}")
         if scope["method"] in ("GET", "HEAD"):
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send)
             return
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(receive)
         except TimeoutError:
-            await _refuse(408, "the body did not come in time", "request_timeout")(scope, receive, tell)
+            await _refuse(408, "the body did not come in time", "request_timeout")(scope, receive, send)
             return
         if body is None:
             return
         if len(body) > self._most:
             refusal = _refuse(413, f"a body has at most {self._most} bytes", "request_too_large")
-            await refusal(scope, receive, tell)
+            await refusal(scope, receive, send)
             return
-        await self._app(scope, _replayed(body, receive), tell)
+        await self._app(scope, _replayed(body, receive), send)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The body, or a little more than is allowed of it; None where the client has gone."""
@@ -127,15 +154,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return next_message
-
-
-def _with_id(send: Send, request_id: str) -> Send:
-    async def tell(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-        await send(message)
-
-    return tell
 
 
 def _refuse(status: int, why: str, code: str) -> JSONAnswer:

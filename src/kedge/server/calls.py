@@ -136,6 +136,10 @@ class Call:
             pass
         return [completion for completion in self.completions if completion is not None]
 
+    def fail(self, error: BaseException) -> None:
+        """Whoever reads the deltas gets this error next."""
+        self._arrived.put_nowait(error)
+
     def end(self) -> None:
         """Nobody reads on: what still goes on is cancelled. Idempotent."""
         if not self._ended:

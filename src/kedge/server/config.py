@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
+from kedge.config import ServerSettings
 from kedge.errors import ConfigError
 from kedge.server.tenancy import Limits
 from kedge.types import ReuseMode
@@ -27,6 +29,19 @@ class ServerConfig:
     """For a tenant that has none of its own."""
     tools: bool = False
     """Whether a registered workflow may name tools, which run code on this machine."""
+    state: Path | None = None
+    """Folder for what the engine has learned; None: it ends with the server."""
+    snapshot_interval: float = 60.0
+    """Seconds between two snapshots."""
+    grace: float = 10.0
+    """Seconds that running answers may go on when the server is told to end."""
+
+    @classmethod
+    def of(cls, settings: ServerSettings, *, model_name: str, tools: bool) -> ServerConfig:
+        """What the settings say, with the two that depend on more than them."""
+        same = {field.name for field in fields(cls)} - {"model_name", "tools", "limits"}
+        limits = Limits(**settings.limits.model_dump())
+        return cls(model_name=model_name, tools=tools, limits=limits, **settings.model_dump(include=same))
 
     def __post_init__(self) -> None:
         for key in ("default_max_tokens", "max_in_flight", "max_body_bytes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ class ServerMetrics:
         self._errors = counter("request_errors", "Calls that were answered with an error.", "status")
         self._ended_runs = counter("runs", "Ended workflow runs.", "status")
         self._ignored = counter("ignored_hints", "Hints that were ignored.", "dialect", "reason")
+        self._snapshots = counter("snapshots", "Snapshots of what the engine has learned.", "status")
+        self._snapshot_time = gauge("last_snapshot_timestamp_seconds", "When the last complete snapshot was taken.")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival in the engine to the first token.")
         self._latency = histogram("e2e_request_latency_seconds", "From arrival in the engine to the last token.")
         self._per_token = histogram("time_per_output_token_seconds", "Mean time between two tokens of a generation.")
@@ -80,6 +83,12 @@ class ServerMetrics:
         for (dialect, reason), count in ignored.items():
             if count:
                 self._ignored.inc(count, tenant=tenant, dialect=dialect, reason=reason)
+
+    def snapshot(self, status: str) -> None:
+        """Counts a snapshot (`saved`, `failed`), or one that was not taken in (`refused`). They are no tenant's."""
+        self._snapshots.inc(tenant="", status=status)
+        if status == "saved":
+            self._snapshot_time.set(time.time(), tenant="")
 
     def exposition(self, tenant: TenantId | None) -> bytes:
         """Prometheus' text format: a tenant's own series, or everything if None."""

@@ -115,6 +115,11 @@ class Runs:
         """The tenant's runs that go on, and the last ones that have ended, oldest first."""
         return list(self._of.get(tenant.id, {}).values())
 
+    @property
+    def going_on(self) -> bool:
+        """Whether any tenant's run does."""
+        return any(one.status is RunStatus.RUNNING for mine in self._of.values() for one in mine.values())
+
     def cancel(self, served: ServedRun) -> None:
         """Ends a run soon; one that has ended stays as it is."""
         if served.status is RunStatus.RUNNING:

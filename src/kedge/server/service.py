@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
-from kedge.errors import NotFound, Overloaded, Unauthenticated
+from kedge.errors import KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.server.agent_runs import AgentRuns
 from kedge.server.calls import Call, Threads, submit_all
 from kedge.server.config import ServerConfig
@@ -19,14 +19,15 @@ from kedge.server.metrics import ServerMetrics
 from kedge.server.protocol import GenerationBody
 from kedge.server.registry import Workflows
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
+from kedge.server.tracing import Span, Tracing
 from kedge.types import Completion, GenerateRequest, ReuseMode, TenantId
 
 
 class Service:
     """One server. The event loop's thread owns it."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, keys: KeyRing) -> None:
-        self.engine, self.config, self.keys = engine, config, keys
+    def __init__(self, engine: Engine, config: ServerConfig, keys: KeyRing, tracing: Tracing) -> None:
+        self.engine, self.config, self.keys, self.tracing = engine, config, keys, tracing
         self.is_ending = False
         """Whether nothing new is taken any more."""
         self.threads = Threads(engine, config.max_in_flight)
@@ -35,6 +36,7 @@ class Service:
         self.metrics = ServerMetrics(config.model_name, self.agent_runs.board)
         self.started = int(time.time())
         self._meters: dict[TenantId, Meter] = {}
+        self._calls: set[Call] = set()
 
     # who calls, and how much --------------------------------------------------------------------------------------
 
@@ -44,11 +46,22 @@ class Service:
 
     def admit(self, tenant: Tenant, count: int) -> Ticket:
         """Room for `count` generations. Raises `LimitReached`, `Overloaded`, or `RequestError` for too many at once."""
+        self.refuse_at_the_end()
         ticket = self.meter(tenant).admit(count)
         if sum(meter.in_flight for meter in self._meters.values()) > self.config.max_in_flight:
             ticket.release()
             raise Overloaded("max_in_flight", self.config.max_in_flight, "the server has no room now")
         return ticket
+
+    def refuse_at_the_end(self) -> None:
+        """Raises `Overloaded` once the server has been told to end."""
+        if self.is_ending:
+            raise Overloaded("server", "ending", "it takes nothing new")
+
+    def fail_all(self, error: KedgeError) -> None:
+        """Ends every call that goes on with an error."""
+        for call in self._calls:
+            call.fail(error)
 
     def check_model(self, model: str | None) -> None:
         """Raises `NotFound` for another model than the one that is served."""
@@ -84,13 +97,21 @@ class Service:
         Raises what `admit`, `build` and the engine raise.
         """
         ticket = self.admit(tenant, count)
+        span = self.tracing.generation(tenant.id)
         try:
-            streams = await self.threads.work(lambda: submit_all(self.engine, build()))
-        except BaseException:  # whatever it is, the room is free again
+            streams = await self.threads.work(lambda: submit_all(self.engine, span.submitting(build())))
+        except BaseException as error:  # whatever it is, the room is free again
             ticket.release()
+            span.failed(error)
             raise
         self.metrics.waiting.inc(count, tenant=tenant.id)
-        return Call(self.threads, streams, _Account(self, tenant, ticket, count, on_over))
+        call = Call(self.threads, streams, _Account(self, tenant, ticket, count, on_over, span))
+        self._calls.add(call)
+        return call
+
+    def over(self, call: Call) -> None:
+        """Nothing of a call is left in the engine."""
+        self._calls.discard(call)
 
     def finished(self, tenant: Tenant, completion: Completion) -> None:
         """Counts a generation, and charges its tokens."""
@@ -107,18 +128,24 @@ class _Account:
     ticket: Ticket
     count: int
     on_over: Callable[[Call], None]
+    span: Span
 
     def begun(self) -> None:
+        self.span.begun()
         self.service.metrics.waiting.inc(-1, tenant=self.tenant.id)
         self.service.metrics.running.inc(tenant=self.tenant.id)
 
     def finished(self, completion: Completion) -> None:
+        # Before the client hears of it: one that then calls again at once finds the room free.
+        self.ticket.give_back_one()
         self.service.finished(self.tenant, completion)
 
     def over(self, call: Call) -> None:
         self.ticket.release()
         self.service.metrics.waiting.inc(call.begun - self.count, tenant=self.tenant.id)
         self.service.metrics.running.inc(-call.begun, tenant=self.tenant.id)
+        self.span.ended([one for one in call.completions if one])
+        self.service.over(call)
         self.on_over(call)
 
 

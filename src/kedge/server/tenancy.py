@@ -6,6 +6,9 @@ A tenant is what the server authenticated, never what a client says. With no key
     keys = ["sha256:0a1b…"]
     requests_in_flight = 8
     tokens_per_minute = 100000
+    anchors = 200
+    anchor_bytes = "64MiB"
+    host_memory = "1GiB"
     [operator]                                  # may read all metrics, and nothing else
     keys = ["sha256:…"]
 
@@ -21,11 +24,13 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kedge.config import LimitSettings
+from kedge.engine.base import Engine, Limiting, Quota
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
 from kedge.types import TenantId
 
@@ -43,12 +48,23 @@ class Limits:
     """Generations (each of `n` choices is one) and runs at once."""
     tokens_per_minute: int | None = None
     """Prompt and answer together; a minute's worth may be used at once."""
+    anchors: int | None = None
+    """Anchors in all its pools."""
+    anchor_bytes: int | None = None
+    """Bytes of its anchors."""
+    host_memory: int | None = None
+    """Bytes of the host tier."""
 
     def __post_init__(self) -> None:
         for key in self.__slots__:
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(key, value, "must be a whole number, at least 1")
+
+    @property
+    def quota(self) -> Quota:
+        """What of it the engine watches over."""
+        return Quota(self.anchors, self.anchor_bytes, self.host_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,12 @@ class KeyRing:
         """`tenants` is by hash, see `hashed`. Without any, everyone is the tenant `default`, with its limits."""
         self._tenants = {digest.encode(): tenant for digest, tenant in tenants.items()}
         self._everyone = Tenant(TenantId("default"), default, is_operator=True)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Everyone who may generate, each once."""
+        known = {tenant.id: tenant for tenant in self._tenants.values() if tenant.id != OPERATOR}
+        return [self._everyone] if self.is_open else list(known.values())
 
     @property
     def is_open(self) -> bool:
@@ -144,9 +166,20 @@ def _of_section(key: str, name: str, section: object, default: Limits) -> Iterat
     keys = section.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
-    own = {limit: section.get(limit, getattr(default, limit)) for limit in Limits.__slots__}
+    own = replace(default, **{limit: _limit(key, limit, section[limit]) for limit in limits})
     for digest in keys:
-        yield _hash(digest, key), _tenant(name, Limits(**own))
+        yield _hash(digest, key), _tenant(name, own)
+
+
+def _limit(key: str, name: str, value: object) -> int:
+    """A limit as the settings understand it: sizes may have units."""
+    if isinstance(value, bool):
+        raise ConfigError(f"{key}.{name}", value, "is not a number")
+    try:
+        limit: int = getattr(LimitSettings(**{name: value}), name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{name}", value, error.why) from None
+    return limit
 
 
 def _of_variable(text: str, default: Limits) -> Iterator[tuple[str, Tenant]]:
@@ -176,6 +209,15 @@ def _tenant(name: str, limits: Limits) -> Tenant:
     if not _NAME.fullmatch(name):
         raise ConfigError("tenant", name, "a name has up to 64 letters, digits, '_', '.' and '-'")
     return Tenant(TenantId(name), limits)
+
+
+def apply_quotas(engine: Engine, tenants: Iterable[Tenant]) -> None:
+    """Tells the engine what tenants may hold. Raises `ConfigError` for a limit that the engine cannot keep."""
+    for tenant in tenants:
+        if isinstance(engine, Limiting):
+            engine.limit(tenant.id, tenant.limits.quota)
+        elif tenant.limits.quota != Quota():
+            raise ConfigError("limits", tenant.id, f"{type(engine).__name__} cannot bound what a tenant holds")
 
 
 @dataclass
@@ -232,7 +274,12 @@ class Ticket:
     meter: Meter
     count: int
 
+    def give_back_one(self) -> None:
+        """One generation has ended."""
+        self.meter.in_flight -= 1
+        self.count -= 1
+
     def release(self) -> None:
-        """Gives the room back. Idempotent."""
+        """Gives back what is left. Idempotent."""
         self.meter.in_flight -= self.count
         self.count = 0

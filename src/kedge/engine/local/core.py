@@ -11,8 +11,11 @@ from functools import partial
 
 from torch import Tensor
 
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes, Lease
+from kedge.engine.base import Quota
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.fixed import FixedPrompts
 from kedge.engine.local.loading import Loading
@@ -332,7 +335,19 @@ class EngineCore:
         """The anchor pools of some tenants, and how much of the given beginnings of prompts is cached in which tier."""
         found = (self._cache.status((tenant, ""), tokens) for tenant, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
-        return {"prompts": cached, "pools": self._runtime.pools(owns)}
+        return {"prompts": cached, "pools": self._runtime.pool_stats(owns)}
+
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        """Bounds what a tenant holds."""
+        self.learned[0].limit(tenant, quota.anchors, quota.anchor_bytes)
+        self._cache.limit_host(tenant, quota.host_bytes)
+
+    @property
+    def learned(self) -> tuple[AnchorStore, BaseStore]:
+        """The anchors and the base KV."""
+        anchors, bases = self._runtime.learned
+        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
+        return anchors, bases
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""

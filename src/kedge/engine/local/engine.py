@@ -15,12 +15,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.config import EngineConfig
+from kedge.engine.base import Quota
 from kedge.engine.local import build
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.state import EngineState, SavedState
 from kedge.engine.local.text import TextStream
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong
 from kedge.kv.spec import KVSpec
@@ -71,6 +75,8 @@ class LocalEngine:
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._dead: BaseException | None = None
         self._idle_waiters: list[threading.Event] = []
+        self._state_lock = threading.Lock()
+        self._kept: EngineState | None = None
         self._thread = threading.Thread(target=self._serve, name="kedge-engine", daemon=True)
         self._thread.start()
 
@@ -142,15 +148,53 @@ class LocalEngine:
         """What is held for some tenants; see `kedge.engine.base.Inspectable`."""
         return self._ask(partial(self._core.tenant_stats, owns, prompts))
 
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        """Bounds what a tenant holds, see `kedge.engine.base.Limiting`."""
+        self._ask(lambda: self._core.limit(tenant, quota))
+
     def clear(self) -> None:
         """Empties the prefix cache and forgets all anchors and base KV."""
         self._ask(self._core.clear)
+
+    def save(self, folder: str | Path) -> SavedState:
+        """Writes the anchors and the base KV of prefix segments to `folder`: all of it, or nothing has changed there.
+
+        Costs the engine's thread next to nothing: tensors are copied and written by the caller's. What has not changed
+        since the last time is not written again. From the first `save` or `load` until it is closed, the engine has
+        the folder to itself. Raises `ConfigError` where another process has it, and `OSError`.
+        """
+        return self._state(Path(folder)).save()
+
+    def load(self, folder: str | Path) -> SavedState:
+        """Puts what `save` wrote in the place of all anchors and base KV; an empty folder holds nothing.
+
+        Raises `StateRefused`, having changed nothing, for state that is damaged or of another model or format;
+        `ConfigError` where another process has the folder, and `OSError`.
+        """
+        return self._state(Path(folder)).load()
+
+    def _state(self, folder: Path) -> EngineState:
+        with self._state_lock:
+            if self._kept is None or self._kept.folder != folder:
+                self._give_back_state()
+                self._kept = EngineState(folder, self._runner, self.tokenizer, self.config.anchors, self._ask_learned)
+            return self._kept
+
+    def _give_back_state(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept:
+            kept.close()
+
+    def _ask_learned(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
+        return self._ask(lambda: question(*self._core.learned))
 
     def close(self) -> None:
         with self._lock:
             self._closed.set()
             self._commands.put(lambda: None)
         self._thread.join()
+        with self._state_lock:
+            self._give_back_state()
 
     def __enter__(self) -> LocalEngine:
         return self

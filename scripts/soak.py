@@ -1,0 +1,183 @@
+"""A server under load, measured from outside: errors, throughput against the engine's own, and memory.
+
+    python scripts/soak.py --engine echo --minutes 5
+    python scripts/soak.py --engine nano --minutes 1 --json soak.json
+
+The load comes from `locust` (`pip install locust`) and `scripts/locustfile.py`, in a process of its own. The engine's
+own throughput is what as many threads get from `Engine.submit` without a server, for prompts as long, in a process of
+its own as well. Memory is the resident set of the server's process, looked at every second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TOKENS = 32
+NANO_KV = "96MiB"
+STEP = 0.02
+"""Seconds of a step of the echo engine: with 64 clients it gives 3,200 tokens a second."""
+
+
+def make_engine(name: str) -> Any:
+    """The echo engine, or the bundled model on one thread."""
+    if name == "echo":
+        from kedge.engine.echo import EchoEngine
+
+        engine = EchoEngine(delay_s=STEP)
+        engine.requests = deque(maxlen=0)  # else it remembers every request, which would be all that is measured
+        return engine
+    import torch
+
+    from kedge.config import EngineConfig
+    from kedge.engine.local.engine import LocalEngine
+
+    torch.set_num_threads(1)
+    # Pages of the KV pool count as memory once they are written to: a small one is soon full.
+    return LocalEngine(config=EngineConfig(max_running=64, kv_memory=NANO_KV))
+
+
+def serve(name: str, port: int) -> None:
+    """A server in this process, until it is told to end."""
+    from kedge.server.app import create_app
+    from kedge.server.ending import GracefulServer
+
+    with make_engine(name) as engine:
+        GracefulServer(create_app(engine), port=port, access_log=False, log_level="warning").run()
+
+
+def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
+    """Tokens a second that threads get from the engine itself, put into the queue `answer`."""
+    from kedge.server import prompts
+    from kedge.server.protocol import Message
+    from kedge.types import GenerateRequest, ReuseMode, SamplingParams
+
+    counts = [0] * clients
+    with make_engine(name) as engine:
+        began = time.monotonic()
+
+        def client(at: int) -> None:
+            number = 0
+            while time.monotonic() - began < seconds:
+                messages = [
+                    Message(role="system", content="You are a patient assistant who answers in a few words. " * 4),
+                    Message(role="user", content=f"Say {at * 10**6 + number}."),
+                ]
+                segments = tuple(prompts.of_conversation(engine.tokenizer, messages))
+                sampling = SamplingParams(TOKENS, temperature=1.0, ignore_eos=True)
+                for delta in engine.submit(GenerateRequest(segments, sampling, ReuseMode.EXACT)):
+                    counts[at] += len(delta.tokens)
+                number += 1
+
+        threads = [threading.Thread(target=client, args=(at,)) for at in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        answer.put(sum(counts) / (time.monotonic() - began))
+
+
+def resident(pid: int) -> float:
+    """MiB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def server(name: str, port: int) -> Any:
+    """A server in a process of its own."""
+    import httpx
+
+    process = get_context("spawn").Process(target=serve, args=(name, port))
+    process.start()
+    try:
+        for _ in range(1200):
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        process.terminate()
+        process.join(30)
+
+
+def load(port: int, clients: int, minutes: float) -> subprocess.Popen[str]:
+    """locust's clients, on their way."""
+    command = [sys.executable, "-m", "locust", "-f", str(HERE / "locustfile.py"), "--headless", "--json"]
+    command += ["--users", str(clients), "--spawn-rate", str(clients), "--run-time", f"{round(minutes * 60)}s"]
+    command += ["--host", f"http://127.0.0.1:{port}", "--loglevel", "ERROR", "--stop-timeout", "30"]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KEDGE_LOAD_TOKENS": str(TOKENS)}
+    )
+
+
+def measured(name: str, port: int, clients: int, minutes: float) -> dict[str, Any]:
+    """What locust saw, tokens a second, and memory once a second."""
+    import httpx
+
+    with server(name, port) as process:
+        began, memory = time.monotonic(), []
+        clients_process = load(port, clients, minutes)
+        while clients_process.poll() is None:
+            memory.append(resident(process.pid))
+            time.sleep(1)
+        took = min(time.monotonic() - began, minutes * 60)
+        output = clients_process.stdout.read() if clients_process.stdout else ""
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    counted = [line for line in text.splitlines() if line.startswith("kedge:generation_tokens_total")]
+    generated = sum(float(line.split()[-1]) for line in counted)
+    seen = {one["name"]: one for one in json.loads(output)}
+    whole, first = seen["/v1/chat/completions"], seen["first token"]
+    return {
+        "streams": whole["num_requests"],
+        "errors": whole["num_failures"],
+        "tokens_per_second": generated / took,
+        "mean_first_token_ms": first["total_response_time"] / max(1, first["num_requests"]),
+        "memory_mib": spread(memory),
+    }
+
+
+def spread(memory: list[float]) -> dict[str, float]:
+    """Memory after a tenth of the time, in the middle, and at the end: means of a tenth each."""
+    tenth = max(1, len(memory) // 10)
+    begins = {"after_a_tenth": tenth, "middle": len(memory) // 2, "end": len(memory) - tenth}
+    return {name: sum(memory[at : at + tenth]) / tenth for name, at in begins.items()} | {"most": max(memory)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A server under load: errors, throughput, memory.")
+    parser.add_argument("--engine", choices=["echo", "nano"], default="echo")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--port", type=int, default=8713)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    context = get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=alone, args=(given.engine, given.clients, min(30.0, given.minutes * 60), answer))
+    process.start()
+    own = answer.get()
+    process.join()
+    result = measured(given.engine, given.port, given.clients, given.minutes)
+    result |= {"engine_tokens_per_second": own, "share_of_engine": result["tokens_per_second"] / own}
+    result |= {"engine": given.engine, "clients": given.clients, "minutes": given.minutes}
+    print(json.dumps(result, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

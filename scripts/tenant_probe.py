@@ -1,0 +1,139 @@
+"""Can a tenant tell, from times and receipts, whether another tenant has sent a prompt before?
+
+    python scripts/tenant_probe.py --trials 1000
+
+In every trial a victim sends the prompt that the spy is going to ask for, or, by the toss of a coin, another one as
+long, so that the server was as busy either way. Then the spy sends the prompt and looks at everything that it gets: the
+time to the first chunk and to the end, and every number of its receipt. For each of these the area under the ROC curve
+says how well it tells the two cases apart: 0.5 is a guess. To show that the probe can see, a second spy has the
+victim's key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from kedge.engine.base import Engine
+from kedge.server.app import create_app
+from kedge.server.tenancy import Limits, hashed, load_keys
+
+VICTIM, SPY = "key-of-the-victim", "key-of-the-spy"
+LENGTH = 160
+"""Tokens of a prompt."""
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """A server with two tenants, on a free port."""
+    keys = load_keys(None, f"victim:{hashed(VICTIM)},spy:{hashed(SPY)}", Limits())
+    config = uvicorn.Config(create_app(engine, keys=keys), port=0, log_level="warning", access_log=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def send(http: httpx.Client, key: str, prompt: list[int]) -> dict[str, float]:
+    """One streamed completion: everything that its sender can measure."""
+    body = {"prompt": prompt, "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True}
+    began, first, last = time.perf_counter(), 0.0, {}
+    with http.stream("POST", "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            first = first or time.perf_counter() - began
+            if line.startswith("data: {"):
+                last = json.loads(line[6:])
+    receipt = last["kedge"]["receipts"][0]
+    seen = {"first_chunk": first, "whole": time.perf_counter() - began, "misses": float(len(receipt["misses"]))}
+    for part in ("tokens", "parts_ms"):
+        seen |= {f"{part}.{name}": value for name, value in receipt[part].items()}
+    return seen | {"ttft_ms": receipt["ttft_ms"], "total_ms": receipt["total_ms"]}
+
+
+def trials(
+    url: str, spy: str, count: int, vocabulary: int, rng: random.Random
+) -> tuple[list[bool], list[dict[str, float]]]:
+    """For each trial: whether the victim had sent the prompt, and what the spy saw."""
+    known, seen = [], []
+    with httpx.Client(base_url=url, timeout=60) as http:
+        for _ in range(count):
+            prompt, other = ([rng.randrange(vocabulary) for _ in range(LENGTH)] for _ in range(2))
+            known.append(rng.random() < 0.5)
+            send(http, VICTIM, prompt if known[-1] else other)
+            seen.append(send(http, spy, prompt))
+    return known, seen
+
+
+def auc(labels: Sequence[bool], scores: Sequence[float]) -> float:
+    """Area under the ROC curve of scores for labels (Mann and Whitney); the larger of both directions.
+
+    Half a point for a tie: 0.5 is what guessing reaches, 1 tells all apart.
+    """
+    ranked = sorted(range(len(scores)), key=lambda i: scores[i])
+    rank, at = [0.0] * len(scores), 0
+    while at < len(ranked):
+        end = at
+        while end < len(ranked) and scores[ranked[end]] == scores[ranked[at]]:
+            end += 1
+        for i in ranked[at:end]:
+            rank[i] = (at + end + 1) / 2
+        at = end
+    positive = sum(labels)
+    negative = len(labels) - positive
+    if not positive or not negative:
+        return 0.5
+    area = (sum(r for r, label in zip(rank, labels, strict=True) if label) - positive * (positive + 1) / 2) / (
+        positive * negative
+    )
+    return max(area, 1 - area)
+
+
+def probe(url: str, spy: str, count: int, vocabulary: int, seed: int = 0) -> dict[str, float]:
+    """The area under the curve of everything that the spy sees."""
+    known, seen = trials(url, spy, count, vocabulary, random.Random(seed))
+    names = sorted({name for one in seen for name in one})
+    return {name: auc(known, [one.get(name, 0.0) for one in seen]) for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Can a tenant tell what another has sent?")
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--model", type=Path, help="Folder of a model; default: the bundled one.")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+
+    import torch
+
+    from kedge.engine.local.engine import LocalEngine
+
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"trials": given.trials}
+    with LocalEngine(given.model) as engine, serving(engine) as url:
+        for name, key in (("other_tenant", SPY), ("same_tenant", VICTIM)):
+            result[name] = probe(url, key, given.trials, 200)
+    for name in ("other_tenant", "same_tenant"):
+        best = max(result[name], key=result[name].get)
+        print(f"{name}: at most {result[name][best]:.3f} (by {best}); by first_chunk {result[name]['first_chunk']:.3f}")
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A tenant's limit on host memory: its own goes for its own, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.cache import lru, steps_to_execution
+from kedge.cache.node import HOST
+from kedge.errors import OutOfBlocks
+from kedge.types import TenantId
+from tests.cache.helpers import NS, World
+from tests.cache.test_random_operations import Driver
+
+MINE, OTHER = TenantId(NS[0]), TenantId("other")
+SALTED, FOREIGN = (f"{MINE}/salt", "model"), (OTHER, "model")
+
+
+def limited(blocks: int | None, host_blocks: int = 32) -> World:
+    world = World(32, host_blocks, policy=lru, backup_hits=0, block_bytes=10)
+    world.cache.limit_host(MINE, None if blocks is None else blocks * 10 + 9)
+    return world
+
+
+def on_host(world: World, tenant: str = MINE) -> str:
+    """The ends of all runs of blocks that a tenant has on the host."""
+    nodes = (node for node in world.tree.nodes() if node.tenant == tenant and node.blocks[HOST])
+    return " ".join(sorted(bytes(node.prefix()[::4]).decode() for node in nodes))
+
+
+def serve(world: World, *texts: str, ns: tuple[str, str] = NS) -> None:
+    for text in texts:
+        world.serve(text, ns=ns)
+        world.settle()
+
+
+def test_the_oldest_of_its_own_goes() -> None:
+    world = limited(6)
+    serve(world, "xxxx", "yyyy", ns=FOREIGN)
+    serve(world, "aaa", "bbb", "ccc")
+    assert on_host(world) == "bbb ccc"
+    assert on_host(world, OTHER) == "xxxx yyyy"
+    assert world.cache.stats().evictions_by_reason == {"limit": 3}
+    assert world.cache.stats().host_free_blocks == 32 - 6 - 8
+
+
+def test_all_parts_of_a_tenants_own_count() -> None:
+    world = limited(4)
+    serve(world, "aaa")
+    serve(world, "bbb", ns=SALTED)
+    assert on_host(world) == "a bbb"
+
+
+def test_more_than_ever_fits_is_not_backed_up_and_costs_nothing() -> None:
+    world = limited(4)
+    serve(world, "aaa", "bbbbb")
+    assert on_host(world) == "aaa"
+    assert world.cache.stats().skipped_backups == 2, "tried when it was committed, and when it had finished"
+
+
+def test_what_is_being_copied_counts() -> None:
+    world = limited(4)
+    world.serve("aaa")
+    world.serve("bbb")
+    world.settle()
+    assert on_host(world) == "aaa", "nothing of its own could go while it was being written"
+
+
+def test_what_is_worth_more_stays() -> None:
+    world = World(32, 32, policy=steps_to_execution(), backup_hits=0)
+    world.cache.limit_host(MINE, 4)
+    world.forecast(soon=1)
+    world.serve("aaa", "soon", 3)
+    world.settle()
+    serve(world, "bbb")
+    assert on_host(world) == "aaa"
+    assert world.cache.stats().skipped_backups == 2, "tried when it was committed, and when it had finished"
+
+
+def test_a_limit_can_go_again() -> None:
+    world = limited(3)
+    world.cache.limit_host(MINE, None)
+    serve(world, "aaa", "bbb")
+    assert on_host(world) == "aaa bbb"
+
+
+TEXTS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=8)
+
+
+@given(TEXTS, st.integers(1, 12))
+def test_with_one_tenant_the_order_is_that_of_all(texts: list[str], n: int) -> None:
+    world = limited(None, host_blocks=64)
+    serve(world, *texts)
+    twin = copy.deepcopy(world.tree)
+    held = world.tree.shares[HOST].size
+    if n > held:
+        with pytest.raises(OutOfBlocks):
+            world.tree.evict_own(HOST, n, MINE, lambda _: True)
+        assert world.tree.shares[HOST].size == held
+        return
+    own = world.tree.evict_own(HOST, n, MINE, lambda _: True)
+    assert [one.blocks for one in own] == [one.blocks for one in twin.evict(HOST, n)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_at_random_the_limit_holds_after_every_step(seed: int) -> None:
+    driver = Driver(seed, host_blocks=12)
+    driver.cache.limit_host(MINE, 5)
+    most = 0
+    for _ in range(2500):
+        driver.step()
+        driver.check()
+        mine = driver.tree.shares[HOST].by_tenant[MINE]
+        assert mine <= 5
+        most = max(most, mine)
+    assert most == 5
+    assert driver.cache.stats().evictions_by_reason["limit"] > 0
