@@ -205,7 +205,7 @@ def test_the_server_of_the_settings_is_the_servers_own_by_default() -> None:
 
 def test_every_setting_of_a_server_reaches_it() -> None:
     settings = {"reuse": "off", "default_max_tokens": 3, "max_in_flight": 4, "max_body_bytes": 5, "state": Path("s")}
-    settings |= {"snapshot_interval": 6.0, "grace": 7.0}
+    settings |= {"snapshot_interval": 6.0, "grace": 7.0, "tool_call_parser": "hermes"}
     limits = {"requests_in_flight": 1, "tokens_per_minute": 2, "anchors": 3, "anchor_bytes": 4, "host_memory": 5}
     config = ServerConfig.of(ServerSettings(**settings, limits=limits), model_name="m", tools=True)
     assert config == ServerConfig(model_name="m", tools=True, limits=Limits(**limits), **settings)

@@ -62,6 +62,7 @@ from kedge.types import (
     Span,
     TenantId,
     TokenDelta,
+    TokenLogprob,
     WorkflowId,
 )
 
@@ -144,6 +145,7 @@ __all__ = [
     "TenantId",
     "TierConfig",
     "TokenDelta",
+    "TokenLogprob",
     "Tokenizer",
     "ToolError",
     "TranslationRefused",

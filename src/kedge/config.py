@@ -225,6 +225,8 @@ class ServerSettings(_Section):
     limits: LimitSettings = LimitSettings()
     tools: bool | None = None
     """Whether workflows may run tools; None: only on a loopback address."""
+    tool_call_parser: str | None = None
+    """The format in which the model writes tool calls, `hermes` or `llama3_json`; None: it is not told of any tools."""
     api_keys: Path | None = None
     """TOML file with tenants and hashes of their keys."""
     state: Path | None = None

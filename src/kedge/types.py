@@ -83,6 +83,7 @@ class SamplingParams:
     """How tokens are drawn. `temperature=0` is greedy."""
 
     max_tokens: int = 256
+    """With 0 the prompt is computed, and that is all."""
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
@@ -108,6 +109,10 @@ class GenerateRequest:
     fixed: int | None = None
     """How many leading tokens are the same in every call of this agent; None: Kedge finds out. A hint: a number that
     cannot be is no hint."""
+    logprobs: int | None = None
+    """With every drawn token its log-probability, and those of so many of the likeliest tokens; None: neither."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. The whole prompt is then computed, whatever of it is in the cache."""
 
     @property
     def tokens(self) -> Tokens:
@@ -116,6 +121,12 @@ class GenerateRequest:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def exact_limit(self) -> int:
+        """How many leading tokens may come from the cache; the last one is computed always, for the first logits."""
+        computes_all = self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None
+        return 0 if computes_all else self.prompt_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +183,16 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability (natural) by the model's own distribution: before temperature and top-p."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with theirs, likeliest first: as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished (or cancelled) response."""
 
@@ -183,6 +204,11 @@ class Completion:
     ttft_ms: float
     """Milliseconds from the arrival of the request to its first token, everything included."""
     total_ms: float
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Where they were asked for, one for each of `tokens`, and one more where a token was drawn that ended the answer
+    and is not in it."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """Where they were asked for, one for each token of the prompt; None for the first, which nothing comes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +218,7 @@ class TokenDelta:
     text: str
     tokens: Tokens
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the completion's, those that this step brought."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """All of the completion's, with the first step."""

@@ -55,9 +55,11 @@ def test_an_open_address_runs_no_tools_and_is_warned_of(listened: list[tuple[Any
     result = kedge("--host", "0.0.0.0")
     assert "no API keys" in result.stderr
     assert listened[0][1].tools is False
+    assert listened[0][1].tool_call_parser is None
     assert listened[0][1].model_name == "kedge-nano"
-    kedge("--host", "0.0.0.0", "--tools", KEDGE_API_KEYS=f"a:{hashed('k')}")
+    kedge("--host", "0.0.0.0", "--tools", "--tool-call-parser", "hermes", KEDGE_API_KEYS=f"a:{hashed('k')}")
     assert listened[1][1].tools is True
+    assert listened[1][1].tool_call_parser == "hermes"
     assert not listened[1][2].is_open
 
 
@@ -76,6 +78,7 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
         (["--new-key", "a/b"], "tenant='a/b'"),
         (["--api-keys", "none.toml"], "--api-keys='none.toml'"),
         (["--device", "tpu"], "engine.device='tpu'"),
+        (["--tool-call-parser", "guess"], "server.tool_call_parser='guess'"),
     ],
 )
 def test_bad_input_is_one_line(listened: list[tuple[Any, ...]], args: list[str], message: str) -> None:

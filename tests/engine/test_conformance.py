@@ -78,6 +78,34 @@ class AnswersByCount(EchoEngine):
         return super().submit(change(request, segments=(*request.segments, Segment(tuple(count), "n", "n"))))
 
 
+class TellsUnasked(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, logprobs=1))
+
+
+class TellsOneTooFew(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        top = request.logprobs and request.logprobs - 1
+        of_prompt = request.prompt_logprobs and request.prompt_logprobs - 1
+        return super().submit(change(request, logprobs=top, prompt_logprobs=of_prompt))
+
+
+class ScoresNoPrompt(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, prompt_logprobs=None))
+
+
+class AnswersAlways(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        return super().submit(change(request, sampling=replace(request.sampling, max_tokens=9)))
+
+
+class SpellsBadly(EchoEngine):
+    def __init__(self, **options: float) -> None:
+        super().__init__(**options)
+        self.tokenizer.token_bytes = lambda token: self.tokenizer.decode((token,)).encode()
+
+
 class AcceptsEverything(EchoEngine):
     def _validate(self, request: GenerateRequest) -> None:
         if not request.tokens:
@@ -100,6 +128,13 @@ class AcceptsEverything(EchoEngine):
         (Renames, "test_ids_are_unique_and_kept"),
         (AnswersByCount, "test_greedy_is_deterministic"),
         (AnswersByCount, "test_requests_at_once_answer_as_one_by_one"),
+        (TellsUnasked, "test_nobody_asked_nobody_is_told"),
+        (TellsOneTooFew, "test_an_answer_is_told_with_its_log_probabilities"),
+        (TellsOneTooFew, "test_a_prompt_is_told_with_its_log_probabilities"),
+        (ScoresNoPrompt, "test_a_prompt_is_told_with_its_log_probabilities"),
+        (AnswersAlways, "test_a_prompt_can_be_computed_without_an_answer"),
+        (SpellsBadly, "test_a_text_is_the_bytes_of_its_tokens"),
+        (AcceptsEverything, "test_numbers_and_stop_strings_that_cannot_be_are_refused"),
         (AcceptsEverything, "test_a_prompt_that_is_too_long_is_refused"),
         (AcceptsEverything, "test_tokens_outside_the_vocabulary_are_refused"),
     ],

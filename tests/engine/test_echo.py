@@ -172,7 +172,7 @@ def test_bad_requests_are_refused() -> None:
         for error, request in (
             (PromptTooLong, ask("abcde", max_tokens=1)),
             (PromptTooLong, ask("abcd", max_tokens=7)),
-            (RequestError, ask("abcd", max_tokens=0)),
+            (RequestError, ask("abcd", max_tokens=-1)),
             (RequestError, ask("abcd", max_tokens=1, stop=("",))),
         ):
             with pytest.raises(error):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterable
+from http.client import HTTPResponse
+from typing import Any
 
 import httpx
 import openai
@@ -12,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
+from kedge.server import app
 from kedge.server.config import ServerConfig
 from kedge.server.protocol import UNSUPPORTED
-from tests.server.conftest import Served, serving, wait_until
+from tests.server.conftest import PATIENCE, Served, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -113,10 +117,6 @@ def test_a_parameter_that_is_not_supported_is_named(http: httpx.Client, name: st
         assert http.post(TEXT, json={"prompt": "x", name: neutral}).status_code == 200
 
 
-def test_a_log_probability_of_zero_others_is_one_all_the_same(http: httpx.Client) -> None:
-    refused(http.post(TEXT, json={"prompt": "x", "logprobs": 0}), 400, "logprobs")
-
-
 def test_unknown_names(http: httpx.Client, client: openai.OpenAI) -> None:
     assert refused(http.post(CHAT, json={**HELLO, "model": "gpt"}), 404, "model")["code"] == "model_not_found"
     refused(http.get("/v1/nothing"), 404)
@@ -202,6 +202,66 @@ def test_a_client_that_goes_away_before_the_answer_ends_its_generation(slow: Ser
     wait_until(lambda: not slow.engine._jobs)
     slow.wait_quiet()
     slow.engine.cache.check_integrity()
+
+
+def said_to_the_end(connection: socket.socket) -> bytes:
+    said = b""
+    while not said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        piece = connection.recv(4096)
+        assert piece, said[-200:]
+        said += piece
+    return said
+
+
+def test_streams_that_are_dropped_leave_nothing_behind(slow: Served) -> None:
+    connections = [raw_call(slow, stream=True, prompt="abc" * n, logprobs=2, echo=n % 2 == 1) for n in range(1, 13)]
+    for connection in connections[::2]:
+        connection.recv(64)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: len(slow.engine.requests) == 12 and not slow.engine._jobs)
+    slow.wait_quiet()
+    slow.engine.cache.check_integrity()
+    assert slow.engine.cache.stats().leased_blocks == 0
+    wait_until(lambda: 'kedge:num_requests_running{model_name="kedge-nano",tenant="default"} 0.0' in metrics(slow))
+    assert 'kedge:num_requests_waiting{model_name="kedge-nano",tenant="default"} 0.0' in metrics(slow)
+
+
+def metrics(served: Served) -> str:
+    return served.http().get("/metrics").text
+
+
+def test_a_reader_that_takes_its_time_gets_everything_and_holds_nobody_up(http: httpx.Client, served: Served) -> None:
+    connection = raw_call(served, stream=True, max_tokens=1005, prompt="0123456789", logprobs=20)
+    wait_until(lambda: any(one.sampling.max_tokens == 1005 for one in served.engine.requests))
+    wait_until(lambda: not served.engine._jobs)
+    assert http.post(TEXT, json={"prompt": "quick"}).json()["choices"][0]["text"] == "quick"
+    chunks = [json.loads(line[6:]) for line in said_to_the_end(connection).split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "0123456789" * 91 + "0123"
+    connection.close()
+
+
+def raw_answer(served: Served, length: int, pieces: Iterable[bytes]) -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer to a body that is told to have `length` bytes and comes in `pieces`."""
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), PATIENCE) as connection:
+        for piece in (head.encode(), *pieces):
+            connection.sendall(piece)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        return answer.status, json.loads(answer.read())
+
+
+def test_a_body_that_comes_byte_by_byte_is_read(served: Served) -> None:
+    content = b'{"prompt": "slowly"}'
+    status, body = raw_answer(served, len(content), (bytes([byte]) for byte in content))
+    assert (status, body["choices"][0]["text"]) == (200, "slowly")
+
+
+def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+    status, body = raw_answer(served, 100, [b"{"])
+    assert (status, body["error"]["code"]) == (408, "request_timeout")
 
 
 def test_half_a_body_is_nobodys_call(slow: Served) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
 from kedge.server.hints import RULES, Hints, Why, read_hints
+from kedge.server.tenancy import KeyRing, Limits
 from kedge.types import ReuseMode
-from tests.server.conftest import Served
+from tests.server.conftest import Served, serving
 
 
 def hints(body: dict[str, Any] | None = None, **headers: str) -> Hints:
@@ -131,3 +133,19 @@ def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Serv
     assert 'kedge:ignored_forecasts_total{reason="negative sequence number"} 1.0' in text
     http.post("/v1/hints", json={"kedge": {"run": "f", "client": "c", "final": True}})
     assert served.service.agent_runs.board.forecast(next(iter(forecasts)) and ("default", "c", "c/f")).next_runs == {}
+
+
+def test_hints_are_paid_for_with_the_tenants_tokens() -> None:
+    keys = KeyRing({}, Limits(tokens_per_minute=10))
+    with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
+        meter = running.service.meter(keys.authenticate(None))
+        meter.clock = lambda: meter.filled_at  # time stands still
+        for left in (7, 4, 1, -2):
+            said = {"run": "r", "steps": {"a": 9 - left, "b": 1}}
+            assert http.post("/v1/hints", json={"kedge": said}).status_code == 200
+            assert meter.level == left
+        refused = http.post("/v1/hints", json={"kedge": {"run": "r", "final": True}})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert refused.headers["retry-after"] == "18"
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 429
+        assert len(engine.forecasts) == 4, "what is refused changes nothing"

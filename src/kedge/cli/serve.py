@@ -48,6 +48,9 @@ def serve(
         int | None, typer.Option(min=1, help="Generations at once, of one tenant. Default: 64.")
     ] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of one tenant, prompts and answers.")] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes or llama3_json. Default: no tools.")
+    ] = None,
     tools: Annotated[
         bool | None, typer.Option(help="Let workflows run tools. Default: only on a loopback address.")
     ] = None,
@@ -74,6 +77,7 @@ def serve(
         "max_in_flight": max_in_flight,
         "limits": limits,
         "tools": tools,
+        "tool_call_parser": tool_call_parser,
         "log_format": log_format,
         "tracing": tracing,
     }

@@ -4,6 +4,9 @@ checked with `kedge.engine.conformance`.
 Who calls what: any thread may call any method. A request that cannot be accepted raises a `RequestError` from
 `submit`; one that was accepted always ends with exactly one `Completion` or one error in its stream, and whatever
 happens to it leaves other requests alone.
+
+Where log-probabilities are asked for, they are those of the model's own distribution, before temperature and top-p.
+Those of a prompt cost its whole prefill; the receipt says so.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from kedge.errors import RequestError
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -43,6 +47,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Tokens) -> str:
         """Text of `tokens`, without special tokens."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for, in UTF-8: a part of a character, perhaps; a special token as it is spelled out.
+        Nothing for an id that stands for nothing."""
 
     def chat(self, system: str | None, user: str) -> str:
         """The text of a prompt with these two messages, up to where the answer begins (BOS included)."""
@@ -110,3 +118,14 @@ class Inspectable(Protocol):
         """What is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each of the
         given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only on the
         `host`."""
+
+
+def require_sensible(request: GenerateRequest) -> None:
+    """What no engine can make sense of, whatever its model. Raises `RequestError`."""
+    if request.sampling.max_tokens < 0:
+        raise RequestError("max_tokens", request.sampling.max_tokens, "must not be negative")
+    if "" in request.sampling.stop:
+        raise RequestError("stop", request.sampling.stop, "an empty string stops everything")
+    for key in ("logprobs", "prompt_logprobs"):
+        if (getattr(request, key) or 0) < 0:
+            raise RequestError(key, getattr(request, key), "must not be negative")

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kedge.engine.base import Engine
-from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, KedgeError, PromptTooLong
+from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, KedgeError, PromptTooLong, RequestError
 from kedge.types import (
     AgentId,
     Completion,
@@ -32,6 +33,7 @@ from kedge.types import (
     SamplingParams,
     Segment,
     TenantId,
+    TokenLogprob,
     Tokens,
 )
 from kedge.workflow.forecast import AgentKey
@@ -99,6 +101,11 @@ class EngineConformance:
     def test_texts_survive_encoding(self, engine: Engine) -> None:
         for text in ("", "Hello, world!", "  two  spaces\n\nand lines\t", "naïve 日本 🚢", "12 + 30 = 42"):
             assert engine.tokenizer.decode(engine.tokenizer.encode(text)) == text
+
+    def test_a_text_is_the_bytes_of_its_tokens(self, engine: Engine) -> None:
+        for text in (engine.tokenizer.chat("Be brief.", "x"), "naïve 日本 🚢 two\n\nlines"):
+            tokens = engine.tokenizer.encode(text)
+            assert b"".join(engine.tokenizer.token_bytes(token) for token in tokens) == text.encode()
 
     def test_encoding_is_deterministic_and_adds_nothing(self, engine: Engine) -> None:
         assert engine.tokenizer.encode("") == ()
@@ -170,6 +177,66 @@ class EngineConformance:
         done = stream.result(self.timeout_s)
         assert done.finish_reason is FinishReason.STOP
         assert done.text == streamed == free[: free.find(stop)]
+
+    # log-probabilities -----------------------------------------------------------------------------------------------
+
+    def test_an_answer_is_told_with_its_log_probabilities(self, engine: Engine) -> None:
+        request = replace(self.request(engine, fresh_text("chances")), logprobs=3)
+        stream = engine.submit(request)
+        deltas = list(stream)
+        done = stream.result(self.timeout_s)
+        assert tuple(entry.token for entry in done.logprobs) == done.tokens
+        assert tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)) == done.logprobs
+        assert all(bool(delta.logprobs) == bool(delta.tokens) for delta in deltas), "each comes with its token"
+        assert all(entry.top[0] == (entry.token, entry.logprob) for entry in done.logprobs), "it was greedy"
+        are_chances(done.logprobs, 3)
+        assert done.prompt_logprobs == ()
+
+    def test_the_token_that_ends_an_answer_has_one_too(self, engine: Engine) -> None:
+        text = fresh_text("ends")
+        request = self.request(engine, text, max_tokens=256)
+        request = replace(request, sampling=replace(request.sampling, ignore_eos=False), logprobs=0)
+        done = self.run(engine, request)
+        drawn = len(done.tokens) + (done.finish_reason is FinishReason.STOP)
+        assert len(done.logprobs) == drawn
+        assert tuple(entry.token for entry in done.logprobs)[: len(done.tokens)] == done.tokens
+
+    def test_a_prompt_is_told_with_its_log_probabilities(self, engine: Engine) -> None:
+        """And its whole prefill is paid for, whatever is in the cache; they are the same with and without reuse."""
+        text = " ".join(fresh_text("scores") for _ in range(3))
+        for _ in range(2):
+            self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT))
+        told = []
+        for reuse in ReuseMode:
+            request = replace(self.request(engine, text, reuse=reuse), prompt_logprobs=2)
+            stream = engine.submit(request)
+            deltas = list(stream)
+            done = stream.result(self.timeout_s)
+            first, others = done.prompt_logprobs[:1], done.prompt_logprobs[1:]
+            assert first == (None,) and all(others)
+            assert tuple(entry.token for entry in others if entry) == request.tokens[1:]
+            are_chances([entry for entry in others if entry], 2)
+            assert [bool(delta.prompt_logprobs) for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+            assert deltas[0].prompt_logprobs == done.prompt_logprobs
+            assert done.receipt.computed == request.prompt_tokens
+            assert bool(done.receipt.misses) or reuse is ReuseMode.OFF, "nobody says why nothing was reused"
+            assert done.logprobs == ()
+            told.append([round(entry.logprob, 3) for entry in others if entry])
+        assert told[0] == told[1] == told[2]
+
+    def test_nobody_asked_nobody_is_told(self, engine: Engine) -> None:
+        done = self.run(engine, self.request(engine, fresh_text("silence")))
+        assert done.logprobs == done.prompt_logprobs == ()
+
+    def test_a_prompt_can_be_computed_without_an_answer(self, engine: Engine) -> None:
+        """With `max_tokens=0`; what it leaves behind is reused."""
+        text = " ".join(fresh_text("warming") for _ in range(3))
+        request = self.request(engine, text, reuse=ReuseMode.EXACT)
+        request = replace(request, sampling=replace(request.sampling, max_tokens=0))
+        done = self.run(engine, request)
+        assert (done.text, done.tokens, done.finish_reason) == ("", (), FinishReason.LENGTH)
+        assert done.receipt.prompt_tokens == request.prompt_tokens
+        assert self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT)).receipt.exact > 0
 
     # reuse ------------------------------------------------------------------------------------------------------------
 
@@ -257,6 +324,17 @@ class EngineConformance:
         for token in (-1, 2**31 - 1, 2**63):
             self.refuses(engine, (*valid, token), InvalidToken)
 
+    def test_numbers_and_stop_strings_that_cannot_be_are_refused(self, engine: Engine) -> None:
+        good = self.request(engine, fresh_text("nonsense"))
+        for bad in (
+            replace(good, sampling=replace(good.sampling, max_tokens=-1)),
+            replace(good, sampling=replace(good.sampling, stop=("",))),
+            replace(good, logprobs=-1),
+            replace(good, prompt_logprobs=-1),
+        ):
+            expect(RequestError, partial(engine.submit, bad))
+        self.serves(engine)
+
     # the end ----------------------------------------------------------------------------------------------------------
 
     def test_close_cancels_refuses_and_is_idempotent(self, engine: Engine) -> None:
@@ -278,6 +356,17 @@ def expect(error: type[Exception], call: Callable[[], object]) -> None:
     except error:
         return
     raise AssertionError(f"{error.__name__} was not raised")
+
+
+def are_chances(entries: Sequence[TokenLogprob], top: int) -> None:
+    """Asserts that `entries` are what distributions say: the likeliest first, none likelier, no more than certain."""
+    for entry in entries:
+        logprobs = [logprob for _, logprob in entry.top]
+        assert len(entry.top) == len({token for token, _ in entry.top}) == top
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert entry.logprob <= logprobs[0], "a token is likelier than the likeliest"
+        assert all(logprob == entry.logprob for token, logprob in entry.top if token == entry.token)
+        assert sum(map(math.exp, logprobs)) <= 1 + 1e-6
 
 
 def _middle(text: str) -> str:

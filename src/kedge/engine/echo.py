@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import math
 import queue
 import re
 import threading
@@ -17,7 +18,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
+from kedge.engine.base import require_sensible
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, OutOfBlocks, PromptTooLong, RequestError
+from kedge.runtime.plan import ALL_COMPUTED
 from kedge.types import (
     AgentId,
     Completion,
@@ -32,10 +35,12 @@ from kedge.types import (
     Span,
     TenantId,
     TokenDelta,
+    TokenLogprob,
     Tokens,
 )
 from kedge.workflow.forecast import AgentKey, Changes
 
+_HALF = math.log(0.5)
 Script = Mapping[AgentId, str] | Callable[[GenerateRequest], str]
 
 
@@ -45,6 +50,7 @@ class ByteTokenizer:
     specials: Mapping[str, int] = {"<|bos|>": 256, "<|eos|>": 257, "<|turn|>": 258}
     eos_token_id: int | None = 257
     vocab_size = 259
+    _spelled: Mapping[int, bytes] = {token: text.encode() for text, token in specials.items()}
     _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
 
     def encode(self, text: str, *, special: bool = True) -> Tokens:
@@ -58,6 +64,10 @@ class ByteTokenizer:
     def decode(self, tokens: Tokens) -> str:
         """Text without specials; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte itself; specials are spelled out."""
+        return bytes([token]) if token < 256 else self._spelled[token]
 
     def chat(self, system: str | None, user: str) -> str:
         """`<|bos|>`, the messages by `<|turn|>`, and the beginning of the answer's turn."""
@@ -130,7 +140,12 @@ class _Job:
     admitted: float = 0.0
     first_token: float = 0.0
     generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cancelled: bool = False
+    told: int = 0
+    """Log-probabilities of the answer that are in the stream."""
+    told_prompt: bool = False
 
 
 class EchoEngine:
@@ -141,6 +156,9 @@ class EchoEngine:
     `delay_s` is the length of a step, which gives each running request one token. `requests` are all that were
     accepted, in order; `forecasts` are all hints with the fixed prompts that came along, and change nothing here.
     `capacity` in tokens bounds the cache; a request waits until prompt and `max_tokens` fit.
+
+    Log-probabilities are made up: an echo gives the token that comes 1/2, the one after it in the vocabulary 1/4, the
+    next 1/8 and so on.
     """
 
     def __init__(
@@ -208,6 +226,7 @@ class EchoEngine:
             raise EngineClosed("engine", "echo", "was closed")
 
     def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request)
         tokens, sampling = request.tokens, request.sampling
         if not tokens:
             raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
@@ -218,10 +237,6 @@ class EchoEngine:
         for token in tokens:
             if not 0 <= token < self.tokenizer.vocab_size:
                 raise InvalidToken("token", token, f"outside the vocabulary of {self.tokenizer.vocab_size}")
-        if sampling.max_tokens < 1:
-            raise RequestError("max_tokens", sampling.max_tokens, "must be at least one")
-        if "" in sampling.stop:
-            raise RequestError("stop", sampling.stop, "an empty string stops everything")
 
     def _answer(self, request: GenerateRequest) -> Tokens:
         if callable(self._script):
@@ -258,8 +273,7 @@ class EchoEngine:
 
     def _admit(self, job: _Job) -> bool:
         request = job.request
-        limit = 0 if request.reuse is ReuseMode.OFF else request.prompt_tokens - 1
-        total = request.prompt_tokens + request.sampling.max_tokens
+        limit, total = request.exact_limit, request.prompt_tokens + request.sampling.max_tokens
         try:
             job.lease = self.cache.admit(request.request_id, (request.tenant, "echo"), request.tokens, limit, total)
         except OutOfBlocks:
@@ -268,8 +282,15 @@ class EchoEngine:
         return True
 
     def _advance(self, job: _Job) -> None:
+        if not job.first_token:
+            job.first_token = time.perf_counter()
+            job.prompt_logprobs = _of_prompt(job.request)
+        if not job.request.sampling.max_tokens:
+            self._end(job, FinishReason.LENGTH)
+            return
         token = next(job.answer)
-        job.first_token = job.first_token or time.perf_counter()
+        if job.request.logprobs is not None:
+            job.logprobs.append(_made_up(token, job.request.logprobs))
         if token == self.tokenizer.eos_token_id and not job.request.sampling.ignore_eos:
             self._end(job, FinishReason.STOP)
             return
@@ -280,7 +301,7 @@ class EchoEngine:
         elif len(job.generated) == job.request.sampling.max_tokens:
             self._end(job, FinishReason.LENGTH, text, (token,))
         else:
-            job.stream.put(TokenDelta(text, (token,)))
+            job.stream.put(_delta(job, text, (token,)))
 
     def _end(self, job: _Job, reason: FinishReason, text: str = "", tokens: Tokens = ()) -> None:
         text += job.text.push(b"", last=True)
@@ -289,7 +310,24 @@ class EchoEngine:
         with self._changed:
             del self._jobs[job.request.request_id]
             reason = FinishReason.CANCELLED if job.cancelled else reason
-        job.stream.put(TokenDelta(text, tokens, _completion(job, reason)))
+        job.stream.put(_delta(job, text, tokens, _completion(job, reason)))
+
+
+def _made_up(token: int, top: int) -> TokenLogprob:
+    size = ByteTokenizer.vocab_size
+    others = ((token + at) % size for at in range(min(top, size)))
+    return TokenLogprob(token, _HALF, tuple((other, at * _HALF) for at, other in enumerate(others, 1)))
+
+
+def _of_prompt(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
+    top = request.prompt_logprobs
+    return () if top is None else (None, *(_made_up(token, top) for token in request.tokens[1:]))
+
+
+def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None = None) -> TokenDelta:
+    news, job.told = tuple(job.logprobs[job.told :]), len(job.logprobs)
+    prompt, job.told_prompt = () if job.told_prompt else job.prompt_logprobs, True
+    return TokenDelta(text, tokens, completion, news, prompt)
 
 
 def _tokens_with_kv(job: _Job) -> Tokens:
@@ -308,6 +346,8 @@ def _completion(job: _Job, reason: FinishReason) -> Completion:
         receipt=_receipt(job, ttft_ms),
         ttft_ms=ttft_ms,
         total_ms=1e3 * (now - job.arrived),
+        logprobs=tuple(job.logprobs),
+        prompt_logprobs=job.prompt_logprobs,
     )
 
 
@@ -325,6 +365,8 @@ def _receipt(job: _Job, ttft_ms: float) -> Receipt:
 
 def _misses(request: GenerateRequest, exact: int) -> tuple[Miss, ...]:
     """Segments that were computed, in whole or in part; the last prompt token is always computed and does not count."""
+    if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
+        return (ALL_COMPUTED,)
     reason = "reuse is off" if request.reuse is ReuseMode.OFF else "not in the cache"
     stops = itertools.accumulate(len(segment.tokens) for segment in request.segments)
     wanted = request.prompt_tokens - 1

@@ -10,6 +10,8 @@ from typing import Any
 from kedge.errors import PlanError
 from kedge.types import Miss, Source, Span
 
+ALL_COMPUTED = Miss("*", "the log-probabilities of the prompt need all of it to be computed")
+
 
 @dataclass(frozen=True, slots=True)
 class Translation:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kedge.runtime.interfaces import KV, Anchors, Bases, Estimate, PoolKey, ReusePolicy, SampleView, Slot
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key
-from kedge.runtime.plan import ReusePlan, Translation, spans_of
+from kedge.runtime.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 
@@ -35,6 +35,8 @@ class Planner:
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
+        if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
+            return self._dense(request, exact, ALL_COMPUTED)
         if request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
             return self._dense(request, exact)
         if self._refusal:

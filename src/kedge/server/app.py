@@ -17,7 +17,7 @@ from kedge.server import dashboard, openai_api, problems, workflow_api
 from kedge.server.config import ServerConfig
 from kedge.server.dashboard import Dashboard
 from kedge.server.observing import Observed
-from kedge.server.problems import BAD, Problem, body_of
+from kedge.server.problems import BAD, ERRORS, Problem, answers, body_of
 from kedge.server.runs import Runs
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.state import Snapshots
@@ -79,7 +79,7 @@ def _snapshots(engine: Engine, service: Service) -> Snapshots | None:
     return snapshots
 
 
-_router = APIRouter(tags=["Operation"])
+_router = APIRouter(tags=["Operation"], responses=ERRORS)
 
 
 @_router.get("/health", response_model=None)
@@ -100,7 +100,7 @@ async def ready(service: TheService) -> Response:
     return JSONAnswer({"status": "ready", "model": service.config.model_name})
 
 
-@_router.get("/metrics", response_model=None)
+@_router.get("/metrics", response_model=None, response_class=Response, responses=answers(200, kinds=("text/plain",)))
 async def metrics(service: TheService, caller: AnyCaller) -> Response:
     """Prometheus' text format: everything for the operator or where no keys are asked for, else a tenant's own."""
     text = service.metrics.exposition(None if caller.is_operator else caller.id)

@@ -72,7 +72,10 @@ class Account(Protocol):
 class Call:
     """The generations of one HTTP call. Belongs to the event loop."""
 
-    def __init__(self, threads: Threads, streams: Sequence[Stream], account: Account) -> None:
+    def __init__(
+        self, threads: Threads, requests: Sequence[GenerateRequest], streams: Sequence[Stream], account: Account
+    ) -> None:
+        self.requests = requests
         self.completions: list[Completion | None] = [None] * len(streams)
         self._threads, self._account, self._ended = threads, account, False
         self._ids = [stream.request_id for stream in streams]
@@ -147,8 +150,10 @@ class Call:
             self._threads.cancel([name for name, done in zip(self._ids, self.completions, strict=True) if done is None])
 
 
-def submit_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Stream]:
-    """Submits all requests or, where one is refused, none."""
+def submit_all(
+    engine: Engine, requests: Sequence[GenerateRequest]
+) -> tuple[Sequence[GenerateRequest], Sequence[Stream]]:
+    """Submits all requests or, where one is refused, none. Answers them with their streams."""
     streams: list[Stream] = []
     try:
         for request in requests:
@@ -157,4 +162,4 @@ def submit_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Stre
         for stream in streams:
             engine.cancel(stream.request_id)
         raise
-    return streams
+    return requests, streams

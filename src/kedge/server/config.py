@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kedge.config import ServerSettings
 from kedge.errors import ConfigError
 from kedge.server.tenancy import Limits
+from kedge.server.tool_calls import PARSERS, PlainText, ToolParser
 from kedge.types import ReuseMode
 
 
@@ -29,6 +31,9 @@ class ServerConfig:
     """For a tenant that has none of its own."""
     tools: bool = False
     """Whether a registered workflow may name tools, which run code on this machine."""
+    tool_call_parser: str | None = None
+    """The format in which the model writes tool calls (a name in `kedge.server.tool_calls.PARSERS`); None: it is not
+    told of any tools."""
     state: Path | None = None
     """Folder for what the engine has learned; None: it ends with the server."""
     snapshot_interval: float = 60.0
@@ -49,3 +54,10 @@ class ServerConfig:
                 raise ConfigError(f"server.{key}", getattr(self, key), "must be at least 1")
         if not self.model_name.strip():
             raise ConfigError("server.model_name", self.model_name, "must not be blank")
+        if self.tool_call_parser not in (None, *PARSERS):
+            raise ConfigError("server.tool_call_parser", self.tool_call_parser, f"not one of {', '.join(PARSERS)}")
+
+    @property
+    def parser(self) -> Callable[[], ToolParser]:
+        """What reads an answer in which there may be tool calls."""
+        return PARSERS[self.tool_call_parser] if self.tool_call_parser else PlainText

@@ -88,6 +88,8 @@ class Job:
             agent=self.hints.agent,
             produces=self._produces() if choice == 0 else None,
             fixed=self._fixed(segments),
+            logprobs=self.body.likeliest,
+            prompt_logprobs=self.body.likeliest_of_prompt,
         )
 
     def _fixed(self, segments: Sequence[Segment]) -> int | None:
@@ -125,13 +127,27 @@ def chat_job(service: Service, tenant: Tenant, body: ChatBody, hints: Hints) -> 
 
     Raises `RequestError`, or `NotFound` for bindings of a workflow or an agent that nobody registered.
     """
+    _check_tools(service, body, hints)
     if hints.bindings is not None:
         return _agent_job(service, tenant, body, hints)
     tokenizer = service.engine.tokenizer
     sampling = body.sampling(plain_sampling(service.config.default_max_tokens))
     return _plain_job(
-        service, tenant, body, hints, lambda: [prompts.of_conversation(tokenizer, body.messages)], 1, sampling
+        service,
+        tenant,
+        body,
+        hints,
+        lambda: [prompts.of_conversation(tokenizer, body.messages, body.tools_to_use)],
+        1,
+        sampling,
     )
+
+
+def _check_tools(service: Service, body: ChatBody, hints: Hints) -> None:
+    if body.tools_to_use and service.config.tool_call_parser is None:
+        raise RequestError("tools", len(body.tools_to_use), "this server reads no tool calls (--tool-call-parser)")
+    if body.tools_to_use and hints.bindings is not None:
+        raise RequestError("tools", len(body.tools_to_use), "with kedge.bindings the agent's template is the prompt")
 
 
 def completion_job(service: Service, tenant: Tenant, body: CompletionBody, hints: Hints) -> Job:

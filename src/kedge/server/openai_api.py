@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from kedge.errors import KedgeError
 from kedge.server import protocol
 from kedge.server.calls import Call
-from kedge.server.formats import ChatFormat, CompletionFormat, Format
+from kedge.server.formats import ChatFormat, CompletionFormat, Format, Writer
 from kedge.server.generation import Job, chat_job, completion_job
-from kedge.server.problems import problem_of, told
+from kedge.server.problems import ERRORS, EVENTS, JSON, answers, problem_of, told
 from kedge.server.protocol import ChatBody, CompletionBody, GenerationBody
 from kedge.server.service import Service, TheService, TheTenant
+from kedge.server.tool_calls import PlainText
 from kedge.server.wire import DONE, EventStream, JSONAnswer, event
 from kedge.types import Completion
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], responses=ERRORS)
 CLIENT_GONE = 499
 """The status of an answer that nobody reads; nginx's word for it."""
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=answers(200, kinds=(*JSON, *EVENTS)))
 async def chat_completions(body: ChatBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Answers a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
     hints = service.checked_hints(tenant, body, request.headers)
     job = chat_job(service, tenant, body, hints)
-    return await _answer(job, ChatFormat(service.config.model_name), request)
+    form = ChatFormat(
+        service.config.model_name,
+        service.engine.tokenizer,
+        parser=service.config.parser if body.tools_to_use else PlainText,
+        most_calls=1 if body.parallel_tool_calls is False else None,
+    )
+    return await _answer(job, form, request)
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=answers(200, kinds=(*JSON, *EVENTS)))
 async def completions(body: CompletionBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Continues texts or token ids."""
     hints = service.checked_hints(tenant, body, request.headers)
     job = completion_job(service, tenant, body, hints)
-    return await _answer(job, CompletionFormat(service.config.model_name), request)
+    form = CompletionFormat(service.config.model_name, service.engine.tokenizer, echo=bool(body.echo))
+    return await _answer(job, form, request)
 
 
 @router.get("/v1/models", response_model=None)
@@ -64,7 +73,10 @@ async def _answer(job: Job, form: Format, request: Request) -> Response:
         finished = await _unless_gone(call, request)
     finally:
         call.end()
-    return Response(status_code=CLIENT_GONE) if finished is None else JSONAnswer(_whole(job, form, finished))
+    if finished is None:
+        return Response(status_code=CLIENT_GONE)
+    write = partial(_whole, job, form, call, finished)
+    return JSONAnswer(write() if job.body.likeliest is None else await job.service.threads.work(write))
 
 
 async def _unless_gone(call: Call, request: Request) -> list[Completion] | None:
@@ -84,47 +96,43 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _whole(job: Job, form: Format, finished: list[Completion]) -> dict[str, object]:
+def _whole(job: Job, form: Format, call: Call, finished: list[Completion]) -> dict[str, object]:
+    writers = _writers(form, call)
+    choices = [writer.whole(completion) for writer, completion in zip(writers, finished, strict=True)]
     usage = protocol.usage(finished, job.body.choices_per_prompt)
-    return form.whole(finished, usage=usage, kedge=protocol.kedge_field(job.hints, finished))
+    return form.whole(choices, usage=usage, kedge=protocol.kedge_field(job.hints, finished))
+
+
+def _writers(form: Format, call: Call) -> list[Writer]:
+    return [form.writer(at, request) for at, request in enumerate(call.requests)]
 
 
 async def _chunks(job: Job, call: Call, form: Format) -> AsyncIterator[bytes]:
-    """A stream's events: openings, texts, endings, usage if it is asked for, and the mark of the end."""
+    """A stream's events: what the choices say, usage if it is asked for, and the mark of the end."""
     usage = {"usage": None} if _wants_usage(job.body) else {}
-    open_choices: set[int] = set()
-    done: list[Completion | None] = [None] * job.count
+    writers, left = _writers(form, call), job.count
     try:
         async for at, delta in call.deltas():
-            said = b""
-            if at not in open_choices and (opening := form.opening(at)):
-                said = event(form.chunk(opening, **usage))
-            open_choices.add(at)
-            if delta.text:
-                said += event(form.chunk(form.delta(at, delta.text), **usage))
-            if delta.completion:
-                done[at] = delta.completion
-                said += _ending(job, form, at, delta.completion, done)
+            write = partial(writers[at].chunks, delta)
+            choices = await job.service.threads.work(write) if delta.prompt_logprobs else write()
+            said = [form.chunk(choice, **usage) for choice in choices]
+            left -= delta.completion is not None
+            if not left:
+                _seal(said, job, call, form)
             if said:
-                yield said
+                yield b"".join(map(event, said))
     except KedgeError as error:
         job.service.metrics.failed(job.tenant.id, problem_of(error).status)
         yield event(told(error))
     yield DONE
 
 
-def _ending(job: Job, form: Format, at: int, completion: Completion, done: list[Completion | None]) -> bytes:
-    """A choice's last chunk. The stream's very last one has the receipts, and the usage if it is asked for."""
-    finished = [one for one in done if one is not None]
-    is_last = len(finished) == len(done)
-    last = {"kedge": protocol.kedge_field(job.hints, finished)} if is_last else {}
-    ending = form.delta(at, "", completion.finish_reason)
-    if not _wants_usage(job.body):
-        return event(form.chunk(ending, **last))
-    said = event(form.chunk(ending, usage=None))
-    if is_last:
-        said += event(form.chunk(usage=protocol.usage(finished, job.body.choices_per_prompt), **last))
-    return said
+def _seal(said: list[dict[str, object]], job: Job, call: Call, form: Format) -> None:
+    """Puts the receipts into the stream's very last chunk, which has the usage if it is asked for."""
+    finished = [completion for completion in call.completions if completion]
+    if _wants_usage(job.body):
+        said.append(form.chunk(usage=protocol.usage(finished, job.body.choices_per_prompt)))
+    said[-1]["kedge"] = protocol.kedge_field(job.hints, finished)
 
 
 def _wants_usage(body: GenerationBody) -> bool:

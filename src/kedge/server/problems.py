@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from kedge.errors import (
@@ -29,6 +30,36 @@ logger = logging.getLogger(__name__)
 LONGEST = 1000
 """Characters of a message: what was wrong may be as long as a body."""
 BAD = "invalid_request_error"
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that tells an error, for the API page."""
+
+    error: ErrorDetail
+
+
+Answers = dict[int | str, dict[str, Any]]
+"""Status, or a range of them, -> what is documented of the answer."""
+ERRORS: Answers = {
+    "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
+    "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
+}
+JSON, EVENTS = ("application/json",), ("text/event-stream",)
+
+
+def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
+    """What is documented of a route's answers: their status and kinds of content."""
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
+    return {status: {"description": "Successful", "content": content} for status in statuses}
 
 
 class Problem(NamedTuple):

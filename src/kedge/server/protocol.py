@@ -1,7 +1,8 @@
 """OpenAI's wire protocol: the bodies that are read, and the objects that are answered.
 
 Fields that are not listed here are hints (`kedge.server.hints`), or parameters that need what the engine cannot do:
-those are refused by name, unless their value asks for nothing.
+those are refused by name, unless their value asks for nothing. `UNSUPPORTED` holds for fields that a body does not
+list: `echo` is refused in chats, `tools` in text completions.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kedge.errors import RequestError
 from kedge.server.hints import Hints
+from kedge.server.logprobs import MOST as MOST_LOGPROBS
 from kedge.types import Completion, ReuseMode, SamplingParams, Source
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("logprobs", "echo", "use_beam_search", "return_token_ids"), (False,)),
+    **dict.fromkeys(("echo", "use_beam_search", "return_token_ids"), (False,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
@@ -48,6 +50,7 @@ class StreamOptions(_Body):
 
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
+Likeliest = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 
 class GenerationBody(_Body):
@@ -74,13 +77,25 @@ class GenerationBody(_Body):
         return self.max_tokens
 
     @property
+    def likeliest(self) -> int | None:
+        """Of how many of the likeliest tokens the log-probabilities are told, besides those of the answer's own; None:
+        of none at all."""
+        return None
+
+    @property
+    def likeliest_of_prompt(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    @property
     def hints(self) -> dict[str, Any]:
         """The fields that may be hints."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if name not in UNSUPPORTED}
         return extra if self.kedge is None else {**extra, "kedge": self.kedge}
 
     def refuse_unsupported(self) -> None:
-        """Raises `RequestError` for a parameter that would have to change the answer and cannot."""
+        """Raises `RequestError` for a parameter that would have to change the answer and cannot, or for two that do not
+        go together."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED and value is not None and not _asks_nothing(value, UNSUPPORTED[name]):
                 raise RequestError(name, value, "this server does not support this parameter")
@@ -99,11 +114,45 @@ class GenerationBody(_Body):
         return replace(base, **changes)
 
 
+class Function(_Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(_Body):
+    """A function that the model called."""
+
+    name: str
+    arguments: str = "{}"
+    """JSON text of an object"""
+
+
+class CalledTool(_Body):
+    """A call that an earlier answer consisted of."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
@@ -124,16 +173,54 @@ class ChatBody(GenerationBody):
 
     messages: list[Message]
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tools_to_use(self) -> list[Tool]:
+        """The tools that the model is told of: with `tool_choice: "none"` there are none, so that it calls none."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs", self.top_logprobs, "needs `logprobs: true`")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice", self.tool_choice, "neither `none` nor `auto`: nobody can be made to call")
 
 
 class CompletionBody(GenerationBody):
     """A request to `/v1/completions`: a text, token ids, or several of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    """0 with `echo`: the prompt comes back, with its log-probabilities if they are asked for."""
+    echo: bool | None = None
+    logprobs: Likeliest | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def likeliest_of_prompt(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens", 0, "must be at least 1, unless the prompt is echoed")
 
     @property
     def prompts(self) -> list[str | list[int]]:

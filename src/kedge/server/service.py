@@ -99,13 +99,13 @@ class Service:
         ticket = self.admit(tenant, count)
         span = self.tracing.generation(tenant.id)
         try:
-            streams = await self.threads.work(lambda: submit_all(self.engine, span.submitting(build())))
+            requests, streams = await self.threads.work(lambda: submit_all(self.engine, span.submitting(build())))
         except BaseException as error:  # whatever it is, the room is free again
             ticket.release()
             span.failed(error)
             raise
         self.metrics.waiting.inc(count, tenant=tenant.id)
-        call = Call(self.threads, streams, _Account(self, tenant, ticket, count, on_over, span))
+        call = Call(self.threads, requests, streams, _Account(self, tenant, ticket, count, on_over, span))
         self._calls.add(call)
         return call
 

@@ -248,6 +248,13 @@ class Meter:
         self.in_flight += count
         return Ticket(self, count)
 
+    def spend(self, tokens: int) -> None:
+        """Counts tokens of a call that generates nothing. Raises `LimitReached` while none are left."""
+        self._refill()
+        if self.level <= 0:
+            raise self._no_tokens()
+        self.level -= tokens
+
     def charge(self, tokens: int) -> None:
         """Counts tokens that were used."""
         self._refill()

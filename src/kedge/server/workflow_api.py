@@ -11,6 +11,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from kedge.engine.run import compiled
 from kedge.errors import RequestError, SpecError
 from kedge.server import drawing
+from kedge.server.problems import ERRORS, EVENTS, answers
 from kedge.server.protocol import ReuseChoice, RunBody
 from kedge.server.registry import Registered, registered
 from kedge.server.runs import Runs, ServedRun
@@ -19,9 +20,10 @@ from kedge.server.wire import EventStream, JSONAnswer, event
 from kedge.types import ReuseMode
 from kedge.workflow.spec import parse_text
 
-router = APIRouter(tags=["Kedge"])
+router = APIRouter(tags=["Kedge"], responses=ERRORS)
 MOST_BYTES = 256 << 10
 """Of a workflow file: YAML is slow to read."""
+PICTURES = ("image/svg+xml", "text/plain")
 STILL_THERE = b": still there\n\n"
 FILE = {
     "requestBody": {
@@ -34,7 +36,7 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", response_model=None, openapi_extra=FILE)
+@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201))
 async def register(
     request: Request,
     service: TheService,
@@ -72,7 +74,9 @@ async def workflow(name: str, service: TheService, tenant: TheTenant) -> Respons
     return JSONAnswer(_described(service.workflows.get(tenant.id, name)))
 
 
-@router.get("/v1/workflows/{name}/graph", response_model=None)
+@router.get(
+    "/v1/workflows/{name}/graph", response_model=None, response_class=Response, responses=answers(200, kinds=PICTURES)
+)
 async def graph(name: str, service: TheService, tenant: TheTenant, format: Literal["svg", "text"] = "svg") -> Response:
     """Who reads whose answers, as a picture or as text."""
     found = service.workflows.get(tenant.id, name).workflow
@@ -120,7 +124,12 @@ def _described(one: Registered) -> dict[str, Any]:
 # runs -----------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows/{name}/runs", response_model=None)
+@router.post(
+    "/v1/workflows/{name}/runs",
+    response_model=None,
+    response_class=Response,
+    responses=answers(200, kinds=EVENTS) | answers(201),
+)
 async def start(name: str, body: RunBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Starts a run. With `stream`, its events are the answer, and a client that goes away ends it."""
     found, default = service.workflows.get(tenant.id, name), service.default_mode(ReuseMode.TRANSLATE)
@@ -145,7 +154,7 @@ async def one_run(run: str, request: Request, tenant: TheTenant) -> Response:
     return JSONAnswer(runs_of(request).get(tenant, run).as_json())
 
 
-@router.get("/v1/runs/{run}/events", response_model=None)
+@router.get("/v1/runs/{run}/events", response_model=None, response_class=Response, responses=answers(200, kinds=EVENTS))
 async def events(
     run: str, request: Request, tenant: TheTenant, last_event_id: Annotated[int | None, Header()] = None
 ) -> Response:
@@ -154,7 +163,7 @@ async def events(
     return EventStream(_events(served, 0 if last_event_id is None else last_event_id + 1), lambda: None)
 
 
-@router.post("/v1/runs/{run}/cancel", response_model=None)
+@router.post("/v1/runs/{run}/cancel", response_model=None, status_code=202)
 async def cancel(run: str, request: Request, tenant: TheTenant) -> Response:
     """Ends a run soon; one that has ended stays as it is."""
     served = runs_of(request).get(tenant, run)
@@ -184,8 +193,12 @@ def _refuse_unknown(body: RunBody) -> None:
 
 @router.post("/v1/hints", response_model=None)
 async def hints(body: dict[str, Any], request: Request, service: TheService, tenant: TheTenant) -> Response:
-    """Takes hints without a prompt: a forecast that has changed, or the end of a run."""
+    """Takes hints without a prompt: a forecast that has changed, or the end of a run.
+
+    Of the tenant's tokens a minute, a call costs one, and one more for each agent that its forecast speaks of.
+    """
     said = service.hints(tenant, body, request.headers)
+    service.meter(tenant).spend(1 + len(said.steps or ()))
     found = service.workflows.find(tenant.id, said.workflow)
     run = service.agent_runs.touch(tenant.namespace(said.salt), said, found)
     if run and said.final:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.scheduler import Scheduler
 
 
@@ -16,6 +17,7 @@ class Request:
     todo: list[int] = field(default_factory=lambda: [0])
     skips: int = 0
     waits_for_first_token: bool = True
+    needs_all_logits: bool = False
 
 
 @dataclass
@@ -113,3 +115,14 @@ def test_done_takes_out_who_stepped_aside() -> None:
     scheduler.schedule()
     scheduler.done(scheduler.loading[0])
     assert scheduler.idle
+
+
+def test_logits_of_whole_prompts_are_bounded_for_all_together_and_hold_nobody_up() -> None:
+    scheduler = scheduler_of(World(), "abcd", budget=10_000)
+    prompts = dict(zip("abcd", cast(Any, scheduler.waiting), strict=True))
+    for name in "abd":
+        prompts[name].todo, prompts[name].needs_all_logits = list(range(LOGIT_ROWS - 50)), True
+    prompts["c"].todo = list(range(5000))
+    work = {cast(Any, item.sequence).name: item for item in scheduler.schedule()}
+    assert {name: len(item.positions) for name, item in work.items()} == {"a": LOGIT_ROWS - 50, "b": 50, "c": 5000}
+    assert {name: item.logit_rows for name, item in work.items()} == {"a": LOGIT_ROWS - 50, "b": 50, "c": 1}

@@ -12,7 +12,7 @@ from kedge.kv.storage import PagedStorage, SlotTable
 
 
 def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
-    """One batch of all positions; logits are wanted for each sequence's last one."""
+    """One batch of all positions; logits are wanted after the last one, or several, of each sequence."""
     device = storage.keys.device
     tokens = [item.sequence.tokens[p] for item in work for p in item.positions]
     positions = torch.tensor([p for item in work for p in item.positions])
@@ -26,9 +26,14 @@ def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
         positions=positions.to(device),
         slots=slots.to(device),
         sequences=slices,
-        logits_rows=torch.tensor([piece.stop - 1 for piece in slices], device=device),
+        logits_rows=torch.tensor(_logits_rows(work, slices), device=device),
         storage=storage,
     )
+
+
+def _logits_rows(work: Many[Work], slices: Many[SequenceSlice]) -> list[int]:
+    pairs = zip(work, slices, strict=True)
+    return [row for item, piece in pairs for row in range(piece.stop - item.logit_rows, piece.stop)]
 
 
 def _table(item: Work) -> SlotTable:

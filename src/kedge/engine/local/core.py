@@ -27,7 +27,7 @@ from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
-from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, TokenDelta, Tokens, new_request_id
+from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, Tokens, new_request_id
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class EngineCore:
     def _run(self, work: list[Work]) -> None:
         began = time.monotonic()
         try:
-            logits = self._runner.forward(flatten(work, self._storage))
+            logits = self._forward(work)
         except Exception as error:  # out of memory, say: whoever is not in this batch is served all the same
             logger.exception("a batch of %s sequences failed", len(work))
             return self._fail(work, error)
@@ -121,6 +121,14 @@ class EngineCore:
         if ready and tokens >= MEASURED:  # a GPU is done for certain only once a result has been read
             self._cache.observe_compute(tokens, time.monotonic() - began)
         return None
+
+    def _forward(self, work: list[Work]) -> list[Tensor]:
+        """The logits [vocab] after each share's last position; log-probabilities of prompts are noted."""
+        logits = self._runner.forward(flatten(work, self._storage)).split([item.logit_rows for item in work])
+        for item, rows in zip(work, logits, strict=True):
+            if isinstance(item.sequence, RequestSequence):
+                item.sequence.logprobs.read_prompt(item.positions, rows)
+        return [rows[-1] for rows in logits]
 
     def _fail(self, work: list[Work], error: Exception) -> None:
         for item in work:
@@ -187,14 +195,17 @@ class EngineCore:
     def _next_token(self, sequence: RequestSequence, logits: Tensor) -> None:
         if sequence.finish:
             return self._finish(sequence, sequence.finish)
+        if not sequence.max_tokens:
+            self._note_first_token(sequence)
+            return self._finish(sequence, FinishReason.LENGTH)
         token = sequence.sampler(logits)
+        sequence.logprobs.read_answer(token, logits)
         if sequence.first_token is None:
             self._note_first_token(sequence)
         if token in self._runner.eos_token_ids and not sequence.request.sampling.ignore_eos:
             return self._finish(sequence, FinishReason.STOP)
         sequence.tokens.append(token)
-        text = sequence.text.push(token)
-        sequence.stream.put(TokenDelta(text, (token,)))
+        sequence.tell(sequence.text.push(token), (token,))
         if sequence.text.stopped:
             sequence.finish = FinishReason.STOP
         elif len(sequence.response) >= sequence.max_tokens:
@@ -229,7 +240,7 @@ class EngineCore:
         else:
             self._release(sequence)
         held = sequence.text.flush()
-        sequence.stream.put(TokenDelta(held, (), sequence.completion(reason)))
+        sequence.tell(held, (), sequence.completion(reason))
 
     def _release(self, sequence: RequestSequence) -> None:
         """Exact tokens with KV enter the tree, all other blocks are freed."""
@@ -316,7 +327,7 @@ class EngineCore:
             sequence.stream.put(error)
         else:
             held = sequence.text.flush()
-            sequence.stream.put(TokenDelta(held, (), sequence.completion(FinishReason.CANCELLED)))
+            sequence.tell(held, (), sequence.completion(FinishReason.CANCELLED))
 
     def find(self, request_id: RequestId) -> RequestSequence | None:
         return next((s for s in self._sequences if s.key == request_id), None)

@@ -19,7 +19,7 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.config import EngineConfig
-from kedge.engine.base import Quota
+from kedge.engine.base import Quota, require_sensible
 from kedge.engine.local import build
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.engine.local.sampler import Sampler
@@ -109,6 +109,7 @@ class LocalEngine:
         return sequence.stream
 
     def _validated(self, request: GenerateRequest) -> list[int]:
+        require_sensible(request)
         tokens = list(request.tokens)
         if not tokens:
             raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")

@@ -21,6 +21,7 @@ from transformers import (
 
 from kedge.engine.local import attention
 from kedge.engine.local.attention import Batch
+from kedge.engine.local.spelling import Spelling
 from kedge.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from kedge.kv.rotary import Rotary
 from kedge.kv.spec import KVSpec, translation_refusal
@@ -59,6 +60,7 @@ class HFTokenizer:
     def __init__(self, inner: PreTrainedTokenizerBase) -> None:
         self.inner = inner
         self.eos_token_id: int | None = inner.eos_token_id
+        self._spelling = Spelling(inner.backend_tokenizer)
 
     @classmethod
     def load(cls, path: Path) -> HFTokenizer:
@@ -72,6 +74,9 @@ class HFTokenizer:
 
     def decode(self, tokens: Tokens) -> str:
         return cast(str, self.inner.decode(list(tokens), skip_special_tokens=True))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._spelling(token)
 
     def chat(self, system: str | None, user: str) -> str:
         """The model's chat template, or, where it has none, BOS and the two texts with blank lines between."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kedge.engine.local.loading import Loading
+from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 
 JOB_CHUNK = 256
@@ -19,6 +20,11 @@ class Work:
 
     sequence: Sequence
     positions: list[int]
+
+    @property
+    def logit_rows(self) -> int:
+        """After how many of the positions, the last ones, the logits are wanted."""
+        return len(self.positions) if self.sequence.needs_all_logits else 1
 
 
 class Scheduler:
@@ -60,13 +66,16 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         self._admit_waiting()
-        left, work = self._budget, []
+        left, rows, work = self._budget, LOGIT_ROWS, []
         for sequence in self._candidates():
             if left <= 0:
                 break
-            positions = sequence.todo[: min(left, JOB_CHUNK) if isinstance(sequence, BaseJob) else left]
+            most = JOB_CHUNK if isinstance(sequence, BaseJob) else rows if sequence.needs_all_logits else left
+            positions = sequence.todo[: min(left, most)]
             left -= len(positions)
-            work.append(Work(sequence, positions))
+            rows -= len(positions) if sequence.needs_all_logits else 0
+            if positions:
+                work.append(Work(sequence, positions))
         return work
 
     def _admit_waiting(self) -> None:

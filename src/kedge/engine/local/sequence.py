@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kedge.cache import Namespace
+from kedge.engine.local.logprobs import Logprobs
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.text import TextStream
 from kedge.kv.storage import SlotTable
@@ -19,9 +20,9 @@ from kedge.types import (
     GenerateRequest,
     Receipt,
     RequestId,
-    ReuseMode,
     TenantId,
     TokenDelta,
+    Tokens,
 )
 
 
@@ -83,6 +84,11 @@ class Sequence:
     def admitted(self) -> bool:
         return self.table is not None
 
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the logits after every position are wanted, not only those after the last one of a pass."""
+        return False
+
 
 @dataclass(slots=True, eq=False)
 class BaseJob(Sequence):
@@ -111,12 +117,20 @@ class RequestSequence(Sequence):
     gave_up: bool = False
     """It waits for that no longer."""
     first_token: float | None = None
+    logprobs: Logprobs = field(init=False)
     finish: FinishReason | None = None
     """Set when the response is complete; one more pass may follow, to leave the last token's KV behind."""
 
+    def __post_init__(self) -> None:
+        self.logprobs = Logprobs(self.request)
+
     @property
     def exact_limit(self) -> int:
-        return 0 if self.request.reuse is ReuseMode.OFF else self.request.prompt_tokens - 1
+        return self.request.exact_limit
+
+    @property
+    def needs_all_logits(self) -> bool:
+        return self.logprobs.of_prompt and self.waits_for_first_token
 
     @property
     def response(self) -> list[int]:
@@ -125,6 +139,10 @@ class RequestSequence(Sequence):
     @property
     def waits_for_first_token(self) -> bool:
         return self.first_token is None
+
+    def tell(self, text: str, tokens: Tokens = (), completion: Completion | None = None) -> None:
+        """Puts a delta into the stream."""
+        self.stream.put(TokenDelta(text, tokens, completion, *self.logprobs.news()))
 
     def receipt(self) -> Receipt:
         spans, misses = (self.plan.spans, self.plan.misses) if self.plan else ((), ())
@@ -142,4 +160,6 @@ class RequestSequence(Sequence):
             receipt=self.receipt(),
             ttft_ms=(first - self.arrival) * 1e3,
             total_ms=(now - self.arrival) * 1e3,
+            logprobs=tuple(self.logprobs.answer),
+            prompt_logprobs=tuple(self.logprobs.prompt),
         )

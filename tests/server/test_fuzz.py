@@ -1,0 +1,54 @@
+"""Schemathesis over the whole OpenAPI document: whatever it allows, and much that it does not, is answered as it says.
+
+A few cases for every operation, with the hooks of `scripts/fuzz_api.py`, which runs ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis import checks  # noqa: E402
+
+from kedge.engine.echo import EchoEngine  # noqa: E402
+from kedge.server.app import create_app  # noqa: E402
+from scripts import fuzz_api  # noqa: E402
+from tests.server.conftest import PATIENCE, Served, serving  # noqa: E402
+
+EVERY_CALL = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with EchoEngine(capacity=2048) as engine, serving(engine) as running, pytest.MonkeyPatch.context() as patch:
+        for variable, value in fuzz_api.known_names(running.url).items():
+            patch.setenv(variable, value)
+        yield running
+        running.wait_quiet()
+        engine.cache.check_integrity()
+        assert engine.cache.stats().leased_blocks == 0
+        assert not engine._jobs
+
+
+def document() -> dict[str, Any]:
+    with EchoEngine() as engine:
+        said: dict[str, Any] = create_app(engine).openapi()
+    return said
+
+
+schema = schemathesis.openapi.from_dict(document())
+
+
+@schema.parametrize()
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_every_case_is_answered_as_the_document_says(case: Any, served: Served) -> None:
+    case.call_and_validate(base_url=served.url, checks=EVERY_CALL, timeout=PATIENCE)
