@@ -100,13 +100,17 @@ class AnchorSettings(_Section):
     min_anchors: PositiveInt = 4
     """Anchors with the agent's offsets, below which `error` shares nothing."""
     max_bytes: Bytes = 2 << 30
-    """Bytes of all pools together."""
+    """Bytes of all pools together, on the device."""
     max_pools: PositiveInt = 256
     """Pools at once; the one that was used longest ago goes first."""
     max_slots: PositiveInt = 64
     """Slots per pool; the one that was used longest ago goes first."""
     max_base_bytes: Bytes = 1 << 30
-    """Bytes of all base KV."""
+    """Bytes of all base KV on the device."""
+    host_bytes: BytesOrNone = 0
+    """Bytes of host memory for offsets that do not fit `max_bytes`; 0: what does not fit is forgotten."""
+    host_base_bytes: BytesOrNone = 0
+    """Bytes of host memory for base KV that does not fit `max_base_bytes`; 0: what does not fit is forgotten."""
 
 
 def estimator_settings(name: str) -> dict[str, Any]:

@@ -160,6 +160,8 @@ class Receipt:
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds from arrival to first token by part: queue, load (where it waited for KV from the host), match,
     assemble, compute (or last_token), other."""
+    preassembled: int = 0
+    """Leading prompt tokens, of any source, whose KV was ready before the request arrived."""
 
     def tokens(self, *sources: Source) -> int:
         """Prompt tokens that came from any of `sources`."""

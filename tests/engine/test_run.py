@@ -310,3 +310,44 @@ def test_answers_that_end_by_length_go_on() -> None:
         result = run(engine, flow(agent("a", max_tokens=3), agent("b", "agent_a_current")), ASK)
     assert result.of("a").completion.finish_reason is FinishReason.LENGTH
     assert result.text == "abc"
+
+
+def test_the_engine_is_told_the_prompts_that_come_next_as_far_as_they_are_known(engine: Engine) -> None:
+    """Of whoever waits for nobody but those that run; not of those further away."""
+    workflow = flow(
+        agent("a", tool=upper), agent("b", "agent_a_current", "condition_a_current"), agent("c", "agent_b_current")
+    )
+    run(engine, workflow, ASK, run_id="r")
+    told = [(request.agent, filled(engine, request)[1:]) for request in engine.prepared]
+    b_knows = [("agent_a_current", "", "agent_a@0"), ("condition_a_current", "", "condition_a@0")]
+    assert told == [("b", b_knows), ("c", [("agent_b_current", "", "agent_b@0")])]
+    for hint, request in zip(engine.prepared, engine.requests[1:], strict=True):
+        assert hint.request_id != request.request_id
+        assert [one.name for one in hint.segments] == [one.name for one in request.segments]
+        known = [(one, other) for one, other in zip(hint.segments, request.segments, strict=True) if one.tokens]
+        assert all(one == other for one, other in known)
+        assert (hint.agent, hint.run, hint.reuse, hint.sampling) == (
+            request.agent, request.run, request.reuse, request.sampling,
+        )  # fmt: skip
+
+
+def test_who_waits_for_several_is_told_more_with_every_answer() -> None:
+    workflow = flow(agent("slow"), agent("fast"), agent("end", "agent_fast_current", "agent_slow_current"))
+    with EchoEngine({"slow": "s" * 40, "fast": "f", "end": "e"}, delay_s=0.002) as engine:
+        run(engine, workflow, ASK)
+        known = [[text for _, text, _ in filled(engine, request)] for request in engine.prepared]
+    assert known == [["why?", "", ""], ["why?", "f", ""]]
+
+
+def test_an_engine_that_cannot_prepare_is_told_nothing() -> None:
+    class Plain:
+        """An engine with what the protocol asks for and no more."""
+
+        def __init__(self, inner: EchoEngine) -> None:
+            self.tokenizer = inner.tokenizer
+            self.submit, self.cancel, self.end_run = inner.submit, inner.cancel, inner.end_run
+            self.forecast, self.close = inner.forecast, inner.close
+
+    with EchoEngine(says) as inner:
+        assert run(Plain(inner), CHAIN, ASK).text == "<b>"
+        assert inner.prepared == []

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats, Unit
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
+from kedge.runtime.interfaces import Owner, RunOwner, TemplateOwner
 from kedge.types import RunId, SampleId, TenantId, Tokens
 
 
@@ -55,8 +60,8 @@ class TemplateBase(NamedTuple):
     parts: dict[int, KVSegment]
 
 
-@dataclass(slots=True)
-class _Stored:
+@dataclass(slots=True, eq=False)
+class _Stored(Unit):
     """Parts by segment index (a value has one, 0), and what a value is."""
 
     serial: int
@@ -68,6 +73,13 @@ class _Stored:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parts.values())).device
+
+    def place(self, put: Callable[[Tensor], Tensor]) -> None:
+        self.parts = {index: KVSegment(put(part.keys), put(part.values)) for index, part in self.parts.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class BaseStats:
@@ -76,20 +88,24 @@ class BaseStats:
     values: int
     templates: int
     nbytes: int
+    """In both tiers."""
+    tiers: ResidenceStats
 
 
 class BaseStore:
-    """At most `max_bytes` of base KV; what was used longest ago goes first. One owner thread, no locks.
+    """At most `max_bytes` of base KV on the device. What does not fit moves to the host, as far as that has room; then
+    what was used longest ago is forgotten. One owner thread, no locks.
 
     Raises `ConfigError` where `max_bytes` is not positive.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, host: HostBound = NO_HOST) -> None:
         if max_bytes <= 0:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
         self._max_bytes, self._nbytes = max_bytes, 0
         self._entries: OrderedDict[_Key, _Stored] = OrderedDict()
         self._serials = count()
+        self._residence = Residence(max_bytes, host, self._entries.values)
 
     def put_sample(
         self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool
@@ -110,17 +126,15 @@ class BaseStore:
         for key in (_SampleKey(tenant, run, sample), _ContentKey(tenant, tokens, lead_in)):
             stored = self._entries.get(key)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
-                self._entries.move_to_end(key)
-                return _entry(stored, tokens)
+                stored.owner = RunOwner(tenant, run)
+                return _entry(stored, tokens) if self._fetched(key, stored) else None
         return None
 
     def prefixes(self, tenant: TenantId, template: str) -> Mapping[int, KVSegment] | None:
         """Base KV of a template's prefix segments by segment index; None where nothing of it is known."""
         key = _PrefixKey(tenant, template)
-        if key not in self._entries:
-            return None
-        self._entries.move_to_end(key)
-        return self._entries[key].parts
+        stored = self._entries.get(key)
+        return stored.parts if stored and self._fetched(key, stored) else None
 
     def templates(self) -> list[TemplateBase]:
         """All templates' base KV of prefix segments, least recently used first."""
@@ -139,27 +153,52 @@ class BaseStore:
         self._forget(lambda key: tenant is None or key.tenant == tenant)
 
     def nbytes(self) -> int:
+        """Bytes in both tiers."""
         return self._nbytes
+
+    @property
+    def due(self) -> bool:
+        """Whether `fetch` may have something to do."""
+        return self._residence.due
+
+    def notice(self) -> None:
+        """The forecast has changed."""
+        self._residence.notice()
+
+    def fetch(self) -> bool:
+        """Brings the base KV of a template or value that is needed soon from the host; False where none is."""
+        return self._residence.fetch()
 
     def stats(self) -> BaseStats:
         templates = sum(isinstance(key, _PrefixKey) for key in self._entries)
-        return BaseStats(len(self._entries) - templates, templates, self._nbytes)
+        return BaseStats(len(self._entries) - templates, templates, self.nbytes(), self._residence.stats())
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where the sum of bytes is wrong or out of its bound."""
+        """Raises `PlanError` where the sum of bytes is wrong, or one of the tiers is fuller than it may be."""
         real = sum(stored.nbytes for stored in self._entries.values())
-        if real != self._nbytes or real > self._max_bytes:
-            raise PlanError("nbytes", self._nbytes, f"{real} are stored, {self._max_bytes} allowed")
+        if real != self._nbytes:
+            raise PlanError("nbytes", self._nbytes, f"{real} are stored")
+        if self._residence.device_bytes > self._max_bytes:
+            raise PlanError("device_bytes", self._residence.device_bytes, f"{self._max_bytes} are allowed")
+        self._residence.check_integrity()
 
     def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
         parts = {index: kv.owned()}
-        if isinstance(key, _PrefixKey) and key in self._entries:
-            parts = self._entries[key].parts | parts
+        if isinstance(key, _PrefixKey) and (known := self.prefixes(key.tenant, key.template)):
+            parts = {**known, **parts}
         self._drop(key)
-        self._entries[key] = _Stored(next(self._serials), parts, tokens, exact_lineage)
-        self._nbytes += self._entries[key].nbytes
-        while self._nbytes > self._max_bytes:
+        stored = _Stored(next(self._serials), parts, tokens, exact_lineage)
+        stored.owner = _owner(key)
+        self._residence.touch(stored)
+        self._entries[key] = stored
+        self._nbytes += stored.nbytes
+        while self._residence.settle(self._nbytes):
             self._drop(next(iter(self._entries)))
+
+    def _fetched(self, key: _Key, stored: _Stored) -> bool:
+        """Whether what was found is on the device now; from there it is the last to be forgotten."""
+        self._entries.move_to_end(key)
+        return self._residence.demand(stored)
 
     def _forget(self, chosen: Callable[[_Key], bool]) -> None:
         for key in [key for key in self._entries if chosen(key)]:
@@ -168,6 +207,13 @@ class BaseStore:
     def _drop(self, key: _Key) -> None:
         if stored := self._entries.pop(key, None):
             self._nbytes -= stored.nbytes
+
+
+def _owner(key: _Key) -> Owner | None:
+    """By whom a forecast tells how soon an entry is needed; equal content belongs to whoever asked last."""
+    if isinstance(key, _SampleKey):
+        return RunOwner(key.tenant, key.run)
+    return TemplateOwner(key.tenant, key.template) if isinstance(key, _PrefixKey) else None
 
 
 def _entry(stored: _Stored, tokens: Tokens) -> BaseEntry:

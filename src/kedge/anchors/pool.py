@@ -110,8 +110,11 @@ class AnchorPool:
     @property
     def nbytes(self) -> int:
         """Memory of offsets and key vectors."""
-        keys = sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
-        return keys + sum(table.nbytes for table in self.tables)
+        return self.key_bytes + sum(offsets.nbytes for offsets in self.slots.values())
+
+    @property
+    def key_bytes(self) -> int:
+        return sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
 
     def check_integrity(self) -> None:
         """Raises `PlanError` where the pool is too large, or its slots hold other anchors than it does."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators import Match
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.residence import Unit
 from kedge.anchors.shareability import Calibration
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
@@ -42,7 +45,7 @@ def _offset(base: KVSegment, real: Tensor) -> Tensor:
     return real - rows_of(base).float()
 
 
-class SlotOffsets:
+class SlotOffsets(Unit):
     """Two tables over the same anchors, in the order in which they were observed, and the calibration."""
 
     def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
@@ -52,6 +55,18 @@ class SlotOffsets:
         self.holders: list[AnchorId] = []
         layers, _, heads, dim = base.keys.shape
         self._prefix_tokens, self._shape = prefix_tokens, (layers - 1, 2, heads * dim)
+
+    @property
+    def nbytes(self) -> int:
+        return self.phi.nbytes + self.prefix.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.phi.arena.device
+
+    def place(self, put: Callable[[Tensor], Tensor]) -> None:
+        for table in self.tables:
+            table.arena = put(table.arena)
 
     @property
     def tables(self) -> tuple[OffsetTable, OffsetTable]:

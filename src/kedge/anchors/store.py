@@ -16,10 +16,11 @@ from kedge.anchors.estimators import Match
 from kedge.anchors.matcher import Matcher
 from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.pool import AnchorPool
+from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
 from kedge.anchors.shareability import Calibration, Verdict, make_criterion
 from kedge.anchors.slot import Observation, SlotOffsets
 from kedge.kv.segment import KVSegment
-from kedge.runtime.interfaces import PoolKey, SampleView, Slot
+from kedge.runtime.interfaces import PoolKey, SampleView, Slot, TemplateOwner
 from kedge.types import TenantId, WorkflowId, tenant_of
 
 __all__ = ["AnchorStats", "AnchorStore", "Estimate", "SampleView", "Slot"]
@@ -65,6 +66,8 @@ class AnchorStats:
     used: int
     over_limit: int
     """Anchors dropped because their tenant had more than it may"""
+    tiers: ResidenceStats
+    """Offsets by where they are; key vectors are always on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +98,12 @@ class PoolStats:
 
 
 class AnchorStore:
-    """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion."""
+    """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion.
 
-    def __init__(self, config: AnchorConfig) -> None:
+    What does not fit the device moves to the host, slot by slot, and only what fits neither is forgotten.
+    """
+
+    def __init__(self, config: AnchorConfig, host: HostBound = NO_HOST) -> None:
         self._config = config
         self._matcher = Matcher(config)
         self._criterion = make_criterion(config)
@@ -105,11 +111,17 @@ class AnchorStore:
         self._ids = count()
         self._observed = self._used = self._over_limit = 0
         self._limits: dict[TenantId, _Limit] = {}
+        self._residence = Residence(config.max_bytes, host, self._slots, self._key_bytes)
+
+    def begin(self) -> None:
+        """A plan begins: what the estimates before it lean on may be moved again."""
+        for offsets in self._slots():
+            offsets.pinned = False
 
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
         """Judges a value and blends its offsets. Changes nothing but the memory of matches.
 
-        The blends are good until the next `observe` or `clear`.
+        The blends are good until the next `observe`, `begin`, `fetch` or `clear`.
         """
         if not sample.tokens:
             return Estimate(False, "the value is empty", learnable=False)
@@ -117,6 +129,9 @@ class AnchorStore:
         offsets = pool.slots.get(slot) if pool else None
         if pool is None or offsets is None:
             return Estimate(False, "no anchor of this agent yet", learnable=True)
+        if not self._residence.demand(offsets):
+            return Estimate(False, "its offsets find no room on the device", learnable=False)
+        offsets.pinned = True
         return self._judge(pool, offsets, sample)
 
     def prepare(self, sample: SampleView) -> None:
@@ -166,18 +181,27 @@ class AnchorStore:
         """
         if not sample.tokens:
             return
+        self.begin()
         observed = Observation.measure(sample.base, real_phi, base_prefix, real_prefix)
         pool = self._pools.get(sample.pool) or self.empty_pool()
         offsets = pool.slot(slot, sample.base, len(observed.prefix))
+        offsets.owner = TemplateOwner(sample.pool[0], slot.agent_key)
+        if not self._residence.demand(offsets):
+            return
         anchor = self._anchor(pool, sample)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
-        if anchor.id in pool.anchors or not pool.full or not self.estimate(slot, sample).shareable:
+        if anchor.id in pool.anchors or not pool.full or not self._is_shareable(pool, slot, sample):
             pool.add(slot, offsets, anchor, observed)
         pool.calibrate(slot, calibration)
         self._touch(sample.pool, pool)
         self._observed += 1
         self._bound_tenant(tenant_of(sample.pool[0]), anchor.id)
         self._bound(anchor.id)
+
+    def _is_shareable(self, pool: AnchorPool, slot: Slot, sample: SampleView) -> bool:
+        """Whether `slot`, as far as it has observed anything, would share a value."""
+        offsets = pool.slots.get(slot)
+        return offsets is not None and self._judge(pool, offsets, sample).shareable
 
     def _anchor(self, pool: AnchorPool, sample: SampleView) -> Anchor:
         """The anchor that is this value already, or a new one."""
@@ -207,7 +231,7 @@ class AnchorStore:
         """Drops pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
         while len(self._pools) > self._config.max_pools:
             del self._pools[next(iter(self._pools))]
-        self._fit(lambda: list(self._pools.values()), _Limit(None, self._config.max_bytes), keep)
+        self._fit(lambda: list(self._pools.values()), lambda _: self._residence.settle(self.nbytes()), keep)
 
     def _bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
         """Drops anchors of a tenant until it is within its limit; nobody else's go for it."""
@@ -217,14 +241,20 @@ class AnchorStore:
 
         if limit := self._limits.get(tenant):
             before = sum(len(pool.anchors) for pool in own())
-            self._fit(own, limit, keep)
+            self._fit(own, limit.excess, keep)
             self._over_limit += before - sum(len(pool.anchors) for pool in own())
 
-    def _fit(self, chosen: Callable[[], list[AnchorPool]], limit: _Limit, keep: AnchorId | None) -> None:
-        """Gives back slack, then drops anchors of the chosen pools, until these are within the limit."""
-        while (pools := chosen()) and (excess := limit.excess(pools)):
-            tables = [table for pool in pools for table in pool.tables]
-            if sum(table.slack_bytes for table in tables) >= excess:
+    def _fit(
+        self,
+        chosen: Callable[[], list[AnchorPool]],
+        excess: Callable[[list[AnchorPool]], float],
+        keep: AnchorId | None,
+    ) -> None:
+        """Gives back slack, then drops anchors of the chosen pools, until nothing is in excess."""
+        while (pools := chosen()) and (over := excess(pools)) > 0:
+            slots = (offsets for pool in pools for offsets in pool.slots.values() if not offsets.on_host)
+            tables = [table for offsets in slots for table in offsets.tables]
+            if sum(table.slack_bytes for table in tables) >= over:
                 max(tables, key=lambda table: table.slack_bytes).trim()
             else:
                 self._drop_least_used(pools, keep)
@@ -237,8 +267,14 @@ class AnchorStore:
         if not pool.anchors:
             self._pools = {key: other for key, other in self._pools.items() if other is not pool}
 
+    def _slots(self) -> list[SlotOffsets]:
+        return [offsets for pool in self._pools.values() for offsets in pool.slots.values()]
+
+    def _key_bytes(self) -> int:
+        return sum(pool.key_bytes for pool in self._pools.values())
+
     def nbytes(self) -> int:
-        """Memory of all anchors."""
+        """Memory of all anchors, in both tiers."""
         return sum(pool.nbytes for pool in self._pools.values())
 
     @property
@@ -254,6 +290,9 @@ class AnchorStore:
         """Holds these pools and no others from now on, within its bounds. They are in order of their last use."""
         self.clear()
         self._pools = {key: pool for key, pool in pools.items() if pool.anchors}
+        for key, pool in self._pools.items():
+            for slot, offsets in pool.slots.items():
+                offsets.owner = TemplateOwner(key[0], slot.agent_key)
         self._ids = count(max((i + 1 for pool in self._pools.values() for i in pool.anchors), default=0))
         for tenant in self._limits:
             self._bound_tenant(tenant)
@@ -265,6 +304,23 @@ class AnchorStore:
         self._pools = {k: pool for k, pool in self._pools.items() if tenant is not None and k[0] != tenant}
         self._matcher.clear()
 
+    @property
+    def due(self) -> bool:
+        """Whether `fetch` may have something to do."""
+        return self._residence.due
+
+    def notice(self) -> None:
+        """The forecast has changed."""
+        self._residence.notice()
+
+    def fetch(self) -> bool:
+        """Brings the offsets of one slot, whose agent runs soon, from the host; False where none is worth it.
+
+        As with `begin`, what has been estimated before must have been written.
+        """
+        self.begin()
+        return self._residence.fetch()
+
     def stats(self) -> AnchorStats:
         pools = self._pools.values()
         return AnchorStats(
@@ -275,6 +331,7 @@ class AnchorStore:
             observed=self._observed,
             used=self._used,
             over_limit=self._over_limit,
+            tiers=self._residence.stats(),
         )
 
     def pool_stats(self, owns: Callable[[TenantId], bool]) -> list[PoolStats]:
@@ -282,7 +339,8 @@ class AnchorStore:
         return [_pool_stats(key, pool) for key, pool in self._pools.items() if owns(key.tenant)]
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where a pool is unsound."""
+        """Raises `PlanError` where a pool is unsound, or one of the tiers is fuller than it may be."""
+        self._residence.check_integrity()
         for pool in self._pools.values():
             pool.check_integrity()
 

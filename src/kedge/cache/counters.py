@@ -23,6 +23,8 @@ class Reason(StrEnum):
     BACKUP = "backup"
     LIMIT = "limit"
     """A tenant had as many host blocks as it may."""
+    AHEAD = "ahead"
+    """For a prompt that is assembled before its request arrives."""
 
 
 @dataclass(frozen=True, slots=True)

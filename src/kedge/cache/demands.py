@@ -87,6 +87,11 @@ class Demands:
             self._advance(demand)
         return any(demand.denied for demand in denied)
 
+    @property
+    def denied(self) -> bool:
+        """Whether anybody's load found no room."""
+        return any(demand.denied for demand in self._waiting.values())
+
     def check_integrity(self) -> None:
         """Raises `PlanError` unless every node counts those who wait for it."""
         waiting = Counter(demand.handle.node for demand in self._waiting.values())

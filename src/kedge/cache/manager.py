@@ -22,7 +22,7 @@ from kedge.cache.counters import CacheStats, Reason
 from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.eviction import EvictionPolicy, Namespace, lru
 from kedge.cache.node import DEVICE, HOST, LabelKey, Node, Tier
-from kedge.cache.prefetch import Prefetcher
+from kedge.cache.prefetch import Prefetcher, may_replace
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers, TierSettings
 from kedge.cache.transfer import Copier, Direction
@@ -116,10 +116,17 @@ class CacheManager:
         self._demands.withdraw(request_id)
 
     def admit(
-        self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int], exact_limit: int, total_tokens: int
+        self,
+        request_id: RequestId,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        exact_limit: int,
+        total_tokens: int,
+        steps: float | None = None,
     ) -> Lease:
         """Leases blocks for `total_tokens`: the exact prefix, at most `exact_limit` tokens of it, and new blocks.
 
+        With `steps` nobody waits for it yet, and only what is needed later than so many steps ahead is evicted for it.
         Raises `OutOfBlocks`, having changed nothing, if eviction could not make room now; `PlanError` if the request
         holds a lease or `total_tokens` is less than may be reused.
         """
@@ -130,7 +137,7 @@ class CacheManager:
             raise PlanError("total_tokens", total_tokens, f"{len(reusable)} tokens may be reused")
         node, hit = self._tree.lock(namespace, reusable)
         try:
-            new = self._allocate(self._blocks_for(total_tokens) - len(hit), hit, Reason.ADMIT)
+            new = self._allocate(self._blocks_for(total_tokens) - len(hit), hit, Reason.ADMIT, steps)
         except OutOfBlocks:
             self._tree.unlock(node)
             raise
@@ -143,17 +150,29 @@ class CacheManager:
         self._held[request_id] = _Holding(lease, namespace, node, tuple(reusable[:exact]), set(new))
         return lease
 
-    def extend(self, request_id: RequestId, total_tokens: int) -> Lease:
+    def extend(self, request_id: RequestId, total_tokens: int, steps: float | None = None) -> Lease:
         """Grows a lease to `total_tokens`; new blocks follow the old ones. No change if it is that long already.
 
-        Raises `OutOfBlocks`, having changed nothing, or `PlanError` without a lease.
+        `steps` as for `admit`. Raises `OutOfBlocks`, having changed nothing, or `PlanError` without a lease.
         """
         held = self._holding(request_id)
         missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
         if missing > 0:
-            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND)
+            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND, steps)
             held.own.update(new)
             held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
+        return held.lease
+
+    def hand_over(self, request_id: RequestId, heir: RequestId) -> Lease:
+        """The lease belongs to `heir` from now on, which demands nothing more. Raises `PlanError` without a lease, or
+        where the heir holds one.
+        """
+        if heir in self._held:
+            raise PlanError("request_id", heir, "holds a lease already")
+        held = self._holding(request_id)
+        self._demands.withdraw(heir)
+        held.lease = replace(held.lease, request_id=heir)
+        self._held[heir] = self._held.pop(request_id)
         return held.lease
 
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
@@ -218,8 +237,9 @@ class CacheManager:
         self._prefetcher.due = True
         self._prefetcher.cancel_outside()
 
-    def pump(self) -> None:
+    def pump(self) -> bool:
         """Lands what has been copied, tries denied demands again, prefetches, and hands new copies to the copier.
+        Whether any copy has ended.
 
         To be called in every step, whatever the queue, and from time to time while nothing runs but copies do.
         """
@@ -228,6 +248,12 @@ class CacheManager:
         if not self._demands.retry():
             self._prefetcher.start()
         self._tiers.transfers.start()
+        return bool(ended)
+
+    @property
+    def starved(self) -> bool:
+        """Whether a demanded load finds no room on the device."""
+        return self._demands.denied
 
     @property
     def transferring(self) -> bool:
@@ -309,8 +335,15 @@ class CacheManager:
             raise PlanError("request_id", request_id, "holds no lease")
         return held
 
-    def _allocate(self, n: int, following: Sequence[int], reason: Reason) -> list[int]:
-        return self._tiers.allocate(DEVICE, n, reason, after=following[-1] if following else None)
+    def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        after = following[-1] if following else None
+        if steps is None:
+            return self._tiers.allocate(DEVICE, n, reason, after)
+
+        def may_go(victim: Node) -> bool:
+            return not victim.wanted and may_replace(victim, steps, self._tiers.settings.virtual_step)
+
+        return self._tiers.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
 
     def _full_tokens(self, held: _Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""

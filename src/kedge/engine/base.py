@@ -20,6 +20,20 @@ from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId,
 from kedge.workflow.forecast import AgentKey, Changes
 
 
+@runtime_checkable
+class Preparing(Protocol):
+    """What an `Engine` may do besides: assemble prompts before their requests arrive."""
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Takes a hint: such a request is expected. Segments of placeholders whose values are not known yet have no
+        tokens; with `sample` they name whose answer they wait for. The same agent's next hint replaces this one and
+        may know more. `request_id` is the hint's own: `cancel` withdraws it.
+
+        Returns at once and never raises. A hint delays no request and changes no token: a request of this agent that
+        begins with the same segments finds them assembled, and any other one throws that away.
+        """
+
+
 class Stream(Protocol):
     """One request's tokens as they come."""
 

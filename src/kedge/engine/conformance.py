@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kedge.engine.base import Engine
+from kedge.engine.base import Engine, Preparing
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, KedgeError, PromptTooLong, RequestError
 from kedge.types import (
     AgentId,
@@ -276,6 +276,22 @@ class EngineConformance:
         engine.forecast(dict.fromkeys(keys))
         self.serves(engine)
 
+    def test_preparing_changes_no_token(self, engine: Engine) -> None:
+        """Hints of nothing, of half of the prompt, of all of it, of another one. An engine may do without them."""
+        text = " ".join(fresh_text("preparing") for _ in range(3))
+        request = replace(self.request(engine, text), agent=AgentId("speaker"), run=RunId("run"))
+        plain = self.run(engine, request).tokens
+        request = replace(request, reuse=ReuseMode.EXACT)
+        other = self.request(engine, fresh_text("others"), reuse=ReuseMode.EXACT).segments
+        begun = (request.segments[0], replace(request.segments[1], tokens=()), request.segments[2])
+        for segments in ((), begun, request.segments, other, ()):
+            if isinstance(engine, Preparing):
+                engine.prepare(replace(request, segments=segments, request_id=RequestId(f"hint-{next(_fresh)}")))
+            done = self.run(engine, replace(request, request_id=RequestId(f"prepared-{next(_fresh)}")))
+            assert done.tokens == plain
+            assert 0 <= done.receipt.preassembled < request.prompt_tokens
+        engine.end_run(request.tenant, request.run)
+
     # several requests -------------------------------------------------------------------------------------------------
 
     def test_requests_at_once_answer_as_one_by_one(self, engine: Engine) -> None:
@@ -345,6 +361,8 @@ class EngineConformance:
         assert stream.result(self.timeout_s).finish_reason is FinishReason.CANCELLED
         engine.close()
         engine.forecast({})
+        if isinstance(engine, Preparing):
+            engine.prepare(request)
         late = self.request(engine, fresh_text("closing"))
         expect(EngineClosed, lambda: engine.submit(late))
 

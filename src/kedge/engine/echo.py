@@ -154,7 +154,8 @@ class EchoEngine:
 
     `script` is by agent (agents that are not in it echo) or a function, called by `submit` in the caller's thread.
     `delay_s` is the length of a step, which gives each running request one token. `requests` are all that were
-    accepted, in order; `forecasts` are all hints with the fixed prompts that came along, and change nothing here.
+    accepted, in order; `forecasts` are all hints with the fixed prompts that came along, `prepared` the requests that
+    were expected: both change nothing here.
     `capacity` in tokens bounds the cache; a request waits until prompt and `max_tokens` fit.
 
     Log-probabilities are made up: an echo gives the token that comes 1/2, the one after it in the vocabulary 1/4, the
@@ -168,6 +169,7 @@ class EchoEngine:
         self.cache = CacheManager(capacity, block_size=1)
         self.requests: list[GenerateRequest] = []
         self.forecasts: list[tuple[Changes, Mapping[AgentKey, Tokens]]] = []
+        self.prepared: list[GenerateRequest] = []
         self._script, self._delay_s, self._max_prompt = script, delay_s, max_prompt
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
@@ -207,6 +209,10 @@ class EchoEngine:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Keeps the hint in `forecasts`."""
         self.forecasts.append((changes, prompts))
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Keeps the hint in `prepared`."""
+        self.prepared.append(request)
 
     def close(self) -> None:
         """Cancels what runs or waits, and ends the worker. Idempotent."""

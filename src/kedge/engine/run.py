@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Literal
 
-from kedge.engine.base import Engine, Stream, Tokenizer
+from kedge.engine.base import Engine, Preparing, Stream, Tokenizer
 from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
 from kedge.types import (
     AgentId,
@@ -214,6 +214,15 @@ class _Run:
                 stream = self._submit(step)
                 pool.submit(self._follow, step, stream).add_done_callback(self.posted.put)
                 self._tell(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
+        self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Tells the prompts of those who can run as soon as what runs is done, as far as they are known."""
+        if isinstance(self.engine, Preparing):
+            begun = self.results.keys() | self.in_flight.keys()
+            for step in self.workflow.steps:
+                if step not in begun and self.workflow.needs(step) <= begun:
+                    self.engine.prepare(self._request(step))
 
     def _is_ready(self, step: Step) -> bool:
         return self.workflow.needs(step) <= self.results.keys()
@@ -230,9 +239,11 @@ class _Run:
         return stream
 
     def _request(self, step: Step) -> GenerateRequest:
+        """A step's call. What it reads and nobody has said yet are segments without tokens."""
         agent, prompt = self.workflow.agent(step.agent), self.prompts[step.agent]
+        values = {placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}
         return GenerateRequest(
-            segments=prompt.fill({placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}),
+            segments=prompt.fill(values, self._pending(values.values())),
             sampling=agent.sampling,
             reuse=agent.reuse or self.reuse,
             tenant=self.key.tenant,
@@ -248,7 +259,14 @@ class _Run:
         if placeholder.kind is Kind.INPUT:
             return self.given[placeholder.of]
         source = self.workflow.source(step, placeholder)
-        return Value((), SampleId("")) if source is None else self.values[placeholder.kind, source]
+        if source is None:
+            return Value((), SampleId(""))
+        return self.values.get((placeholder.kind, source)) or Value((), _sample(placeholder.kind, source))
+
+    def _pending(self, values: Iterable[Value]) -> frozenset[SampleId]:
+        """Those samples that are yet to come."""
+        said = {value.sample for value in (*self.given.values(), *self.values.values())}
+        return frozenset(value.sample for value in values if value.sample) - said
 
     def _handle(self, item: RunEvent | Future[AgentResult], pool: ThreadPoolExecutor) -> None:
         if isinstance(item, RunEvent):

@@ -25,6 +25,26 @@ class PoolKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateOwner:
+    """Whose offsets and prefix segments these are: an agent's with this template."""
+
+    tenant: TenantId
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOwner:
+    """Whose values these are: a run's."""
+
+    tenant: TenantId
+    run: RunId
+
+
+Owner = TemplateOwner | RunOwner
+"""By whom a forecast tells how soon anchors or base KV are needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """One occurrence of a placeholder in an agent's template."""
 
@@ -69,10 +89,20 @@ class Estimate(Protocol):
         """Tokens of the value that should be computed all the same."""
 
 
-class Anchors(Protocol):
+class Tiered(Protocol):
+    """A store with a device tier and a host tier."""
+
+    @property
+    def due(self) -> bool: ...
+    def notice(self) -> None: ...
+    def fetch(self) -> bool: ...
+
+
+class Anchors(Tiered, Protocol):
     """The anchor pools (`kedge.anchors.store.AnchorStore`)."""
 
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate: ...
+    def begin(self) -> None: ...
     def prepare(self, sample: SampleView) -> None: ...
     def use(self, estimate: Any) -> None: ...
     def observe(
@@ -92,7 +122,7 @@ class BaseEntry(Protocol):
     def key(self) -> Hashable: ...
 
 
-class Bases(Protocol):
+class Bases(Tiered, Protocol):
     """Base KV that running workflows share (`kedge.anchors.base_store.BaseStore`)."""
 
     def find(

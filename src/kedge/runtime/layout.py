@@ -34,6 +34,12 @@ def layout(request: GenerateRequest) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
+def known_segments(request: GenerateRequest) -> int:
+    """How many leading segments have their tokens: all, or those before a placeholder whose value is yet to come."""
+    waits = (at for at, segment in enumerate(request.segments) if segment.is_placeholder and not segment.tokens)
+    return next(waits, len(request.segments))
+
+
 def template_key(request: GenerateRequest) -> str:
     """Workflow, agent and a digest of the template: what was observed under another wording is never used."""
     digest = hashlib.blake2b(digest_size=8)

@@ -13,69 +13,115 @@ from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A plan in the making: one source per prompt position, and what is to be written."""
+class Draft:
+    """A plan in the making, segment by segment: one source per prompt position so far, and what is to be written."""
 
+    key: str
+    """The name of the agent's template"""
+    exact: tuple[Span, ...]
     sources: list[Source]
-    exact: int
-    """Leading tokens that are exact"""
+    drafted: int = 0
+    """Segments that have been looked at"""
+    dense: bool = False
+    """Nothing of this prompt is translated, for its segments or those before them forbid it"""
     translations: list[Translation] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+
+    @property
+    def exact_tokens(self) -> int:
+        return sum(map(len, self.exact))
+
+    def computed(self, start: int) -> list[int]:
+        """Positions from `start` on that run through the model, ascending."""
+        return [at for at in range(start, len(self.sources)) if self.sources[at] is Source.COMPUTED]
+
+    def extend(self, stop: int) -> None:
+        """Positions up to `stop` are computed, as long as nothing better is found."""
+        self.sources += [Source.COMPUTED] * (stop - len(self.sources))
+
+    def give_up(self, *misses: Miss) -> None:
+        """Everything that is not exact is computed after all."""
+        exact, size = self.exact_tokens, len(self.sources)
+        self.sources[exact:] = [Source.COMPUTED] * (size - exact)
+        self.dense = True
+        self.translations.clear()
+        self.estimates.clear()
+        self.misses += misses
 
     def sealed(self) -> ReusePlan:
         return ReusePlan(spans_of(self.sources), tuple(self.translations), tuple(self.misses), tuple(self.estimates))
 
 
 class Planner:
-    """Asks, segment by segment: exact? else translatable? else computed. Pure: it changes no store."""
+    """Asks, segment by segment: exact? else translatable? else computed. Pure: it changes no store.
+
+    A prompt of which only the beginning is known is drafted as far as that goes, and on when more is known: what has
+    been decided stands. `plan` does all of it at once.
+    """
 
     def __init__(self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
+        draft = self.draft(request, exact)
+        self.grow(draft, request, len(request.segments))
+        return self.seal(draft, request)
+
+    def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
+        """A draft in which nothing but the `exact` tokens has been decided."""
+        draft = Draft(template_key(request), exact, [span.source for span in exact for _ in range(len(span))])
         if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
-            return self._dense(request, exact, ALL_COMPUTED)
-        if request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
-            return self._dense(request, exact)
-        if self._refusal:
-            return self._dense(request, exact, Miss("*", self._refusal))
-        draft = _Draft(_sources(request, exact), sum(map(len, exact)))
-        unknown = self._fill(request, draft)
-        share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact)
-        if unknown:
-            return self._dense(request, exact, *draft.misses)
-        if share < self._policy.min_translated:
-            few = Miss("*", f"only {share:.0%} of the prompt could be translated")
-            return self._dense(request, exact, *draft.misses, few)
+            draft.give_up(ALL_COMPUTED)
+        elif request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
+            draft.give_up()
+        elif self._refusal:
+            draft.give_up(Miss("*", self._refusal))
+        return draft
+
+    def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> None:
+        """Drafts on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
+        prefix segments.
+        """
+        placed = layout(request)
+        known = placed[:segments]
+        draft.extend(known[-1].stop if known else 0)
+        if self._may_translate(request):
+            for here, after in zip(known[draft.drafted :], [*known[draft.drafted + 1 :], None], strict=True):
+                self._fill(request, draft, placed, here, after)
+        draft.drafted = max(draft.drafted, segments)
+
+    def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
+        """The plan of a request that has been drafted to its end."""
+        if not draft.dense:
+            self._compute_end(draft, layout(request)[-1])
+            share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
+            if share < self._policy.min_translated:
+                draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 
-    @staticmethod
-    def _dense(request: GenerateRequest, exact: tuple[Span, ...], *misses: Miss) -> ReusePlan:
-        return ReusePlan(spans_of(_sources(request, exact)), misses=misses)
+    def _may_translate(self, request: GenerateRequest) -> bool:
+        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
+        return wanted and self._refusal is None
 
-    def _fill(self, request: GenerateRequest, draft: _Draft) -> bool:
-        """Drafts all segments; True where the prompt should rather be prefilled densely, to learn from it."""
-        placed = layout(request)
-        key = template_key(request)
-        prefixes = self._bases.prefixes(request.tenant, key)
-        unknown = False
-        for here, after in zip(placed, [*placed[1:], None], strict=True):
-            if not here.segment.is_placeholder or here.stop <= draft.exact:
-                continue
-            if prefixes is None and later_prefixes(placed):
-                draft.misses.append(Miss(here.segment.name, "the agent's template has no base KV yet"))
-                return True
-            unknown |= self._fill_pair(request, draft, key, here, after, prefixes or {})
-        self._compute_end(draft, placed[-1])
-        return unknown
+    def _fill(
+        self, request: GenerateRequest, draft: Draft, placed: tuple[Placed, ...], here: Placed, after: Placed | None
+    ) -> None:
+        """Drafts a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
+        if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
+            return
+        prefixes = self._bases.prefixes(request.tenant, draft.key)
+        if prefixes is None and later_prefixes(placed):
+            if not draft.dense:
+                draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
+        elif self._fill_pair(request, draft, here, after, prefixes or {}) and not draft.dense:
+            draft.give_up()
 
     def _fill_pair(
         self,
         request: GenerateRequest,
-        draft: _Draft,
-        key: str,
+        draft: Draft,
         here: Placed,
         after: Placed | None,
         prefixes: Mapping[int, KV],
@@ -87,10 +133,12 @@ class Planner:
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
-        estimate = self._anchors.estimate(Slot(key, here.index), sample)
+        estimate = self._anchors.estimate(Slot(draft.key, here.index), sample)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
             return estimate.learnable
+        if draft.dense:
+            return False
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.phi, estimate.phi_table)
         weak = [here.start + i for i in estimate.weak_positions()]
@@ -100,9 +148,9 @@ class Planner:
             self._compute(draft, position)
         return False
 
-    def _translate(self, draft: _Draft, placed: Placed, base: KV, blend: Any, table: Any) -> None:
+    def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any) -> None:
         """Writes what of a segment is not exact, then computes its first tokens again."""
-        skip = max(0, draft.exact - placed.start)
+        skip = max(0, draft.exact_tokens - placed.start)
         if skip >= len(placed):
             return
         start = placed.start + skip
@@ -112,11 +160,11 @@ class Planner:
             self._compute(draft, position)
 
     @staticmethod
-    def _compute(draft: _Draft, position: int) -> None:
-        if position >= draft.exact:
+    def _compute(draft: Draft, position: int) -> None:
+        if position >= draft.exact_tokens:
             draft.sources[position] = Source.COMPUTED
 
-    def _compute_end(self, draft: _Draft, last: Placed) -> None:
+    def _compute_end(self, draft: Draft, last: Placed) -> None:
         start = last.start if self._policy.recompute_tail else last.stop - 1
         for position in range(start, last.stop):
             self._compute(draft, position)
@@ -129,9 +177,3 @@ class Planner:
         if entry is None:
             return None
         return SampleView(PoolKey(request.tenant, request.workflow, segment.name), segment.tokens, entry.kv, entry.key)
-
-
-def _sources(request: GenerateRequest, exact: tuple[Span, ...]) -> list[Source]:
-    """One source per prompt position: what is not exact is computed, as long as nothing better is found."""
-    sources = [span.source for span in exact for _ in range(len(span))]
-    return sources + [Source.COMPUTED] * (request.prompt_tokens - len(sources))

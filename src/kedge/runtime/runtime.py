@@ -2,36 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 
-from kedge.runtime.interfaces import KV, Anchors, BaseNeed, Bases, Cut, ReadKV, ReusePolicy, Slot
+from kedge.runtime.expected import Expected
+from kedge.runtime.interfaces import (
+    KV,
+    Anchors,
+    BaseNeed,
+    Bases,
+    Cut,
+    ReadKV,
+    ReusePolicy,
+    Slot,
+    TemplateOwner,
+)
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key, template_tokens
-from kedge.runtime.plan import ReusePlan
-from kedge.runtime.planner import Planner
+from kedge.runtime.plan import ReusePlan, Translation
+from kedge.runtime.planner import Draft, Planner
 from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
+from kedge.workflow.forecast import AgentKey
 
 
 class Runtime:
     """One per engine, called by its owner thread only."""
 
-    def __init__(self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None) -> None:
+    def __init__(
+        self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None, expected: Expected | None = None
+    ) -> None:
+        """`expected` is what the stores are told of the forecast by."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
+        self._expected = expected or Expected()
         self._planner = Planner(anchors, bases, policy, refusal)
         self._short = policy.recompute_head
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """The plan for a request whose leading tokens are `exact` on the device; counts the anchors it uses."""
+        self._anchors.begin()
         plan = self._planner.plan(request, exact)
+        self.use(plan)
+        return plan
+
+    def use(self, plan: ReusePlan) -> None:
+        """Counts the anchors that a plan leans on; to be called once for a plan that is carried out."""
         for estimate in plan.estimates:
             self._anchors.use(estimate)
-        return plan
+
+    def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
+        """A plan for a request of which not all may be known yet, to be grown and sealed."""
+        return self._planner.draft(request, exact)
+
+    def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> tuple[Translation, ...]:
+        """Drafts the first `segments` of the request; the translations that this adds, to be written at once."""
+        self._anchors.begin()
+        before = len(draft.translations)
+        self._planner.grow(draft, request, segments)
+        return tuple(draft.translations[before:])
+
+    def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
+        """The plan of a request that has been drafted to its end."""
+        return self._planner.seal(draft, request)
 
     def needs(self, request: GenerateRequest) -> list[BaseNeed]:
         """Base prefills that this request's agents would profit from and that nobody has done yet."""
         if not self._learns(request):
             return []
+        self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
         placed = layout(request)
         missing = (self._placeholder_need(request, p) for p in placed if self._lacks_base(request, p))
         return [*self._template_need(request, placed), *missing]
@@ -105,6 +142,21 @@ class Runtime:
     def learned(self) -> tuple[Anchors, Bases]:
         """The anchors and the base KV: what may outlive a process."""
         return self._anchors, self._bases
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Takes what has changed in the forecast: by it anchors and base KV move between device and host."""
+        self._expected.on_forecast(changes)
+        for store in (self._anchors, self._bases):
+            store.notice()
+
+    @property
+    def due(self) -> bool:
+        """Whether `fetch` may have something to do."""
+        return self._anchors.due or self._bases.due
+
+    def fetch(self) -> bool:
+        """Brings one piece of what is needed soon from the host; False where there is none."""
+        return (self._bases.due and self._bases.fetch()) or (self._anchors.due and self._anchors.fetch())
 
     def stats(self) -> dict[str, object]:
         """Figures of the anchors and of the base KV."""

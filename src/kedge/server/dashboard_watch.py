@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from kedge.engine.base import Engine, Stream, Tokenizer
+from kedge.engine.base import Engine, Preparing, Stream, Tokenizer
 from kedge.server.dashboard_history import History
 from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -30,6 +30,11 @@ class WatchedEngine:
         stream = self._engine.submit(request)
         self._history.submitted(request)
         return WatchedStream(stream, request.tenant, self._history)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Nothing to tell: the request itself will come."""
+        if isinstance(self._engine, Preparing):
+            self._engine.prepare(request)
 
     def cancel(self, request_id: RequestId) -> bool:
         was_known = self._engine.cancel(request_id)

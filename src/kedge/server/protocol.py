@@ -254,6 +254,7 @@ def receipt(completion: Completion) -> dict[str, Any]:
     return {
         "mode": said.mode,
         "tokens": {source.value: said.tokens(source) for source in Source},
+        "preassembled": said.preassembled,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in said.misses],
         "parts_ms": dict(said.parts_ms),
         "ttft_ms": completion.ttft_ms,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -146,9 +146,13 @@ class CompiledAgent:
     lead_ins: tuple[Tokens, ...]
     stand_ins: tuple[Tokens, ...]
 
-    def fill(self, values: Mapping[Placeholder, Value]) -> tuple[Segment, ...]:
-        """The prompt `p0 φ1 p1 φ2 …` without empty segments. Raises `UnknownPlaceholder` where a value is missing."""
-        return tuple(segment for segment in self._segments(values) if segment.tokens)
+    def fill(
+        self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
+    ) -> tuple[Segment, ...]:
+        """The prompt `p0 φ1 p1 φ2 …` without empty segments, but for those of samples that are `pending`: their tokens
+        are yet to come. Raises `UnknownPlaceholder` where a value is missing.
+        """
+        return tuple(one for one in self._segments(values) if one.tokens or one.sample in pending)
 
     def _segments(self, values: Mapping[Placeholder, Value]) -> Iterator[Segment]:
         yield Segment(self.prefixes[0], "p0")

@@ -12,6 +12,7 @@ import torch
 import kedge.models.nano
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
+from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.cache import CacheManager, EvictionPolicy, TierSettings, TransferLimits, lru, steps_to_execution
 from kedge.config import EngineConfig, TierConfig
@@ -23,6 +24,7 @@ from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
+from kedge.runtime.expected import Expected
 from kedge.runtime.interfaces import ReusePolicy
 from kedge.runtime.runtime import Runtime
 
@@ -77,9 +79,10 @@ def core(
     """
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
-    anchors = AnchorStore(AnchorConfig(**config.anchors.model_dump(exclude={"max_base_bytes"})))
-    bases = BaseStore(config.anchors.max_base_bytes)
-    runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.model_dump()), runner.refusal)
+    expected = Expected()
+    anchors = AnchorStore(_anchor_config(config), host_bound(config.anchors.host_bytes, config.tiers, expected))
+    bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
+    runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.model_dump()), runner.refusal, expected)
     capacity = num_blocks * config.block_size
     settings = tier_settings(runner.spec, config)
     host = HostStorage(storage, settings.host_blocks)
@@ -104,6 +107,16 @@ def _blocks(spec: KVSpec, config: EngineConfig) -> int:
     if blocks < 1:
         raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
     return blocks
+
+
+def _anchor_config(config: EngineConfig) -> AnchorConfig:
+    tiers = {"max_base_bytes", "host_bytes", "host_base_bytes"}
+    return AnchorConfig(**config.anchors.model_dump(exclude=tiers))
+
+
+def host_bound(nbytes: int, tiers: TierConfig, expected: Expected) -> HostBound:
+    """Host memory for anchors or base KV, under the same policy and forecast as the blocks."""
+    return HostBound(nbytes, pick_policy(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)
 
 
 def pick_policy(tiers: TierConfig) -> EvictionPolicy:

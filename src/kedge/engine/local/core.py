@@ -20,14 +20,24 @@ from kedge.engine.local.batch import flatten
 from kedge.engine.local.fixed import FixedPrompts
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler, Work
-from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, OutOfBlocks, TranslationRefused
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
-from kedge.types import FinishReason, RequestId, ReuseMode, RunId, TenantId, Tokens, new_request_id
+from kedge.types import (
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    ReuseMode,
+    RunId,
+    TenantId,
+    Tokens,
+    new_request_id,
+)
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -64,16 +74,24 @@ class EngineCore:
         self._fixed = FixedPrompts(cache)
         self._translator = Translator(storage)
         self.scheduler = Scheduler(self._admit, loading, max_batch_tokens, max_running)
+        longest, ahead = min(runner.max_positions, capacity), self.scheduler.ahead
+        self._preassembly = Preassembly(cache, runtime, self._translator, storage.block_size, longest, ahead)
         self._capacity = capacity
         self._harvests: deque[Harvest] = deque()
         self._ended_runs: list[tuple[TenantId, RunId]] = []
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._harvests
+        """Nothing is left to be done but learning."""
+        return self.scheduler.idle and not self._preassembly.pending and not self._runtime.due
 
     def submit(self, sequence: RequestSequence) -> None:
+        sequence.preparation = self._preassembly.claim(sequence.request)
         self.scheduler.waiting.append(sequence)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Such a request is expected."""
+        self._preassembly.expect(request)
 
     @property
     def transferring(self) -> bool:
@@ -82,23 +100,40 @@ class EngineCore:
 
     def pump(self) -> None:
         """Lands what has been copied and starts what is to be copied next."""
-        self._cache.pump()
+        if self._cache.pump():
+            self._preassembly.wake()
+        if self._cache.starved:
+            self._preassembly.give_back()
 
     def step(self) -> bool:
-        """One pass over the model; beside decodes, while nobody waits for a first token, one piece of learning.
+        """One pass over the model, and one piece of what nobody waits for.
 
         False where all that is left to do waits for a copy.
         """
         self.pump()
-        if work := self.scheduler.schedule():
+        work = self.scheduler.schedule()
+        if work:
             self._run(work)
-        elif self.transferring:
+        if self._spare() or work:
+            return True
+        if self.transferring:
             return False
-        elif self.scheduler.unadmitted:
+        if self.scheduler.unadmitted or self.scheduler.jobs:
             self._make_room()
-        if self.scheduler.running and not self.scheduler.someone_waits and self.can_learn:
-            self.learn()
         return True
+
+    def _spare(self) -> bool:
+        """While nobody waits for a first token: a piece of what is needed next (anchors and base KV from the host, then
+        the prompt itself) or, beside decodes, of learning. Whether there was any.
+        """
+        if self.scheduler.someone_waits or self.scheduler.jobs:
+            return False
+        if self._runtime.fetch() or self._preassembly.assemble():
+            return True
+        learns = bool(self.scheduler.running) and self.can_learn
+        if learns:
+            self.learn()
+        return learns
 
     @property
     def can_learn(self) -> bool:
@@ -135,6 +170,8 @@ class EngineCore:
             failure = ForwardFailed("request_id", item.sequence.key, f"the model raised {error!r}")
             if isinstance(item.sequence, RequestSequence):
                 self.end(item.sequence, failure)
+            elif isinstance(item.sequence, Preparation):
+                self._preassembly.failed(item.sequence)
             else:
                 self._drop_job(item.sequence)
 
@@ -145,25 +182,28 @@ class EngineCore:
         if isinstance(sequence, RequestSequence):
             return self._admit_request(sequence)
         lease = self._lease(sequence, room=len(sequence.tokens))
-        sequence.todo = list(range(lease.exact_tokens if lease else 0, len(sequence.tokens)))
-        return lease is not None
+        if lease is None:
+            return False
+        sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
+        sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+        return True
 
     def _admit_request(self, sequence: RequestSequence) -> bool:
         began = time.monotonic()
         request = sequence.request
-        lease = self._lease(sequence, room=request.prompt_tokens + sequence.max_tokens)
-        if lease is None or sequence.table is None:
+        room = request.prompt_tokens + sequence.max_tokens
+        adopted = self._preassembly.adopt(sequence, room)
+        lease = adopted or self._lease(sequence, room)
+        if lease is None:
             return False
+        sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
         waited = self._loading.ended(sequence, began)
         planned = time.monotonic()
         try:
-            sequence.plan = self._runtime.plan(request, lease.spans)
-            matched = time.monotonic()
-            self._translator.write(sequence.table, sequence.plan.translations)
+            matched = self._complete(sequence) if adopted else self._plan(sequence, lease)
         except KedgeError as error:
             self.end(sequence, error)
             return False
-        sequence.todo = sequence.plan.computed
         assembled = time.monotonic()
         sequence.parts = {
             "queue": began - sequence.arrival - waited,
@@ -175,20 +215,39 @@ class EngineCore:
             sequence.parts["load"] = waited
         return True
 
+    def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
+        """Decides what is translated, and writes it; the time in between."""
+        assert sequence.table is not None
+        sequence.plan = self._runtime.plan(sequence.request, lease.spans)
+        matched = time.monotonic()
+        self._translator.write(sequence.table, sequence.plan.translations)
+        sequence.todo = sequence.plan.computed
+        return matched
+
+    def _complete(self, sequence: RequestSequence) -> float:
+        """Does what is left of an adopted preparation; when that begins."""
+        began = time.monotonic()
+        sequence.plan, sequence.todo = self._preassembly.complete(sequence)
+        return began
+
     def _lease(self, sequence: Sequence, room: int) -> Lease | None:
-        """Leases blocks for `room` tokens of a sequence; None where there is no room now."""
-        try:
-            lease = self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, sequence.exact_limit, room)
-        except OutOfBlocks:
-            return None
-        sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
-        return lease
+        """Leases blocks for `room` tokens of a sequence, prompts that nobody has asked for yet giving way; None where
+        there is no room now.
+        """
+        while True:
+            try:
+                return self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, sequence.exact_limit, room)
+            except OutOfBlocks:
+                if not self._preassembly.give_back():
+                    return None
 
     # after a pass ---------------------------------------------------------------------------------------------
 
     def _computed(self, sequence: Sequence, logits: Tensor) -> None:
         if isinstance(sequence, BaseJob):
             self._job_done(sequence)
+        elif isinstance(sequence, Preparation):
+            self.scheduler.done(sequence)
         elif isinstance(sequence, RequestSequence):
             self._next_token(sequence, logits)
 
@@ -234,6 +293,8 @@ class EngineCore:
         if request.produces is not None and sequence.response:
             kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
             self._runtime.keep_response(request, tuple(sequence.response), kv, exact=not plan.translates)
+        if request.produces is not None:
+            self._preassembly.answered(request.tenant, request.run, request.produces, tuple(sequence.response))
         if self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table))
             self._harvests.append(Harvest(sequence, steps))
@@ -248,6 +309,7 @@ class EngineCore:
         computed = len(sequence.tokens) - 1 if not sequence.plan.translates else sequence.plan.exact_tokens
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else computed
         self._cache.finish(sequence.key, sequence.tokens[:exact])
+        self._preassembly.wake()
 
     # learning, off the critical path --------------------------------------------------------------------------
 
@@ -265,6 +327,7 @@ class EngineCore:
         for cut in job.cuts:
             cut.keep(self._storage.read(job.table, cut.start, cut.stop))
         self._cache.finish(job.key, job.tokens)
+        self._preassembly.wake()
 
     def learn(self) -> None:
         """One piece of learning: measures the offsets of one segment of a finished request."""
@@ -292,17 +355,18 @@ class EngineCore:
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
         """Forgets a run, once nothing is left to learn from it."""
+        self._preassembly.end_run(tenant, run)
         self._ended_runs.append((tenant, run))
         if not self._harvests:
             self._forget_ended_runs()
 
     def _make_room(self) -> None:
-        """Nothing runs, nothing is copied and nobody can be admitted: gives up what only waits to be learned from, or
-        what the first request waits for.
+        """Nothing runs, nothing is copied and nobody can be admitted: gives up what only waits to be learned from, a
+        base job, or what the first request waits for.
         """
         if self._harvests:
             self._release(self._harvests.popleft().sequence)
-        elif job := next((job for job in self.scheduler.jobs if job.admitted), None):
+        elif job := next((job for job in self.scheduler.jobs if job.admitted or not self.scheduler.unadmitted), None):
             self._drop_job(job)
         elif (sequence := self.scheduler.unadmitted[0]) in self.scheduler.loading and not sequence.gave_up:
             self._loading.give_up(sequence)
@@ -310,7 +374,8 @@ class EngineCore:
             self.end(sequence, OutOfBlocks("request_id", sequence.key, "no room, though nothing else runs"))
 
     def _drop_job(self, job: Sequence) -> None:
-        self._cache.abort(job.key)
+        if job.admitted:
+            self._cache.abort(job.key)
         self.scheduler.done(job)
 
     # early ends -----------------------------------------------------------------------------------------------
@@ -320,7 +385,9 @@ class EngineCore:
         self.scheduler.done(sequence)
         if sequence.admitted:
             self._cache.abort(sequence.key)
+            self._preassembly.wake()
         else:
+            self._preassembly.abandon(sequence)
             self._cache.withdraw(sequence.key)
             self._loading.ended(sequence, time.monotonic())
         if error is not None:
@@ -338,7 +405,12 @@ class EngineCore:
 
     def stats(self) -> dict[str, object]:
         """Figures of the cache, of waiting for loads, and of the anchors."""
-        return {"cache": asdict(self._cache.stats()), "loading": self._loading.stats(), **self._runtime.stats()}
+        return {
+            "cache": asdict(self._cache.stats()),
+            "loading": self._loading.stats(),
+            "preassembly": self._preassembly.stats(),
+            **self._runtime.stats(),
+        }
 
     def tenant_stats(
         self, owns: Callable[[TenantId], bool], prompts: Iterable[tuple[TenantId, Tokens]]
@@ -363,10 +435,13 @@ class EngineCore:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""
         self._cache.on_forecast(changes)
+        self._runtime.on_forecast(changes)
+        self._preassembly.forecast(changes)
         self._fixed.known(prompts)
 
     def clear(self) -> None:
         """Empties the prefix cache and forgets all anchors and base KV; what runs goes on."""
+        self._preassembly.clear()
         self._cache.clear_all()
         self._runtime.clear()
 
@@ -377,12 +452,13 @@ class EngineCore:
     def cancel(self, request_id: RequestId) -> bool:
         if sequence := self.find(request_id):
             self.end(sequence)
-        return sequence is not None
+        return sequence is not None or self._preassembly.cancel(request_id)
 
     def shut(self, cause: BaseException | None) -> None:
         """Ends everything: as cancelled, or, where the thread died, with `EngineClosed`."""
         error = cause and EngineClosed("engine", cause, "its thread has died")
         for sequence in self._sequences:
             self.end(sequence, error)
+        self._preassembly.shut()
         if self._copier:
             self._copier.close()

@@ -26,7 +26,7 @@ from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.state import EngineState, SavedState
 from kedge.engine.local.text import TextStream
-from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong
+from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong, RequestError
 from kedge.kv.spec import KVSpec
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -132,8 +132,16 @@ class LocalEngine:
         with suppress(EngineClosed):
             self._post(partial(self._core.forecast, changes, prompts))
 
+    def prepare(self, request: GenerateRequest) -> None:
+        """Takes a hint: such a request is expected. One that could not be served, or comes after `close`, is none."""
+        with suppress(EngineClosed, RequestError):
+            self._validated(request)
+            self._post(partial(self._core.prepare, request))
+
     def wait_idle(self, timeout: float = 600.0) -> None:
-        """Returns once nothing runs, waits, is copied or is left to be learned. Raises `TimeoutError`."""
+        """Returns once nothing runs, waits, is copied, can be assembled ahead or is left to be learned. Raises
+        `TimeoutError`.
+        """
         done = threading.Event()
         self._post(partial(self._idle_waiters.append, done))
         if not done.wait(timeout):
@@ -230,7 +238,7 @@ class LocalEngine:
                 self._core.shut(self._dead)
 
     def _next_step(self) -> None:
-        if not self._core.scheduler.idle:
+        if not self._core.idle:
             self._drain()
             if not self._core.step():
                 self._drain(wait=TICK)

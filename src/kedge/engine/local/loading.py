@@ -32,8 +32,10 @@ class Loading:
         self._stats = LoadStats()
 
     def is_ready(self, sequence: RequestSequence) -> bool:
-        """Whether to admit `sequence` now: its KV is there, or it has waited long enough to compute what is not."""
-        if not self._has_host or sequence.gave_up or not sequence.exact_limit:
+        """Whether to admit `sequence` now: its KV is there (as that of one assembled ahead is), or it has waited long
+        enough to compute what is not.
+        """
+        if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
             return True
         if self._has_waited_enough(sequence):
             self.give_up(sequence)

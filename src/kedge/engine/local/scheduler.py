@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.logprobs import LOGIT_ROWS
-from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
 
 JOB_CHUNK = 256
 """Tokens of a base job in one pass: decodes beside it, or a request that comes, are held up by no more than these."""
+AHEAD_CHUNK = 32
+"""Tokens that are computed ahead of a request in one pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class Scheduler:
     """First come, first served, in chunks of at most `max_batch_tokens` a pass.
 
     Decoding sequences go first (one token each), then prefills that have begun, then new requests; base jobs run
-    only in passes in which no request waits for its first token, so they cost nobody's TTFT.
+    only in passes in which no request waits for its first token, so they cost nobody's TTFT. Prompts that are
+    assembled ahead come after those, in small pieces; beside decodes only the few tokens that a translated one needs.
 
     A request whose KV is being loaded steps aside, and others go before it. Once it is ready it goes before all that
     hold no blocks; at most `max_running` step aside at once, so those that do not are passed by few.
@@ -48,11 +52,13 @@ class Scheduler:
         self.loading: deque[RequestSequence] = deque()
         """Those that stepped aside."""
         self.jobs: deque[BaseJob] = deque()
+        self.ahead: deque[Preparation] = deque()
+        """Prompts that nobody has asked for yet, with tokens to be computed."""
         self.running: list[RequestSequence] = []
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.loading or self.jobs or self.running)
+        return not (self.waiting or self.loading or self.jobs or self.ahead or self.running)
 
     @property
     def unadmitted(self) -> list[RequestSequence]:
@@ -70,7 +76,7 @@ class Scheduler:
         for sequence in self._candidates():
             if left <= 0:
                 break
-            most = JOB_CHUNK if isinstance(sequence, BaseJob) else rows if sequence.needs_all_logits else left
+            most = rows if sequence.needs_all_logits else _chunk(sequence)
             positions = sequence.todo[: min(left, most)]
             left -= len(positions)
             rows -= len(positions) if sequence.needs_all_logits else 0
@@ -113,11 +119,25 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[Sequence]:
         yield from sorted(self.running, key=lambda sequence: sequence.waits_for_first_token)
-        if self.jobs and not self.someone_waits and (self.jobs[0].admitted or self._admit(self.jobs[0])):
+        if self.someone_waits:
+            return
+        if not self.jobs:
+            yield from [one for one in self.ahead if one.translates or not self.running][:1]
+        elif self.jobs[0].admitted or self._admit(self.jobs[0]):
             yield self.jobs[0]
 
     def done(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is."""
-        for queue in (self.running, self.waiting, self.loading, self.jobs):
+        for queue in (self.running, self.waiting, self.loading, self.jobs, self.ahead):
             if sequence in queue:
                 queue.remove(sequence)  # type: ignore[arg-type]
+
+
+def _chunk(sequence: Sequence) -> int:
+    """Most tokens of a sequence in one pass."""
+    match sequence:
+        case BaseJob():
+            return JOB_CHUNK
+        case Preparation():
+            return AHEAD_CHUNK
+    return sys.maxsize

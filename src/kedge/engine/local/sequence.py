@@ -13,13 +13,16 @@ from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.text import TextStream
 from kedge.kv.storage import SlotTable
 from kedge.runtime.interfaces import Cut
+from kedge.runtime.layout import known_segments, template_key
 from kedge.runtime.plan import ReusePlan
+from kedge.runtime.planner import Draft
 from kedge.types import (
     Completion,
     FinishReason,
     GenerateRequest,
     Receipt,
     RequestId,
+    Source,
     TenantId,
     TokenDelta,
     Tokens,
@@ -98,6 +101,88 @@ class BaseJob(Sequence):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Preparation(Sequence):
+    """The prompt of a request that is expected, as far as its segments are known. `tokens` are the known ones; `todo`
+    never has the last token of a whole prompt, which is left to the request.
+    """
+
+    request: GenerateRequest
+    draft: Draft | None = None
+    """Since it holds blocks."""
+    plan: ReusePlan | None = None
+    """Once all of the prompt has been drafted."""
+    stalled: bool = False
+    """Without room, or waiting for a load."""
+
+    @classmethod
+    def of(cls, key: RequestId, request: GenerateRequest) -> Preparation:
+        new = cls(key, request.tenant, [], request=request)
+        new.learn(request)
+        return new
+
+    def learn(self, request: GenerateRequest) -> None:
+        """More is known of the same request."""
+        known = request.segments[: known_segments(request)]
+        self.request, self.tokens, self.stalled = request, [t for segment in known for t in segment.tokens], False
+
+    def agrees(self, request: GenerateRequest) -> bool:
+        """Whether `request` is the one that this is made for, as far as it has come."""
+        mine, drafted, held = self.request, 0, 0
+        mode = (request.reuse, request.workflow, template_key(request))
+        if self.draft is not None:
+            drafted, held = self.draft.drafted, len(self.draft.sources)
+        return (
+            request.prompt_logprobs is None  # whose logits are wanted must run through the model
+            and (mine.reuse, mine.workflow, template_key(mine))
+            == (request.reuse, request.workflow, template_key(request))
+            and mine.segments[:drafted] == request.segments[:drafted]
+            and mine.tokens[:held] == request.tokens[:held]
+        )
+
+    @property
+    def exact_limit(self) -> int:
+        return len(self.tokens) - (known_segments(self.request) == len(self.request.segments))
+
+    @property
+    def drafts_on(self) -> bool:
+        """Whether segments are known that have not been drafted."""
+        return (self.draft.drafted if self.draft else 0) < known_segments(self.request)
+
+    @property
+    def next_stop(self) -> int:
+        """How many segments there are up to the end of the next placeholder's prefix segment, of those known."""
+        assert self.draft is not None
+        segments, known = self.request.segments, known_segments(self.request)
+        places = (at for at in range(self.draft.drafted, known) if segments[at].is_placeholder)
+        stop = next(places, known) + 1
+        return min(stop + (stop < known and not segments[stop].is_placeholder), known)
+
+    @property
+    def translates(self) -> bool:
+        return self.draft is not None and bool(self.draft.translations)
+
+    @property
+    def ready(self) -> int:
+        """Leading tokens whose KV is there."""
+        if self.draft is None:
+            return 0
+        return self.todo[0] if self.todo else len(self.draft.sources) - (self.plan is not None)
+
+    @property
+    def exact(self) -> int:
+        """Leading tokens whose KV is there and is what dense prefill would give."""
+        if self.draft is None:
+            return 0
+        sources = self.draft.sources
+        return min(self.ready, sources.index(Source.TRANSLATED) if self.translates else len(sources))
+
+    @property
+    def made(self) -> int:
+        """Tokens that were translated or computed for it."""
+        return self.ready - self.draft.exact_tokens if self.draft else 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class RequestSequence(Sequence):
     """A request being served."""
 
@@ -108,6 +193,7 @@ class RequestSequence(Sequence):
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)
     plan: ReusePlan | None = None
+    preassembled: int = 0
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds by part, up to the first token."""
     load_asked: float | None = None
@@ -118,6 +204,8 @@ class RequestSequence(Sequence):
     """It waits for that no longer."""
     first_token: float | None = None
     logprobs: Logprobs = field(init=False)
+    preparation: Preparation | None = None
+    """What was assembled of its prompt before it arrived."""
     finish: FinishReason | None = None
     """Set when the response is complete; one more pass may follow, to leave the last token's KV behind."""
 
@@ -137,6 +225,11 @@ class RequestSequence(Sequence):
         return self.tokens[self.request.prompt_tokens :]
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether it has claimed a preparation that still holds its blocks."""
+        return self.preparation is not None and self.preparation.admitted
+
+    @property
     def waits_for_first_token(self) -> bool:
         return self.first_token is None
 
@@ -147,7 +240,7 @@ class RequestSequence(Sequence):
     def receipt(self) -> Receipt:
         spans, misses = (self.plan.spans, self.plan.misses) if self.plan else ((), ())
         parts = {name: seconds * 1e3 for name, seconds in self.parts.items()}
-        return Receipt(self.request.request_id, self.request.reuse, spans, misses, parts)
+        return Receipt(self.request.request_id, self.request.reuse, spans, misses, parts, self.preassembled)
 
     def completion(self, reason: FinishReason) -> Completion:
         now = time.monotonic()

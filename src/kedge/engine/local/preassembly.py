@@ -1,0 +1,348 @@
+"""Prompts that are assembled before their requests arrive: what the forecast of KVFlow is worth to KVCOMM.
+
+A preparation is the prompt of an agent that can run next, as far as it is known: its exact prefix locked, blocks of
+its own, translated segments written, the tokens between them computed. It grows with every value that becomes known,
+one placeholder at a time, and whenever a real request could run it stands back. What was decided for a segment holds:
+whoever takes a preparation over goes on with its draft, so that the plan is the one of a single pass.
+
+| a preparation ends as | when                                                            | its blocks          |
+|-----------------------|-----------------------------------------------------------------|---------------------|
+| used                  | its request was admitted                                        | are the request's   |
+| wasted                | its agent asked for something else, or the cache has more of it | go, exact ones stay |
+| given back            | a request found no room                                         | go, exact ones stay |
+| cancelled             | its run has ended, or the forecast does not expect it any more  | go                  |
+| failed                | the model, or its translation, raised                           | go                  |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+
+from kedge.anchors.translator import Translator
+from kedge.cache import CacheManager, Changes, Lease, Readiness
+from kedge.engine.local.sequence import Preparation, RequestSequence
+from kedge.errors import KedgeError, OutOfBlocks
+from kedge.kv.storage import SlotTable
+from kedge.runtime.layout import layout
+from kedge.runtime.plan import ReusePlan
+from kedge.runtime.runtime import Runtime
+from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SampleId, TenantId, Tokens, new_request_id
+from kedge.workflow.forecast import AgentKey
+
+logger = logging.getLogger(__name__)
+NEAR = 1.0
+"""Steps-to-execution up to which a prompt is assembled ahead: for it, only KV that is needed later is evicted."""
+MOST = 16
+"""Preparations at once; the one that was asked for longest ago goes first."""
+
+
+class Ended(StrEnum):
+    """How a preparation ended; see the module's table."""
+
+    USED = "used"
+    WASTED = "wasted"
+    GIVEN_BACK = "given_back"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PreassemblyStats:
+    """Preparations since the start; those that never held blocks do not count. `begun` is `live` and all the ended."""
+
+    begun: int
+    live: int
+    used: int
+    wasted: int
+    given_back: int
+    cancelled: int
+    failed: int
+    used_tokens: int
+    """Prompt tokens that were ready when their request arrived."""
+    wasted_tokens: int
+    """Tokens that were translated or computed ahead, and of which no request had anything."""
+
+
+class Preassembly:
+    """All preparations of an engine. Called by its owner thread only."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        runtime: Runtime,
+        translator: Translator,
+        block_size: int,
+        longest: int,
+        ahead: deque[Preparation],
+    ) -> None:
+        """`longest`: tokens of a prompt from which on nobody is served. `ahead`: the scheduler's queue of those that
+        have tokens to be computed.
+        """
+        self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
+        self._longest, self._ahead = longest, ahead
+        self._expected: dict[AgentKey, Preparation] = {}  # asked for longest ago first
+        self._claimed: list[Preparation] = []
+        self._ended: Counter[Ended] = Counter()
+        self._begun = self._used_tokens = self._wasted_tokens = 0
+
+    # hints ----------------------------------------------------------------------------------------------------
+
+    def expect(self, request: GenerateRequest) -> None:
+        """Such a request is going to come, or more is known of it. Without an agent, or without reuse: ignored.
+
+        A hint may be older than an answer that has been heard here: what is known of a sample stays known.
+        """
+        if not request.agent or request.reuse is ReuseMode.OFF:
+            return None
+        key = _agent_key(request)
+        old = self._expected.get(key)
+        if old is not None:
+            request = _filled(request, {one.sample: one.tokens for one in old.request.segments})
+            if old.agrees(request):
+                return old.learn(request)
+            self._drop(old, Ended.WASTED)
+        self._expected[key] = Preparation.of(RequestId(f"ahead-{new_request_id()}"), request)
+        if len(self._expected) > MOST:
+            self._drop(next(iter(self._expected.values())), Ended.CANCELLED)
+        return None
+
+    def answered(self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens) -> None:
+        """The value of a sample is known now. An empty one leaves no segment: another prompt is going to come."""
+        for preparation in self._of_run(tenant, run):
+            if any(segment.sample == sample and not segment.tokens for segment in preparation.request.segments):
+                filled = _filled(preparation.request, {sample: tokens})
+                if tokens and filled.prompt_tokens < self._longest:
+                    preparation.learn(filled)
+                else:
+                    self._drop(preparation, Ended.WASTED)
+
+    def forecast(self, changes: Changes) -> None:
+        """Forgets whom the forecast does not expect soon any more."""
+        for key, next_run in changes.items():
+            if key in self._expected and (next_run is None or next_run[0] > NEAR):
+                self._drop(self._expected[key], Ended.CANCELLED)
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        for preparation in self._of_run(tenant, run):
+            self._drop(preparation, Ended.CANCELLED)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Withdraws the hint of this id; False if it is not (or no longer) known."""
+        found = [one for one in self._expected.values() if one.request.request_id == request_id]
+        for preparation in found:
+            self._drop(preparation, Ended.CANCELLED)
+        return bool(found)
+
+    def clear(self) -> None:
+        """Forgets all that no request has claimed."""
+        for preparation in list(self._expected.values()):
+            self._drop(preparation, Ended.CANCELLED)
+
+    def _of_run(self, tenant: TenantId, run: RunId) -> list[Preparation]:
+        return [one for one in self._expected.values() if (one.request.tenant, one.request.run) == (tenant, run)]
+
+    # requests -------------------------------------------------------------------------------------------------
+
+    def claim(self, request: GenerateRequest) -> Preparation | None:
+        """The preparation of a request that has arrived, if there is one that fits it: no more is done ahead.
+
+        Whatever else was expected of its agent has not come true.
+        """
+        preparation = self._expected.get(_agent_key(request))
+        if preparation is None:
+            return None
+        if preparation.draft is None or not preparation.agrees(request):
+            self._drop(preparation, Ended.WASTED)
+            return None
+        self._forget(preparation)
+        self._claimed.append(preparation)
+        preparation.learn(request)
+        return preparation
+
+    def adopt(self, sequence: RequestSequence, room: int) -> Lease | None:
+        """The blocks of the preparation that a sequence has claimed are its own now, with `room` for so many tokens.
+
+        None where it has been given back, where the cache knows more of the prompt exactly, or for want of room.
+        """
+        preparation = sequence.preparation
+        if preparation is None or preparation not in self._claimed:
+            return None
+        if self._cached(sequence) > preparation.exact:
+            self._drop(preparation, Ended.WASTED)
+            return None
+        while not self._extend(preparation, room):
+            if not self.give_back(spare=preparation):
+                return None
+        self._claimed.remove(preparation)
+        self._ended[Ended.USED] += 1
+        return self._cache.hand_over(preparation.key, sequence.key)
+
+    def complete(self, sequence: RequestSequence) -> tuple[ReusePlan, list[int]]:
+        """Drafts what is left of an adopted preparation and writes it; the plan, and what is still to be computed.
+
+        Raises as translating does.
+        """
+        preparation, request = sequence.preparation, sequence.request
+        assert preparation is not None and sequence.table is not None
+        ready = preparation.ready
+        self._grow(preparation, sequence.table, len(request.segments))
+        assert preparation.plan is not None
+        self._runtime.use(preparation.plan)
+        todo = [*preparation.todo, request.prompt_tokens - 1]
+        sequence.preassembled = min(ready, todo[0])
+        self._used_tokens += sequence.preassembled
+        return preparation.plan, todo
+
+    def abandon(self, sequence: RequestSequence) -> None:
+        """A sequence ends before it was admitted; what it has claimed goes, too."""
+        if sequence.preparation in self._claimed:
+            self._drop(sequence.preparation, Ended.CANCELLED)
+
+    def give_back(self, spare: Preparation | None = None) -> bool:
+        """Frees the blocks of the preparation that was asked for last, a claimed one only after all others; False
+        where none but `spare` holds any.
+        """
+        holding = [one for one in (*self._claimed, *self._expected.values()) if one.admitted and one is not spare]
+        if holding:
+            self._drop(holding[-1], Ended.GIVEN_BACK)
+        return bool(holding)
+
+    def _cached(self, sequence: RequestSequence) -> int:
+        """Exact tokens of its prompt in both tiers."""
+        status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
+        return status.device_tokens + status.host_tokens
+
+    # assembling -----------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether `assemble` has something to do."""
+        return any(True for _ in self._assemblable())
+
+    def assemble(self) -> bool:
+        """One piece of the work ahead: blocks for one prompt, or one placeholder with the prefix segment after it.
+
+        False where nothing can be done now.
+        """
+        return any(self._advance(preparation) for preparation in list(self._assemblable()))
+
+    def wake(self) -> None:
+        """Blocks have come free, or a copy has ended: those that waited for it may try again."""
+        for preparation in self._expected.values():
+            preparation.stalled = False
+
+    def _assemblable(self) -> Iterator[Preparation]:
+        return (one for one in self._expected.values() if one.drafts_on and not one.stalled)
+
+    def _advance(self, preparation: Preparation) -> bool:
+        try:
+            preparation.stalled = not (self._piece(preparation) if preparation.admitted else self._begin(preparation))
+        except KedgeError as error:
+            logger.warning("agent %s is not prepared: %s", preparation.request.agent, error)
+            self._drop(preparation, Ended.FAILED)
+        return not preparation.stalled
+
+    def _begin(self, preparation: Preparation) -> bool:
+        """Locks the exact prefix and takes blocks; False without room, or while some of it comes from the host."""
+        space, tokens, limit = preparation.namespace, preparation.tokens, preparation.exact_limit
+        if self._cache.status(space, tokens[:limit]).readiness is Readiness.LOADING:
+            return False
+        try:
+            lease = self._cache.admit(preparation.key, space, tokens, limit, len(tokens), NEAR)
+        except OutOfBlocks:
+            return False
+        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        preparation.draft = self._runtime.draft(preparation.request, lease.spans)
+        self._begun += 1
+        return True
+
+    def _piece(self, preparation: Preparation) -> bool:
+        """Drafts on to the end of the next placeholder's prefix segment; False without room."""
+        placed, segments = layout(preparation.request), preparation.next_stop
+        if not self._extend(preparation, placed[segments - 1].stop, NEAR):
+            return False
+        assert preparation.table is not None
+        self._grow(preparation, preparation.table, segments)
+        if preparation.todo and preparation not in self._ahead:
+            self._ahead.append(preparation)
+        return True
+
+    def _grow(self, preparation: Preparation, table: SlotTable, segments: int) -> None:
+        """Drafts and writes up to the first `segments`; seals the plan where these are all."""
+        draft, request = preparation.draft, preparation.request
+        assert draft is not None
+        before, translated, made = len(draft.sources), preparation.translates, preparation.made
+        if segments > draft.drafted:
+            self._translator.write(table, self._runtime.grow(draft, request, segments))
+        if preparation.plan is None and segments == len(request.segments):
+            preparation.plan = self._runtime.seal(draft, request)
+        if translated and draft.dense:  # what was written and computed beside it must not be seen
+            preparation.todo, before = [], draft.exact_tokens
+            self._wasted_tokens += made
+        preparation.todo += draft.computed(before)
+        if preparation.plan is not None:
+            preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
+
+    def _extend(self, preparation: Preparation, room: int, steps: float | None = None) -> bool:
+        try:
+            lease = self._cache.extend(preparation.key, room, steps)
+        except OutOfBlocks:
+            return False
+        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        return True
+
+    # ends -----------------------------------------------------------------------------------------------------
+
+    def failed(self, preparation: Preparation) -> None:
+        """The model raised on it."""
+        self._drop(preparation, Ended.FAILED)
+
+    def shut(self) -> None:
+        for preparation in (*self._expected.values(), *self._claimed):
+            self._drop(preparation, Ended.CANCELLED)
+
+    def _drop(self, preparation: Preparation, ended: Ended) -> None:
+        self._forget(preparation)
+        if preparation in self._claimed:
+            self._claimed.remove(preparation)
+        if preparation.admitted:
+            self._ended[ended] += 1
+            self._wasted_tokens += preparation.made
+            self._free(preparation, ended)
+
+    def _free(self, preparation: Preparation, ended: Ended) -> None:
+        """Frees the blocks. What was computed exactly, for a request that takes nothing else, is cached instead."""
+        worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
+        self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
+        preparation.table = None
+        self.wake()
+
+    def _forget(self, preparation: Preparation) -> None:
+        """Takes it out of what is worked on."""
+        self._expected = {key: one for key, one in self._expected.items() if one is not preparation}
+        if preparation in self._ahead:
+            self._ahead.remove(preparation)
+
+    def stats(self) -> dict[str, int]:
+        """A snapshot as plain data."""
+        ended = {ended.value: self._ended[ended] for ended in Ended}
+        live = sum(one.admitted for one in (*self._expected.values(), *self._claimed))
+        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
+        return asdict(PreassemblyStats(self._begun, live, **ended, **tokens))
+
+
+def _agent_key(request: GenerateRequest) -> AgentKey:
+    return AgentKey(request.tenant, request.client, request.run, request.agent)
+
+
+def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:
+    """The request with these values in all places that wait for them."""
+    segments = (
+        replace(one, tokens=values.get(one.sample, ())) if one.is_placeholder and not one.tokens else one
+        for one in request.segments
+    )
+    return replace(request, segments=tuple(segments))
