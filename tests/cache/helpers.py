@@ -20,11 +20,15 @@ class FakeCopier:
     host: dict[int, object] = field(default_factory=dict)
     submitted: list[Copy] = field(default_factory=list)
     history: list[Copy] = field(default_factory=list)
+    hurried: list[int] = field(default_factory=list)
     _ended: list[Copied] = field(default_factory=list)
 
     def submit(self, copy: Copy) -> None:
         self.submitted.append(copy)
         self.history.append(copy)
+
+    def hurry(self, copy_id: int) -> None:
+        self.hurried.append(copy_id)
 
     def drain(self) -> list[Copied]:
         ended, self._ended = self._ended, []

@@ -97,7 +97,8 @@ def test_a_demanded_prefetch_is_promoted_and_counted_late() -> None:
     loads = [copy for copy in world.copier.history if copy.direction == "load"]
     world.settle()
     assert len([copy for copy in world.copier.history if copy.direction == "load"]) == 3, "none is queued twice"
-    assert world.outcomes("prefetch") == {"late": 1} and len(loads) == 1
+    assert world.outcomes("prefetch") == {"late": 1}
+    assert len(loads) == 2, "the other prefetch under way does not hold it up"
     lease = world.admit("CC", request=world.new_request())
     assert lease.spans[0].source == "host"
 

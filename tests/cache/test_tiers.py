@@ -124,6 +124,19 @@ def test_a_prompt_without_label_is_backed_up_once_it_has_been_hit(
     assert copied == [after_one, after_two]
 
 
+def test_a_fixed_prompt_is_backed_up_without_a_forecast_too() -> None:
+    world = World(4, host_blocks=9)
+    world.serve("AAAx", "unknown", 3)
+    world.settle()
+    assert [len(copy.sources) for copy in world.copier.history] == [3], "the fixed prompt and nothing else"
+    world.serve("BBBy")
+    assert world.tokens("AAAx") == (0, 3)
+    assert world.demand("AAAz", "r") == "loading"
+    world.settle()
+    assert world.admit("AAAz", request=RequestId("r")).exact_tokens == 3
+    assert world.cache.stats().ignored_labels == 1
+
+
 def test_ancestors_are_backed_up_before_what_follows_them() -> None:
     world = World(9, host_blocks=9)
     world.forecast(a=1, ab=2)

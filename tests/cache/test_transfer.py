@@ -54,12 +54,28 @@ def test_a_promoted_prefetch_goes_behind_older_demands_and_is_there_once() -> No
     assert order(copier, transfers) == [ids[2], ids[1], ids[0]]
 
 
-def test_promoting_what_has_started_only_marks_it() -> None:
+def test_promoting_what_has_started_hurries_its_copy() -> None:
     transfers, copier = queue()
     prefetch = enqueue(transfers, Purpose.PREFETCH)
     transfers.start()
+    assert copier.hurried == []
+    transfers.promote(prefetch)
     transfers.promote(prefetch)
     assert prefetch.demanded and transfers.queued(LOAD) == [] and len(copier.submitted) == 1
+    assert copier.hurried == [prefetch.copy.copy_id]
+
+
+def test_prefetches_under_way_do_not_hold_up_a_demand() -> None:
+    transfers, copier = queue(jobs=2, limit=2)
+    first = enqueue(transfers, Purpose.PREFETCH, 2)
+    transfers.start()
+    demands = [enqueue(transfers, Purpose.DEMAND) for _ in range(3)]
+    waiting = enqueue(transfers, Purpose.PREFETCH)
+    transfers.start()
+    ids = [one.copy.copy_id for one in (first, *demands[:2])]
+    assert [copy.copy_id for copy in copier.submitted] == ids
+    assert copier.hurried == ids[1:]
+    assert [*transfers.queued(LOAD)] == [demands[2], waiting]
 
 
 def test_limits_count_jobs_and_bytes_of_each_direction() -> None:
@@ -69,11 +85,14 @@ def test_limits_count_jobs_and_bytes_of_each_direction() -> None:
     enqueue(transfers, Purpose.BACKUP, 4)
     transfers.start()
     assert [len(copy.sources) for copy in copier.submitted] == [2, 2, 4]
-    assert transfers.pending_blocks(LOAD) == 5
+    assert transfers.demanded_blocks(LOAD) == 0
+    transfers.promote(transfers.queued(LOAD)[0])
+    assert transfers.demanded_blocks(LOAD) == 1 and transfers.demanded_blocks(OFFLOAD) == 0
     copier.end(0)
     transfers.drain()
     transfers.start()
     assert [len(copy.sources) for copy in copier.submitted] == [2, 4, 1]
+    assert transfers.demanded_blocks(LOAD) == 1, "what is under way counts, too"
 
 
 def test_a_transfer_larger_than_the_limit_goes_alone() -> None:

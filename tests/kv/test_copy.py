@@ -106,6 +106,25 @@ def test_submit_does_not_wait_and_loads_go_before_offloads() -> None:
     assert all(0.1 <= one.seconds < 1 for one in done), "the throttle is in the time of the copy, the queue is not"
 
 
+def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.kv.copy.PIECE", 1)
+    device, host = storages()
+    expected = [naive(host.keys, device.keys, Copy(0, Direction.LOAD, tuple(range(6)), tuple(range(6))))]
+    copier = TorchCopier(device, host, throttle=0.03)
+    began = time.monotonic()
+    for number, blocks in enumerate([(0, 1, 2), (3, 4), (5,)]):
+        copier.submit(Copy(number, Direction.LOAD, blocks, blocks))
+    copier.hurry(2)
+    copier.hurry(7)
+    done = ended(copier, 3)
+    elapsed = time.monotonic() - began
+    copier.close()
+    assert [one.copy_id for one in done] == [2, 0, 1]
+    assert [one.seconds >= 0.03 * blocks for one, blocks in zip(done, (1, 3, 2), strict=True)] == [True] * 3
+    assert sum(one.seconds for one in done) <= elapsed, "the time in which another went first is not its own"
+    assert torch.equal(device.keys, expected[0])
+
+
 def test_a_copy_that_raises_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     copier = TorchCopier(*storages())
     copy_runs = TorchCopier._copy_runs

@@ -37,9 +37,14 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
+def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
+    """`random_llama` ready to run, with the bundled model's tokenizer."""
+    place = build.pick_device(device)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    runner = build.apart(lambda: ModelRunner(random_llama(size, place, dtype)))
+    return runner, HFTokenizer.load(build.model_path(None))
+
+
 def random_engine(size: str, config: EngineConfig) -> LocalEngine:
-    """An embedded engine around `random_llama`, with the bundled model's tokenizer (text plays no part here)."""
-    device = build.pick_device(config.device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    runner = build.apart(lambda: ModelRunner(random_llama(size, device, dtype)))
-    return LocalEngine.from_runner(runner, HFTokenizer.load(build.model_path(None)), config)
+    """An embedded engine around `random_llama` (text plays no part here)."""
+    return LocalEngine.from_runner(*random_runner(size, config.device), config)

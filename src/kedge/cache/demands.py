@@ -128,7 +128,7 @@ class Demands:
         blocks = sum(step.size for step in node.path_down() if step.state is State.HOST)
         if not blocks:
             return
-        ahead = self._tiers.transfers.pending_blocks(Direction.LOAD)
+        ahead = self._tiers.transfers.demanded_blocks(Direction.LOAD)
         tokens = blocks * self._tiers.tree.block_size
         if not self._tiers.cost.load_pays(blocks, tokens, ahead):
             demand.given_up = True

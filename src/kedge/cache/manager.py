@@ -212,12 +212,15 @@ class CacheManager:
         block, and backs it up. A key has one label: the newest. Returns how many tokens it covers.
 
         To be called once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key
-        that no forecast knows, or of whose prompt nothing is cached, is ignored and counted.
+        that no forecast knows gets no label, only the backup: whoever called once may call again. That is counted, as
+        is a key of whose prompt nothing is cached.
         """
         next_run = self._next_runs.get(key)
-        node = self._tree.end(namespace, tokens) if next_run else None
+        node = self._tree.end(namespace, tokens)
         if node is None or next_run is None:
             self._tiers.counters.ignored_labels += 1
+            if node:
+                self._tiers.back_up(node)
             return 0
         self._tree.labels.put(key, node, next_run[0])
         self._tiers.back_up(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -80,6 +80,11 @@ class Copier(Protocol):
     def submit(self, copy: Copy) -> None:
         """Starts a copy. Returns at once and does not raise: what cannot be done ends as not `ok`."""
 
+    def hurry(self, copy_id: int) -> None:
+        """Somebody waits for this copy: it goes before all that nobody waits for, also before what has begun, as far
+        as the copier can. Unknown ids are ignored: the copy may just have ended.
+        """
+
     def drain(self) -> list[Copied]:
         """What has ended since the last call. Does not wait."""
 
@@ -132,21 +137,15 @@ class Transfer:
             at += node.size
 
 
-@dataclass(slots=True)
-class _Lane:
-    """What moves in one direction."""
-
-    queued: deque[Transfer] = field(default_factory=deque)
-    jobs: int = 0
-    blocks: int = 0
-
-
 class TransferQueue:
-    """Hands transfers to the copier within the limits: demands first, then in the order in which they came."""
+    """Hands transfers to the copier within the limits: demands first, then in the order in which they came.
+
+    What nobody waits for keeps nobody waiting: for a demand the limits count other demands only.
+    """
 
     def __init__(self, copier: Copier | None, limits: TransferLimits, block_bytes: int) -> None:
         self._copier, self._limits, self._block_bytes = copier, limits, block_bytes
-        self._lanes = {direction: _Lane() for direction in Direction}
+        self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
         self._started: dict[int, Transfer] = {}
         self._ids = itertools.count()
 
@@ -160,25 +159,27 @@ class TransferQueue:
         return transfer
 
     def promote(self, transfer: Transfer) -> None:
-        """Somebody waits for `transfer`: if it is still queued, it goes before all that nobody waits for."""
+        """Somebody waits for `transfer`: it goes before all that nobody waits for."""
         if transfer.demanded:
             return
         transfer.demanded = True
-        if not transfer.started:
-            self._lane(transfer).queued.remove(transfer)
+        if transfer.started:
+            self._hurry(transfer)
+        else:
+            self._lane(transfer).remove(transfer)
             self._put(transfer)
 
     def cancel(self, transfer: Transfer) -> None:
         """Takes a queued transfer out. Raises `PlanError` if it has started: its blocks are being written."""
         if transfer.started:
             raise PlanError("transfer", transfer.copy, "has started and cannot be cancelled")
-        self._lane(transfer).queued.remove(transfer)
+        self._lane(transfer).remove(transfer)
 
     def start(self) -> None:
         """Hands over what the limits allow."""
-        for lane in self._lanes.values():
-            while lane.queued and self._fits(lane, lane.queued[0]):
-                self._submit(lane, lane.queued.popleft())
+        for queued in self._queued.values():
+            while queued and self._fits(queued[0]):
+                self._submit(queued.popleft())
 
     def drain(self) -> list[tuple[Transfer, Copied]]:
         """What has ended. Raises `PlanError` for a copy that was not under way."""
@@ -186,46 +187,49 @@ class TransferQueue:
 
     def queued(self, direction: Direction) -> list[Transfer]:
         """What has not started, next first."""
-        return list(self._lanes[direction].queued)
+        return list(self._queued[direction])
 
     def started(self) -> list[Transfer]:
         """What is under way."""
         return list(self._started.values())
 
-    def pending_blocks(self, direction: Direction) -> int:
-        """Blocks under way or queued."""
-        lane = self._lanes[direction]
-        return lane.blocks + sum(transfer.blocks for transfer in lane.queued)
+    def demanded_blocks(self, direction: Direction) -> int:
+        """Blocks that somebody waits for: a new demand comes after these, and before all others."""
+        pending = (transfer for transfer in self.pending() if transfer.copy.direction is direction)
+        return sum(transfer.blocks for transfer in pending if transfer.demanded)
 
     def pending(self) -> list[Transfer]:
         """All that has not ended."""
-        return [*self._started.values(), *(transfer for lane in self._lanes.values() for transfer in lane.queued)]
+        return [*self._started.values(), *itertools.chain.from_iterable(self._queued.values())]
 
     def _put(self, transfer: Transfer) -> None:
-        queued = self._lane(transfer).queued
+        queued = self._lane(transfer)
         at = sum(other.demanded for other in queued) if transfer.demanded else len(queued)
         queued.insert(at, transfer)
 
-    def _lane(self, transfer: Transfer) -> _Lane:
-        return self._lanes[transfer.copy.direction]
+    def _lane(self, transfer: Transfer) -> deque[Transfer]:
+        return self._queued[transfer.copy.direction]
 
-    def _fits(self, lane: _Lane, transfer: Transfer) -> bool:
-        total = (lane.blocks + transfer.blocks) * self._block_bytes
-        return not lane.jobs or (lane.jobs < self._limits.jobs and total <= self._limits.bytes)
+    def _fits(self, transfer: Transfer) -> bool:
+        lane = (one for one in self._started.values() if one.copy.direction is transfer.copy.direction)
+        ahead = [one.blocks for one in lane if one.demanded or not transfer.demanded]
+        total = (sum(ahead) + transfer.blocks) * self._block_bytes
+        return not ahead or (len(ahead) < self._limits.jobs and total <= self._limits.bytes)
 
-    def _submit(self, lane: _Lane, transfer: Transfer) -> None:
+    def _submit(self, transfer: Transfer) -> None:
         assert self._copier is not None
         transfer.started = True
-        lane.jobs += 1
-        lane.blocks += transfer.blocks
         self._started[transfer.copy.copy_id] = transfer
         self._copier.submit(transfer.copy)
+        if transfer.demanded:
+            self._hurry(transfer)
+
+    def _hurry(self, transfer: Transfer) -> None:
+        assert self._copier is not None
+        self._copier.hurry(transfer.copy.copy_id)
 
     def _end(self, copied: Copied) -> Transfer:
         transfer = self._started.pop(copied.copy_id, None)
         if transfer is None:
             raise PlanError("copy_id", copied.copy_id, "is not under way")
-        lane = self._lane(transfer)
-        lane.jobs -= 1
-        lane.blocks -= transfer.blocks
         return transfer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +10,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kedge.cli.bench_workflow import workflow
+from kedge.cli.results import save
+
 if TYPE_CHECKING:
     from kedge.bench.cache import Times
     from kedge.bench.ttft import AgentTimes, TtftSettings
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
+bench.command()(workflow)
 
 
 @bench.command()
@@ -45,7 +47,7 @@ def ttft(
     console.print(_table(settings, result.agents))
     console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
     if json_file:
-        _save(console, json_file, {"settings": asdict(settings), **result.as_json()})
+        save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
 @bench.command("matching-cost")
@@ -69,7 +71,7 @@ def matching_cost(
     console = Console()
     console.print(table)
     if json_file:
-        _save(console, json_file, {"settings": asdict(settings), "estimators": results})
+        save(console, json_file, {"settings": asdict(settings), "estimators": results})
 
 
 @bench.command()
@@ -85,7 +87,7 @@ def soak(
     console = Console()
     looks = run_soak(SoakSettings(questions=questions, every=every), console.print)
     if json_file:
-        _save(console, json_file, {"looks": looks})
+        save(console, json_file, {"looks": looks})
 
 
 @bench.command()
@@ -105,7 +107,7 @@ def cache(
     for name, times in (("blocks", result.blocks), ("agents", result.agents)):
         console.print(_cache_table(name, times, growth(times)))
     if json_file:
-        _save(console, json_file, {"settings": asdict(settings), **result.as_json()})
+        save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
 def _cache_table(name: str, times: list[Times], growth: dict[str, dict[str, float]]) -> Table:
@@ -128,22 +130,3 @@ def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:
         measured = (f"{row[key]:.1f}" for key in ("generate_ms", "dense_ms", "translated_ms"))
         table.add_row(str(row["agent"] + 1), str(row["prompt_tokens"]), *measured, f"{row['speedup']:.1f}x", parts)
     return table
-
-
-def _save(console: Console, file: Path, results: dict[str, object]) -> None:
-    """Writes results with the machine that they were measured on."""
-    file.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
-    console.print(f"results: {file}")
-
-
-def _machine() -> dict[str, object]:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "gpu": gpu,
-        "torch": torch.__version__,
-    }

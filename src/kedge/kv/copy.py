@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+PIECE, GPU_PIECE = 1 << 20, 8 << 20
+"""Bytes after which a copy lets a more urgent one go first: well below a millisecond."""
 
 
 class HostStorage:
@@ -31,8 +34,26 @@ class HostStorage:
         self.values = torch.empty(shape, dtype=device.values.dtype, pin_memory=pinned)
 
 
+@dataclass(slots=True)
+class _Order:
+    """A copy on its way: the first `done` blocks have been copied, in `seconds`."""
+
+    copy: Copy
+    number: int
+    after: torch.cuda.Event | None
+    urgent: bool = False
+    done: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """Least goes first."""
+        return not self.urgent, self.copy.direction is Direction.OFFLOAD, self.number
+
+
 class TorchCopier:
-    """Carries out copies on a thread of its own, as `kedge.cache.Copier` says; loads before offloads.
+    """Carries out copies on a thread of its own, as `kedge.cache.Copier` says: those in a hurry, then loads, then
+    offloads. It copies piece by piece, so a copy under way holds up one in a hurry by no more than a piece.
 
     On a GPU on a stream of its own, after whatever was started before `submit`. On the CPU by one thread that never
     asks for a second one, since the model wants the others.
@@ -52,8 +73,10 @@ class TorchCopier:
         self._cuda = device.keys.is_cuda
         self._stream = torch.cuda.Stream(device.keys.device) if self._cuda else None
         self._pools = [(host.keys, device.keys), (host.values, device.values)]
-        self._orders: queue.PriorityQueue[tuple[int, int, Copy | None, torch.cuda.Event | None]]
-        self._orders = queue.PriorityQueue()
+        block_bytes = device.spec.bytes_per_token * device.block_size
+        self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
+        self._orders: dict[int, _Order] = {}
+        self._changed = threading.Condition()
         self._count = itertools.count()
         self._ended: queue.SimpleQueue[Copied] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -62,16 +85,26 @@ class TorchCopier:
 
     def submit(self, copy: Copy) -> None:
         """Queues a copy. Returns at once and does not raise; once closed, nothing is copied any more."""
-        self._orders.put((copy.direction is Direction.OFFLOAD, next(self._count), copy, self._now()))
+        order = _Order(copy, next(self._count), self._now())
+        with self._changed:
+            self._orders[copy.copy_id] = order
+            self._changed.notify()
+
+    def hurry(self, copy_id: int) -> None:
+        """This copy goes first from now on."""
+        with self._changed:
+            if order := self._orders.get(copy_id):
+                order.urgent = True
 
     def drain(self) -> list[Copied]:
         """What has ended since the last call."""
         return _taken(self._ended)
 
     def close(self) -> None:
-        """Ends the thread after the copy under way. Idempotent."""
-        self._closed.set()
-        self._orders.put((-1, next(self._count), None, None))
+        """Ends the thread after the piece under way. Idempotent."""
+        with self._changed:
+            self._closed.set()
+            self._changed.notify()
         self._thread.join()
 
     def _now(self) -> torch.cuda.Event | None:
@@ -80,30 +113,42 @@ class TorchCopier:
     # the copier's thread --------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._closed.is_set():
-            _, _, copy, after = self._orders.get()
-            if copy is not None:
-                self._ended.put(self._carry_out(copy, after))
+        while order := self._next():
+            if copied := self._advance(order):
+                with self._changed:
+                    del self._orders[copied.copy_id]
+                self._ended.put(copied)
                 self._on_copied()
 
-    def _carry_out(self, copy: Copy, after: torch.cuda.Event | None) -> Copied:
-        began = time.perf_counter()
-        try:
-            self._copy(copy, after)
-        except Exception:  # whatever a driver raises: the cache counts it and computes the blocks
-            logger.exception("copy %s failed", copy.copy_id)
-            return Copied(copy.copy_id, ok=False)
-        self._closed.wait(max(0.0, began + self._throttle * len(copy.sources) - time.perf_counter()))
-        return Copied(copy.copy_id, ok=True, seconds=time.perf_counter() - began)
+    def _next(self) -> _Order | None:
+        """Waits for something to copy; None: closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._orders or self._closed.is_set())
+            return None if self._closed.is_set() else min(self._orders.values(), key=lambda order: order.rank)
 
-    def _copy(self, copy: Copy, after: torch.cuda.Event | None) -> None:
+    def _advance(self, order: _Order) -> Copied | None:
+        """Copies the next piece; the end of the copy where that was its last one."""
+        began = time.perf_counter()
+        piece = slice(order.done, order.done + self._piece)
+        try:
+            self._copy(order, piece)
+        except Exception:  # whatever a driver raises: the cache counts it and computes the blocks
+            logger.exception("copy %s failed", order.copy.copy_id)
+            return Copied(order.copy.copy_id, ok=False)
+        order.done = min(piece.stop, len(order.copy.sources))
+        self._closed.wait(max(0.0, began + self._throttle * (order.done - piece.start) - time.perf_counter()))
+        order.seconds += time.perf_counter() - began
+        is_whole = order.done == len(order.copy.sources)
+        return Copied(order.copy.copy_id, ok=True, seconds=order.seconds) if is_whole else None
+
+    def _copy(self, order: _Order, piece: slice) -> None:
         """Returns once the target holds the data."""
-        runs = block_runs(copy.sources, copy.targets)
+        runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if self._stream and after:
-                self._stream.wait_event(after)
+            if self._stream and order.after:
+                self._stream.wait_event(order.after)
             for host, device in self._pools:
-                source, target = (host, device) if copy.direction is Direction.LOAD else (device, host)
+                source, target = (host, device) if order.copy.direction is Direction.LOAD else (device, host)
                 self._copy_runs(source, target, runs)
         if self._stream:
             self._stream.synchronize()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kedge.cache import Copied, Copy, Direction
+from kedge.cache import Copied, Direction
 from kedge.config import TierConfig
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
@@ -174,11 +174,11 @@ def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> N
 class Failing(TorchCopier):
     """Half of its copies fail, and leave dirt where they should have written."""
 
-    def _copy(self, copy: Copy, after: Any) -> None:
-        if copy.copy_id % 2:
-            return super()._copy(copy, after)
-        for pool in (pools[copy.direction is Direction.LOAD] for pools in self._pools):
-            for block in copy.targets:
+    def _copy(self, order: Any, piece: slice) -> None:
+        if order.copy.copy_id % 2:
+            return super()._copy(order, piece)
+        for pool in (pools[order.copy.direction is Direction.LOAD] for pools in self._pools):
+            for block in order.copy.targets:
                 pool[:, block * BLOCK : (block + 1) * BLOCK] = float("nan")
         raise OSError("the host has gone")
 
@@ -186,10 +186,10 @@ class Failing(TorchCopier):
 class AlwaysFailing(TorchCopier):
     """No load ever works."""
 
-    def _copy(self, copy: Copy, after: Any) -> None:
-        if copy.direction is Direction.LOAD:
+    def _copy(self, order: Any, piece: slice) -> None:
+        if order.copy.direction is Direction.LOAD:
             raise OSError("no load works")
-        super()._copy(copy, after)
+        super()._copy(order, piece)
 
 
 class Reordering(TorchCopier):

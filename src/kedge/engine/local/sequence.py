@@ -133,8 +133,7 @@ class Preparation(Sequence):
             drafted, held = self.draft.drafted, len(self.draft.sources)
         return (
             request.prompt_logprobs is None  # whose logits are wanted must run through the model
-            and (mine.reuse, mine.workflow, template_key(mine))
-            == (request.reuse, request.workflow, template_key(request))
+            and (mine.reuse, mine.workflow, template_key(mine)) == mode
             and mine.segments[:drafted] == request.segments[:drafted]
             and mine.tokens[:held] == request.tokens[:held]
         )

@@ -1,0 +1,80 @@
+"""`kedge bench workflow`: what workflow-aware caching gains over LRU on a real model (KVFlow, figures 5, 6 and 8)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kedge.cli.results import save
+
+COLUMNS = ("policy", "s", "x LRU", "x host", "device", "host", "MiB", "stall")
+"""x: times as fast as LRU without and with a host tier. Tokens found on the device, and waited for. MiB loaded."""
+
+
+def workflow(
+    figure: Annotated[int, typer.Option(help="5: one cycle of agents. 6: many workflows at once. 8: PEER teams.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="One case, shorter prompts, three seeds.")] = False,
+    model_size: Annotated[str, typer.Option(help="tiny, 32m, 100m or 8b: a Llama with random weights.")] = "32m",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Trials of every policy; default 10, quick 3.")] = None,
+    load_ratio: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
+    ] = 0.43,
+    room: Annotated[
+        list[int] | None, typer.Option(min=2, max=10, help="Figure 5: of how many of the ten agents; repeatable.")
+    ] = None,
+    fixed: Annotated[int | None, typer.Option(min=16, help="Figure 5: tokens of a fixed prompt.")] = None,
+    output: Annotated[int | None, typer.Option(min=1, help="Figure 5: tokens of an answer.")] = None,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Also figure 5 without pressure, with bad hints …")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
+) -> None:
+    """Six policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
+    from kedge.bench.plots import workflow_plot
+    from kedge.bench.workflow import WorkflowSettings, measure
+    from kedge.bench.workflow_cases import QUICK, Shape
+
+    shape = QUICK if quick else Shape()
+    sizes = replace(shape.sizes, fixed=fixed or shape.sizes.fixed, output=output or shape.sizes.output)
+    shape = replace(shape, sizes=sizes, rooms=tuple(room or shape.rooms))
+    settings = WorkflowSettings(
+        figure, model_size, seeds or (3 if quick else 10), load_ratio, shape, controls, device=device
+    )
+    console = Console()
+    with console.status("building the model") as status:
+        result = measure(settings, status.update)
+    for case in (*result.cases, *result.controls.values()):
+        console.print(_table(case.as_json()))
+    if not all(case.tokens_identical for case in (*result.cases, *result.controls.values())):
+        console.print("the policies did not all give the same tokens", style="red")
+    if json_file:
+        save(console, json_file, {"settings": asdict(settings), **result.as_json()})
+    if plot_file:
+        workflow_plot({case.workload.name: case.speedups() for case in result.cases}, plot_file)
+        console.print(f"picture: {plot_file}")
+
+
+def _table(case: dict[str, Any]) -> Table:
+    ratio = case["load_ratio_measured"]
+    table = Table(title=f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"])
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for name, row in case["policies"].items():
+        gains = [case["speedups"][base].get(name) for base in ("lru_device", "lru_host")]
+        table.add_row(
+            name,
+            f"{row['latency_s']:.2f}",
+            *("" if gain is None else f"{gain['median']:.2f}" for gain in gains),
+            f"{row['hit_tokens']:.0f}",
+            f"{row['host_hit_tokens']:.0f}",
+            f"{row['bytes_h2d'] / 2**20:.0f}",
+            f"{row['stall_s']:.2f}",
+        )
+    return table

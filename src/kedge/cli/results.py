@@ -1,0 +1,28 @@
+"""The one writer of what benchmarks measured."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+from rich.console import Console
+
+
+def save(console: Console, file: Path, results: dict[str, object]) -> None:
+    """Writes results with the machine that they were measured on."""
+    file.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
+    console.print(f"results: {file}")
+
+
+def _machine() -> dict[str, object]:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+    }
