@@ -24,8 +24,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kedge.workloads.base import Question
 from kedge.workloads.miniature import TASKS, agent_prompt
-from kedge.workloads.miniature.base import Question, Role, Task
+from kedge.workloads.miniature.base import Role, Task
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL = [BOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>"]

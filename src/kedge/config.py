@@ -76,9 +76,11 @@ class AnchorSettings(_Section):
     section = "engine.anchors"
 
     estimator: str = "token"
-    """How offsets are estimated: `token` looks up single tokens, `interpolate` blends whole anchors (Eq. 6, 7)."""
+    """How offsets are estimated: `token` looks up single tokens, `interpolate` blends whole anchors (Eq. 6, 7);
+    `nearest`, `cosine`, `mean`, `linear` and `linear+token` are there to compare with."""
     criterion: str = "error"
-    """What makes a value shareable: `error` is the predicted relative error of its offsets, `entropy` is Eq. 5."""
+    """What makes a value shareable: `error` is the predicted relative error of its offsets, `entropy` is Eq. 5,
+    `length` only asks for long anchors, `leverage` for tokens that lie among those of the anchors."""
     capacity: PositiveInt = 20
     """Anchors per pool (the paper's V)."""
     gamma: NonNegativeFloat = 0.3
@@ -93,12 +95,18 @@ class AnchorSettings(_Section):
     """Layer whose base KV is compared; None is a third of the way up."""
     match_dim: PositiveInt = 32
     """Dimensions that base KV is projected to before it is compared."""
+    ridge: PositiveFloat = 0.005
+    """How much `linear` holds its weights down, in units of the mean square of base KV."""
     max_error: PositiveFloat = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable."""
     weak_error: PositiveFloat = 0.6
     """Predicted relative error above which a single token of a shareable value is computed."""
+    max_leverage: PositiveFloat = 2.0
+    """Mean leverage of a value's tokens, in units of the anchors' own mean, up to which `leverage` shares it."""
+    weak_leverage: PositiveFloat = 6.0
+    """Leverage in the same units above which a single token of a shareable value is computed."""
     min_anchors: PositiveInt = 4
-    """Anchors with the agent's offsets, below which `error` shares nothing."""
+    """Anchors with the agent's offsets, below which `error` and `leverage` share nothing."""
     max_bytes: Bytes = 2 << 30
     """Bytes of all pools together, on the device."""
     max_pools: PositiveInt = 256
@@ -114,8 +122,9 @@ class AnchorSettings(_Section):
 
 
 def estimator_settings(name: str) -> dict[str, Any]:
-    """The estimator `name` with the criterion that belongs to it: Eq. 5 for `interpolate`, as the paper has it."""
-    if name == "interpolate":
+    """The estimator `name` with the criterion that belongs to it: Eq. 5 for those that weigh whole anchors, as the
+    paper compares them (Table A.4), else the predicted error."""
+    if name in {"interpolate", "nearest", "cosine", "mean"}:
         return {"estimator": name, "criterion": "entropy", "temperature": 100.0}
     return {"estimator": name, "criterion": "error"}
 

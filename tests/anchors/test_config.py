@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.estimators import make_estimator
-from kedge.anchors.shareability import make_criterion
+from kedge.anchors.registry import make_criterion, make_estimator
 from kedge.anchors.store import AnchorStore
 from kedge.errors import ConfigError
 
@@ -26,9 +25,9 @@ def test_bounds_that_are_allowed() -> None:
 
 
 def test_an_unknown_estimator_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="anchors.estimator='guess': is none of interpolate, token"):
+    with pytest.raises(ConfigError, match="anchors.estimator='guess': is none of cosine, interpolate, linear"):
         make_estimator(AnchorConfig(estimator="guess"))
-    with pytest.raises(ConfigError, match="anchors.criterion='hope': is none of entropy, error"):
+    with pytest.raises(ConfigError, match="anchors.criterion='hope': is none of entropy, error, length, leverage"):
         make_criterion(AnchorConfig(criterion="hope"))
     with pytest.raises(ConfigError, match="guess"):
         AnchorStore(AnchorConfig(estimator="guess"))

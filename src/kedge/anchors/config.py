@@ -18,9 +18,9 @@ class AnchorConfig:
     """
 
     estimator: str = "token"
-    """`token`, or `interpolate` (KVCOMM, Eq. 6 and 7)"""
+    """`token`, `interpolate` (KVCOMM, Eq. 6 and 7), or another of `kedge.anchors.registry.ESTIMATORS`"""
     criterion: str = "error"
-    """`error` (predicted relative error), or `entropy` (KVCOMM, Eq. 5)"""
+    """`error` (predicted relative error), `entropy` (KVCOMM, Eq. 5), `length` or `leverage`"""
     capacity: int = 20
     """Anchors per pool (the paper's V)"""
     gamma: float = 0.3
@@ -35,12 +35,18 @@ class AnchorConfig:
     """Layer whose base KV is compared; None is max(1, layers // 3)"""
     match_dim: int = 32
     """Dimensions that base KV is projected to before it is compared"""
+    ridge: float = 0.005
+    """How much `linear` holds its weights down, in units of the mean square of base KV"""
     max_error: float = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable"""
     weak_error: float = 0.6
     """Predicted relative error, above which a single token is to be computed"""
+    max_leverage: float = 2.0
+    """Mean leverage of a value's tokens, in units of the anchors' own mean, up to which `leverage` shares it"""
+    weak_leverage: float = 6.0
+    """Leverage in the same units, above which a single token is to be computed"""
     min_anchors: int = 4
-    """Anchors with the agent's offsets, below which `error` shares nothing"""
+    """Anchors with the agent's offsets, below which `error` and `leverage` share nothing"""
     max_bytes: int = 2 << 30
     """Memory of all pools together"""
     max_pools: int = 256

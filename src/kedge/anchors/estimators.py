@@ -6,7 +6,6 @@ anchors have offsets for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import Query
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.keys import KeyBlock
-from kedge.errors import ConfigError
 
 _LAST = 16
 """Tokens at the end of a value that decide for the prefix segment after it"""
@@ -86,17 +83,26 @@ class Interpolate:
         anchors = block.long_enough(len(query.tokens))
         squared = block.aligned(query, anchors)
         chosen = None if same is None else int((anchors == same).nonzero())
-        weights = anchor_weights(squared.sum(1).sqrt(), self.temperature, chosen)
-        mass = weights.new_zeros(len(block.ids)).index_copy_(0, anchors, weights)
-        kept = weights.nonzero().flatten()
-        places = torch.arange(len(query.tokens), device=anchors.device)
-        return Proposal(
-            columns=(block.starts[anchors[kept]] + places[:, None]).contiguous(),
-            weights=weights[kept].expand(len(query.tokens), -1).contiguous(),
-            distance=(squared.amin(0) / squared.mean().clamp_min(_TINY)).sqrt(),
-            mass=mass,
-            after=mass,
+        return whole_anchors(
+            query, block, anchors, squared, anchor_weights(squared.sum(1).sqrt(), self.temperature, chosen)
         )
+
+
+def whole_anchors(query: Query, block: KeyBlock, anchors: Tensor, squared: Tensor, weights: Tensor) -> Proposal:
+    """Token t takes token t of every one of `anchors` (int64 [anchors]) by its one weight (float32 [anchors]).
+
+    `squared` [anchors, tokens] are the squared distances token by token.
+    """
+    mass = weights.new_zeros(len(block.ids)).index_copy_(0, anchors, weights)
+    kept = weights.nonzero().flatten()
+    places = torch.arange(len(query.tokens), device=anchors.device)
+    return Proposal(
+        columns=(block.starts[anchors[kept]] + places[:, None]).contiguous(),
+        weights=weights[kept].expand(len(query.tokens), -1).contiguous(),
+        distance=(squared.amin(0) / squared.mean().clamp_min(_TINY)).sqrt(),
+        mass=mass,
+        after=mass,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class Token:
 
     def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
         if same is not None:
-            return _repeat(query, block, same)
+            return repeat(query, block, same)
         found = block.nearest(query, self.top_k)
         weights = torch.softmax(-found.squared / max(self.tau * found.mean_squared, _TINY), dim=1)
         return Proposal(
@@ -125,7 +131,7 @@ class Token:
         )
 
 
-def _repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
+def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
     """The offsets of one anchor as they are."""
     columns = block.starts[same] + torch.arange(len(query.tokens), device=block.starts.device)
     weights = query.keys.new_ones(len(query.tokens), 1)
@@ -137,16 +143,3 @@ def _mass(columns: Tensor, weights: Tensor, block: KeyBlock) -> Tensor:
     """float32 [anchors]: mean weight per token that lies on each anchor."""
     total = weights.new_zeros(len(block.ids))
     return total.index_add_(0, block.owner[columns].flatten(), weights.flatten()) / len(columns)
-
-
-ESTIMATORS: Mapping[str, Callable[[AnchorConfig], Estimator]] = {
-    "interpolate": lambda config: Interpolate(config.temperature),
-    "token": lambda config: Token(config.top_k, config.tau, config.temperature),
-}
-
-
-def make_estimator(config: AnchorConfig) -> Estimator:
-    """The estimator that the settings name. Raises `ConfigError` for a name that nobody has."""
-    if config.estimator not in ESTIMATORS:
-        raise ConfigError("anchors.estimator", config.estimator, f"is none of {', '.join(sorted(ESTIMATORS))}")
-    return ESTIMATORS[config.estimator](config)

@@ -95,6 +95,11 @@ class KeyBlock:
         self._mean, self._mean_norm = keys.mean(0), float(self._matrix[:columns, dim].mean())
 
     @property
+    def keys(self) -> Tensor:
+        """float32 [columns, match_dim]"""
+        return self._matrix[: self.columns, :-1]
+
+    @property
     def columns(self) -> int:
         return len(self.owner)
 

@@ -6,10 +6,11 @@ from collections.abc import Hashable
 
 from kedge.anchors.anchor import AnchorId, Query
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.estimators import Match, Proposal, make_estimator
+from kedge.anchors.estimators import Match, Proposal
 from kedge.anchors.keys import KeyReader
 from kedge.anchors.lru import Lru
 from kedge.anchors.pool import AnchorPool
+from kedge.anchors.registry import make_estimator
 from kedge.runtime.interfaces import SampleView
 
 _REMEMBERED = 64

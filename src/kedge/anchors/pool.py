@@ -12,7 +12,7 @@ from kedge.anchors.keys import KeyBlock
 from kedge.anchors.lru import Lru
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.shareability import Calibration
-from kedge.anchors.slot import Observation, SlotOffsets
+from kedge.anchors.slot import MakeSlot, Observation, SlotOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import Slot
@@ -26,12 +26,12 @@ _BLOCKS = 4
 class AnchorPool:
     """At most `capacity` anchors of one placeholder, and at most `max_slots` slots."""
 
-    def __init__(self, capacity: int, max_slots: int) -> None:
+    def __init__(self, capacity: int, max_slots: int, make_slot: MakeSlot = SlotOffsets) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
         """In the order in which they were added"""
         self.slots: dict[Slot, SlotOffsets] = {}
         """Least recently observed first"""
-        self._capacity, self._max_slots = capacity, max_slots
+        self._capacity, self._max_slots, self._make_slot = capacity, max_slots, make_slot
         self._blocks: Lru[tuple[AnchorId, ...], KeyBlock] = Lru(_BLOCKS)
 
     def find(self, query: Query) -> Anchor | None:
@@ -44,14 +44,14 @@ class AnchorPool:
 
     def slot(self, slot: Slot, base: KVSegment, prefix_tokens: int) -> SlotOffsets:
         """What `slot` observed, or room for it that is not part of the pool before the first `add`."""
-        return self.slots.get(slot) or SlotOffsets(base, prefix_tokens)
+        return self.slots.get(slot) or self._make_slot(base, prefix_tokens)
 
     def add(self, slot: Slot, offsets: SlotOffsets, anchor: Anchor, observed: Observation) -> None:
         """Adds what `slot` observed of an anchor, new or known; if anything fails, nothing has changed.
 
         A slot that knows the anchor keeps what it has. A full pool then drops an anchor.
         """
-        if anchor.id not in offsets.phi:
+        if anchor.id not in offsets.holders:
             offsets.put(anchor.id, observed)
         self.anchors.setdefault(anchor.id, anchor)
         self.slots.pop(slot, None)

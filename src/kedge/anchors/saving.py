@@ -103,7 +103,8 @@ class PoolView:
 
     @classmethod
     def of(cls, key: PoolKey, pool: AnchorPool) -> PoolView:
-        slots = tuple(_SlotView.of(slot, offsets) for slot, offsets in pool.slots.items() if offsets.holders)
+        kept = ((slot, offsets) for slot, offsets in pool.slots.items() if offsets.holders and offsets.is_saved)
+        slots = tuple(_SlotView.of(slot, offsets) for slot, offsets in kept)
         return cls(key, tuple(pool.anchors.values()), slots)
 
     @property

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
-from kedge.errors import ConfigError, PlanError, TranslationRefused
+from kedge.errors import PlanError, TranslationRefused
 
 _BINS = 12
 _FORGET = 0.9
@@ -127,12 +125,7 @@ class Entropy:
     calibrates: bool = False
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
-        match len(block.long_enough(tokens)):
-            case 0:
-                return "longer than every anchor"
-            case 1:
-                return "only one anchor is as long"
-        return ""
+        return lacks_length(tokens, block)
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
         anchors = match.block.long_enough(len(match.query.tokens))
@@ -141,6 +134,16 @@ class Entropy:
         share = entropy(anchor_weights(distances, self.temperature, chosen)) / math.log(len(anchors))
         reason = f"entropy is {share:.2f} of its maximum, above {self.gamma:g}" if share > self.gamma else ""
         return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool))
+
+
+def lacks_length(tokens: int, block: KeyBlock) -> str:
+    """Why the anchors are not as long as Eq. 5 asks for, or the empty text."""
+    match len(block.long_enough(tokens)):
+        case 0:
+            return "longer than every anchor"
+        case 1:
+            return "only one anchor is as long"
+    return ""
 
 
 def entropy(weights: Tensor) -> float:
@@ -167,16 +170,3 @@ class Error:
         mean = float(error.mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
         return Verdict(reason, error > self.weak_error)
-
-
-CRITERIA: Mapping[str, Callable[[AnchorConfig], Criterion]] = {
-    "entropy": lambda config: Entropy(config.gamma, config.temperature),
-    "error": lambda config: Error(config.min_anchors, config.max_error, config.weak_error),
-}
-
-
-def make_criterion(config: AnchorConfig) -> Criterion:
-    """The criterion that the settings name. Raises `ConfigError` for a name that nobody has."""
-    if config.criterion not in CRITERIA:
-        raise ConfigError("anchors.criterion", config.criterion, f"is none of {', '.join(sorted(CRITERIA))}")
-    return CRITERIA[config.criterion](config)

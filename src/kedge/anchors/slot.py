@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +46,20 @@ def _offset(base: KVSegment, real: Tensor) -> Tensor:
     return real - rows_of(base).float()
 
 
+class Offsets(NamedTuple):
+    """Estimated offsets: a blend of a table's rows."""
+
+    blend: Blend
+    table: OffsetTable
+
+
 class SlotOffsets(Unit):
     """Two tables over the same anchors, in the order in which they were observed, and the calibration."""
+
+    leaves_out = True
+    """Whether a match without an anchor makes no use of what was learned from it."""
+    is_saved = True
+    """Whether rows are all that is known, so that a snapshot can hold it."""
 
     def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
         self.phi = OffsetTable(row_width(base), row_dtype(base), base.device)
@@ -57,10 +70,6 @@ class SlotOffsets(Unit):
         self._prefix_tokens, self._shape = prefix_tokens, (layers - 1, 2, heads * dim)
 
     @property
-    def nbytes(self) -> int:
-        return self.phi.nbytes + self.prefix.nbytes
-
-    @property
     def device(self) -> torch.device:
         return self.phi.arena.device
 
@@ -69,8 +78,12 @@ class SlotOffsets(Unit):
             table.arena = put(table.arena)
 
     @property
-    def tables(self) -> tuple[OffsetTable, OffsetTable]:
+    def tables(self) -> tuple[OffsetTable, ...]:
         return self.phi, self.prefix
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables)
 
     def check_integrity(self) -> None:
         """Raises `PlanError` where a table is unsound, or the two hold different anchors."""
@@ -81,12 +94,7 @@ class SlotOffsets(Unit):
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
         """Adds both parts or none. Raises `PlanError` where they do not fit the slot, or it knows the anchor."""
-        if anchor in self.phi:
-            raise PlanError("anchor", anchor, "was observed in this slot before")
-        if len(observed.prefix) != self._prefix_tokens:
-            raise PlanError(
-                "prefix_tokens", len(observed.prefix), f"a template has {self._prefix_tokens} at this place"
-            )
+        self._check(anchor, observed)
         with ExitStack() as undo:
             undo.callback(self.drop, anchor)
             self.phi.put(anchor, observed.phi)
@@ -94,12 +102,28 @@ class SlotOffsets(Unit):
             self.holders.append(anchor)
             undo.pop_all()
 
+    def _check(self, anchor: AnchorId, observed: Observation) -> None:
+        if anchor in self.holders:
+            raise PlanError("anchor", anchor, "was observed in this slot before")
+        if len(observed.prefix) != self._prefix_tokens:
+            raise PlanError(
+                "prefix_tokens", len(observed.prefix), f"a template has {self._prefix_tokens} at this place"
+            )
+
     def drop(self, anchor: AnchorId) -> None:
         """Forgets an anchor, where it is known."""
         self.phi.drop(anchor)
         self.prefix.drop(anchor)
         if anchor in self.holders:
             self.holders.remove(anchor)
+
+    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
+        """The offsets of a value with this base KV."""
+        return Offsets(self.phi_blend(match), self.phi)
+
+    def prefix_offsets(self, match: Match) -> Offsets:
+        """The offsets of the prefix segment after the value."""
+        return Offsets(self.prefix_blend(match), self.prefix)
 
     def phi_blend(self, match: Match) -> Blend:
         """The proposal in rows of `phi`."""
@@ -113,12 +137,17 @@ class SlotOffsets(Unit):
         weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
         return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
 
-    def error(self, match: Match, observed: Observation) -> Tensor:
+    def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
         """float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
-        estimate = self.phi.blend(self.phi_blend(match)).float()
+        estimated = self.phi_offsets(match, base)
+        estimate = estimated.table.blend(estimated.blend).float()
         wrong, real = self._norms(estimate - observed.phi), self._norms(observed.real)
         return (wrong / real.clamp_min(1e-12)).mean(1)
 
     def _norms(self, rows: Tensor) -> Tensor:
         """[tokens, 2]: over all layers, of keys and of values."""
         return rows.view(len(rows), *self._shape).norm(dim=3).norm(dim=1)
+
+
+MakeSlot = Callable[[KVSegment, int], SlotOffsets]
+"""Base KV of a value, for its shape, and tokens of the prefix segment after it -> a slot that has observed nothing"""

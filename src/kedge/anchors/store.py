@@ -16,8 +16,9 @@ from kedge.anchors.estimators import Match
 from kedge.anchors.matcher import Matcher
 from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.pool import AnchorPool
+from kedge.anchors.registry import make_criterion, make_slot
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
-from kedge.anchors.shareability import Calibration, Verdict, make_criterion
+from kedge.anchors.shareability import Calibration, Verdict
 from kedge.anchors.slot import Observation, SlotOffsets
 from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import PoolKey, SampleView, Slot, TemplateOwner
@@ -107,6 +108,7 @@ class AnchorStore:
         self._config = config
         self._matcher = Matcher(config)
         self._criterion = make_criterion(config)
+        self._make_slot = make_slot(config)
         self._pools: dict[PoolKey, AnchorPool] = {}  # least recently used first
         self._ids = count()
         self._observed = self._used = self._over_limit = 0
@@ -145,12 +147,12 @@ class AnchorStore:
         ids = tuple(offsets.holders)
         if lack := self._lacks(pool, ids, len(sample.tokens), offsets.calibration):
             known = pool.find(self._matcher.query(sample))
-            return Estimate(False, lack, learnable=known is None or known.id not in offsets.phi)
+            return Estimate(False, lack, learnable=known is None or known.id not in offsets.holders)
         match = self._matcher.match(pool, ids, sample)
         verdict = self._criterion.judge(match, offsets.calibration)
         if not verdict.shareable:
             return Estimate(False, verdict.reason, learnable=match.same is None)
-        return _shared(sample.pool, offsets, match, verdict)
+        return _shared(sample, offsets, match, verdict)
 
     def _lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int, calibration: Calibration) -> str:
         lack = self._matcher.lacks(pool, ids, tokens)
@@ -215,8 +217,10 @@ class AnchorStore:
         others = tuple(i for i in offsets.holders if i != anchor.id)
         if not self._criterion.calibrates or self._matcher.lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
+        if len(others) < len(offsets.holders) and not offsets.leaves_out:
+            return offsets.calibration
         match = self._matcher.match(pool, others, sample)
-        return offsets.calibration.updated(match.proposal.distance, offsets.error(match, observed))
+        return offsets.calibration.updated(match.proposal.distance, offsets.error(match, sample.base, observed))
 
     def _touch(self, key: PoolKey, pool: AnchorPool) -> None:
         self._pools.pop(key, None)
@@ -284,7 +288,7 @@ class AnchorStore:
 
     def empty_pool(self) -> AnchorPool:
         """A pool with this store's bounds that is not part of it."""
-        return AnchorPool(self._config.capacity, self._config.max_slots)
+        return AnchorPool(self._config.capacity, self._config.max_slots, self._make_slot)
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Holds these pools and no others from now on, within its bounds. They are in order of their last use."""
@@ -356,17 +360,18 @@ def _pool_stats(key: PoolKey, pool: AnchorPool) -> PoolStats:
     )
 
 
-def _shared(key: PoolKey, offsets: SlotOffsets, match: Match, verdict: Verdict) -> Estimate:
+def _shared(sample: SampleView, offsets: SlotOffsets, match: Match, verdict: Verdict) -> Estimate:
+    phi, prefix = offsets.phi_offsets(match, sample.base), offsets.prefix_offsets(match)
     return Estimate(
         shareable=True,
         reason="",
         learnable=match.same is None,
-        phi=offsets.phi_blend(match),
-        prefix=offsets.prefix_blend(match),
+        phi=phi.blend,
+        prefix=prefix.blend,
         weak=verdict.weak,
-        phi_table=offsets.phi,
-        prefix_table=offsets.prefix,
-        pool=key,
+        phi_table=phi.table,
+        prefix_table=prefix.table,
+        pool=sample.pool,
         used=_leading(match.block.ids, match.proposal.mass),
     )
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.estimators import ESTIMATORS
+from kedge.anchors.registry import ESTIMATORS
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import CHUNK
 from kedge.bench.shapes import SHAPES

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kedge.bench.shapes import random_engine
-from kedge.bench.ttft import CopyMachine, TtftSettings, ask
+from kedge.bench.ttft import TtftSettings, ask, workload_of
 from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.types import RunId, TenantId, Tokens
+from kedge.workloads.copy_machine import CopyMachine
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def soak(settings: SoakSettings, on_look: Callable[[dict[str, Any]], None] = lam
     config = EngineConfig(num_blocks=256, anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20))
     looks = []
     with random_engine(settings.workload.model_size, config) as engine:
-        workload = CopyMachine(settings.workload)
+        workload = workload_of(settings.workload)
         for asked in range(1, settings.questions + 1):
             _ask_all(engine, workload, settings.workload, f"run-{asked}")
             if asked % settings.every == 0:

@@ -8,7 +8,6 @@ to its first token counts.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,21 +18,8 @@ from kedge.bench.reference import Generate
 from kedge.bench.shapes import SHAPES, random_engine
 from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
 from kedge.engine.local.engine import LocalEngine
-from kedge.types import (
-    AgentId,
-    Completion,
-    GenerateRequest,
-    ReuseMode,
-    RunId,
-    SampleId,
-    SamplingParams,
-    Segment,
-    Tokens,
-    WorkflowId,
-)
-
-LEAD, TAIL = 24, 16
-"""Tokens of the prefix segment before an agent's answer, and of the last one."""
+from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
+from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
 
 @dataclass(frozen=True)
@@ -116,56 +102,14 @@ class TtftResult:
         }
 
 
-class CopyMachine:
-    """The agents' prompts: fixed random prefixes, and per run a random question."""
-
-    def __init__(self, settings: TtftSettings) -> None:
-        self._settings = settings
-        self._rng = random.Random(settings.seed)
-        self._vocab = SHAPES[settings.model_size]["vocab_size"]
-        self._prefixes = [self._prefix_segments(agent) for agent in range(settings.agents)]
-        self._names = [self.tokens(4) for _ in range(settings.agents)]
-        self._lead_in = self.tokens(4)
-
-    def tokens(self, size: int) -> Tokens:
-        return tuple(self._rng.randrange(2, self._vocab) for _ in range(size))
-
-    def _prefix_segments(self, agent: int) -> list[Tokens]:
-        sizes = [self._settings.prefix, *[LEAD] * agent, TAIL]
-        return [self.tokens(size) for size in sizes]
-
-    def request(
-        self,
-        run: str,
-        agent: int,
-        question: Tokens,
-        answers: list[Tokens],
-        reuse: ReuseMode = ReuseMode.TRANSLATE,
-        *,
-        produces: bool = True,
-    ) -> GenerateRequest:
-        """Agent `agent`'s request when it reads `question` and `answers` of the agents before it."""
-        fills = [("user_question", SampleId("input_user_question@0"), question)]
-        fills += [(f"agent_{i}_current", SampleId(f"agent_{i}@0"), answer) for i, answer in enumerate(answers)]
-        segments = []
-        for i, prefix in enumerate(self._prefixes[agent]):
-            segments.append(Segment(prefix, f"p{i}"))
-            if i < len(fills):
-                name, sample, tokens = fills[i]
-                segments.append(Segment(tokens, name, sample, lead_in=self._lead_in, stand_in=self._names[i]))
-        return GenerateRequest(
-            tuple(segments),
-            reuse=reuse,
-            run=RunId(run),
-            workflow=WorkflowId("copy-machine"),
-            agent=AgentId(str(agent)),
-            produces=SampleId(f"agent_{agent}@0") if produces else None,
-        )
+def workload_of(settings: TtftSettings) -> CopyMachine:
+    """The copy machine of these settings, in token ids of the model."""
+    return CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
 
 
 def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
     """Fills the pools, then measures every agent `repeats` times, translated and dense."""
-    workload = CopyMachine(settings)
+    workload = workload_of(settings)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = Generate(settings.model_size, settings.device)
     with random_engine(settings.model_size, engine_config(settings)) as engine:

@@ -13,13 +13,13 @@ import kedge.models.nano
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
-from kedge.anchors.store import AnchorStore
 from kedge.cache import CacheManager, EvictionPolicy, TierSettings, TransferLimits, lru, steps_to_execution
 from kedge.config import EngineConfig, TierConfig
 from kedge.engine.local import model as models
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.parts import Parts
 from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
@@ -72,15 +72,17 @@ def core(
     config: EngineConfig,
     policy: EvictionPolicy | None = None,
     on_copied: Callable[[], None] = lambda: None,
+    parts: Parts = Parts(),  # noqa: B008 (it is frozen)
 ) -> tuple[EngineCore, int]:
     """The engine without its thread, and how many tokens its device tier holds.
 
-    `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended.
+    `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended. `parts`
+    are replaced in experiments only.
     """
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     expected = Expected()
-    anchors = AnchorStore(_anchor_config(config), host_bound(config.anchors.host_bytes, config.tiers, expected))
+    anchors = parts.anchors(_anchor_config(config), host_bound(config.anchors.host_bytes, config.tiers, expected))
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
     runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.model_dump()), runner.refusal, expected)
     capacity = num_blocks * config.block_size
@@ -95,6 +97,7 @@ def core(
         runtime,
         Loading(cache, bool(copier), config.tiers.max_skips, config.tiers.max_wait),
         copier,
+        parts.assembler(runner, storage),
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         capacity=capacity,

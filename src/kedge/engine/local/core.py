@@ -20,6 +20,7 @@ from kedge.engine.local.batch import flatten
 from kedge.engine.local.fixed import FixedPrompts
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.parts import Assembler
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
@@ -64,18 +65,18 @@ class EngineCore:
         runtime: Runtime,
         loading: Loading,
         copier: TorchCopier | None,
+        assembler: Assembler,
         *,
         max_batch_tokens: int,
         max_running: int,
         capacity: int,
     ) -> None:
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
-        self._loading, self._copier = loading, copier
+        self._loading, self._copier, self._assembler = loading, copier, assembler
         self._fixed = FixedPrompts(cache)
-        self._translator = Translator(storage)
         self.scheduler = Scheduler(self._admit, loading, max_batch_tokens, max_running)
         longest, ahead = min(runner.max_positions, capacity), self.scheduler.ahead
-        self._preassembly = Preassembly(cache, runtime, self._translator, storage.block_size, longest, ahead)
+        self._preassembly = Preassembly(cache, runtime, Translator(storage), storage.block_size, longest, ahead)
         self._capacity = capacity
         self._harvests: deque[Harvest] = deque()
         self._ended_runs: list[tuple[TenantId, RunId]] = []
@@ -218,9 +219,9 @@ class EngineCore:
     def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
         """Decides what is translated, and writes it; the time in between."""
         assert sequence.table is not None
-        sequence.plan = self._runtime.plan(sequence.request, lease.spans)
+        plan = self._runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
-        self._translator.write(sequence.table, sequence.plan.translations)
+        sequence.plan = self._assembler.assemble(sequence.request, sequence.table, plan)
         sequence.todo = sequence.plan.computed
         return matched
 

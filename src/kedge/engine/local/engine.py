@@ -22,7 +22,8 @@ from kedge.config import EngineConfig
 from kedge.engine.base import Quota, require_sensible
 from kedge.engine.local import build
 from kedge.engine.local.model import HFTokenizer, ModelRunner
-from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.parts import Parts
+from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.state import EngineState, SavedState
 from kedge.engine.local.text import TextStream
@@ -52,26 +53,31 @@ class LocalEngine:
         path = build.model_path(model or self.config.model)
         runner = build.apart(partial(build.load_runner, path, self.config))
         self.tokenizer = HFTokenizer.load(path)
-        self._start(runner, None)
+        self._start(runner, None, Parts())
 
     @classmethod
     def from_runner(
-        cls, runner: ModelRunner, tokenizer: HFTokenizer, config: EngineConfig, policy: EvictionPolicy | None = None
+        cls,
+        runner: ModelRunner,
+        tokenizer: HFTokenizer,
+        config: EngineConfig,
+        policy: EvictionPolicy | None = None,
+        parts: Parts = Parts(),  # noqa: B008 (it is frozen)
     ) -> LocalEngine:
         """An engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings.
+        `policy` replaces that of the settings, `parts` those of the engine (in experiments).
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy)
+        self._start(runner, policy, parts)
         return self
 
-    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None) -> None:
+    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, parts: Parts) -> None:
         self._runner = runner
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        look = partial(self._commands.put, _look)
-        self._core, self.capacity = build.apart(partial(build.core, runner, self.config, policy, look))
+        wake = partial(self._commands.put, _look)
+        self._core, self.capacity = build.apart(partial(build.core, runner, self.config, policy, wake, parts))
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._dead: BaseException | None = None
         self._idle_waiters: list[threading.Event] = []
@@ -92,7 +98,8 @@ class LocalEngine:
 
     # any thread -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> LocalStream:
+    def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
+        """`draw` takes the place of the request's own sampling: it sees all logits and may force an answer."""
         tokens = self._validated(request)
         room = min(self._runner.max_positions, self.capacity) - len(tokens)
         sequence = RequestSequence(
@@ -101,7 +108,7 @@ class LocalEngine:
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id),
-            sampler=Sampler(request.sampling),
+            sampler=draw or Sampler(request.sampling),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=min(request.sampling.max_tokens, room),
         )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kedge.types import SamplingParams
+
+Draw = Callable[[Tensor], int]
+"""Draws a request's next token from logits [vocab]; called by the engine's thread, token after token"""
 
 
 class Sampler:

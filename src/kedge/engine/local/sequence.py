@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kedge.cache import Namespace
 from kedge.engine.local.logprobs import Logprobs
-from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sampler import Draw
 from kedge.engine.local.text import TextStream
 from kedge.kv.storage import SlotTable
 from kedge.runtime.interfaces import Cut
@@ -187,7 +187,7 @@ class RequestSequence(Sequence):
 
     request: GenerateRequest
     stream: LocalStream
-    sampler: Sampler
+    sampler: Draw
     text: TextStream
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)

@@ -1,11 +1,12 @@
 """Three miniature multi-agent tasks on which the bundled model is trained and Kedge is measured."""
 
-from kedge.workloads.miniature.base import Question, Role, Split, Task
+from kedge.workloads.base import Question
+from kedge.workloads.miniature.base import Role, Split, Task
 from kedge.workloads.miniature.choice import TASK as CHOICE
 from kedge.workloads.miniature.code import TASK as CODE
 from kedge.workloads.miniature.math import TASK as MATH
-from kedge.workloads.miniature.prompts import agent_prompt, workflow
+from kedge.workloads.miniature.prompts import MiniatureTeam, agent_prompt, workflow
 
 TASKS: dict[str, Task] = {task.name: task for task in (MATH, CHOICE, CODE)}
 
-__all__ = ["TASKS", "Question", "Role", "Split", "Task", "agent_prompt", "workflow"]
+__all__ = ["TASKS", "MiniatureTeam", "Question", "Role", "Split", "Task", "agent_prompt", "workflow"]

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from kedge.workloads.base import Question
 
 Split = Literal["train", "test"]
 
 TEST_SHARE = 8
 """One question in eight, chosen by a hash of its text, is kept for testing and never trained on."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One generated question. `facts` is what the scorers and the reference answers need."""
-
-    text: str
-    answer: str
-    facts: Mapping[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import random
 import re
 from typing import Any
 
-from kedge.workloads.miniature.base import Question, Role, Task
+from kedge.workloads.base import Question
+from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.miniature.math import ITEMS, NAMES
 
 CITIES = ["Rome", "Oslo", "Paris", "Cairo", "Lima", "Delhi", "Tokyo", "Quito", "Dakar", "Hanoi", "Riga", "Bern"]

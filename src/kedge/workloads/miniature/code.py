@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.workloads.miniature.base import Question, Role, Task
+from kedge.workloads.base import Question
+from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.sandbox import run_python
 
 

@@ -6,7 +6,8 @@ import operator
 import random
 import re
 
-from kedge.workloads.miniature.base import Question, Role, Task
+from kedge.workloads.base import Question
+from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.sandbox import run_python
 
 MAX = 30

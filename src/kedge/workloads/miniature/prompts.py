@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from kedge.errors import WorkflowError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import TOPOLOGIES, Heard, Topology, Wording, user_template
-from kedge.workloads.miniature.base import Question, Role, Task
+from kedge.workloads.base import QUESTION, Question
+from kedge.workloads.miniature.base import Role, Task
 
 MAX_TOKENS = 192
 """Longer than any reference answer; an answer that goes on and on ends here."""
@@ -34,7 +36,7 @@ class QuestionTool:
     tool: Callable[[str, Question], str]
 
     def __call__(self, answer: str, inputs: Mapping[str, str]) -> str:
-        return self.tool(answer, Question(inputs["user_question"], answer="", facts={}))
+        return self.tool(answer, Question(inputs[QUESTION], answer="", facts={}))
 
 
 def workflow(task: Task, topology: str | Topology = "fully_connected", agents: int | None = None) -> Workflow:
@@ -78,3 +80,26 @@ def _user(roles: Mapping[str, Role], name: str, topology: Topology) -> str:
         for other in [roles[speaker]]
     )
     return user_template(roles[name].title, list(heard), WORDING)
+
+
+@dataclass(frozen=True)
+class MiniatureTeam:
+    """A miniature task as a `Workload`."""
+
+    task: Task
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    def workflow(self, agents: int | None = None, topology: str | Topology = "fully_connected") -> Workflow:
+        return workflow(self.task, topology, agents)
+
+    def right(self, agent: AgentId, answer: str, question: Question) -> bool | None:
+        return self.task.role(agent).correct(answer, question)
+
+    def final(self, answer: str) -> str | None:
+        return self.task.final(answer)
+
+    def corrupt(self, rng: random.Random, answer: str) -> str:
+        return self.task.corrupt(rng, answer)

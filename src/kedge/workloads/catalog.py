@@ -1,0 +1,43 @@
+"""All workloads by name, each with its questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from kedge.errors import ConfigError
+from kedge.workloads import competition, gsm8k, humaneval, mmlu, peer
+from kedge.workloads.base import Question, Workload
+from kedge.workloads.miniature import TASKS, MiniatureTeam
+from kedge.workloads.rows import Source
+
+_DATASETS: Mapping[str, tuple[Workload, Source]] = {
+    "gsm8k": (gsm8k.TEAM, gsm8k.SOURCE),
+    "humaneval": (humaneval.TEAM, humaneval.SOURCE),
+    "mmlu": (mmlu.TEAM, mmlu.SOURCE),
+    "math500": (competition.MATH500, competition.MATH500_SOURCE),
+    "aime": (competition.AIME, competition.AIME_SOURCE),
+}
+_GENERATED: Mapping[str, tuple[Workload, Callable[[int], Iterable[Question]]]] = {
+    **{name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in TASKS.items()},
+    "peer": (peer.Peer(), peer.questions),
+}
+NAMES = (*_GENERATED, *_DATASETS)
+
+
+def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, Iterable[Question]]:
+    """A workload with its questions: generated from `seed` without end, or those of a data set (of `file`, else of the
+    hub) in their own order.
+
+    Raises `ConfigError` for an unknown name, for a file where questions are generated, and as `Source.questions` does.
+    """
+    if name in _DATASETS:
+        team, source = _DATASETS[name]
+        return team, source.questions(file)
+    if name not in _GENERATED:
+        raise ConfigError("workload", name, f"is none of {', '.join(NAMES)}")
+    if file is not None:
+        raise ConfigError("dataset", str(file), f"the questions of {name} are generated")
+    workload, generate = _GENERATED[name]
+    return workload, generate(seed)

@@ -1,0 +1,76 @@
+"""MATH500 and AIME: problems of mathematical competitions (KVCOMM, Table A.2). Answers are compared as mathematics.
+
+MATH500's answers are LaTeX expressions; whether two are the same is decided by `math-verify` (extra `data`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+
+from kedge.errors import ConfigError
+from kedge.workloads.base import Question, Team
+from kedge.workloads.math_team import SILENT, WORDING, agents
+from kedge.workloads.reading import boxed, number, other_number
+from kedge.workloads.rows import Row, Source
+
+SECONDS = 5
+"""Time for reading or comparing an expression; whoever writes one that takes longer is wrong"""
+_BOX = r"Put the final result, and only that, into \boxed{{}}."
+_SAID = re.compile(r"answer is:?\s*(.+?)\.?\s*$", re.IGNORECASE | re.MULTILINE)
+
+
+def question(row: Row) -> Question:
+    """A row has `problem` and `answer`, under names in any case."""
+    fields = {name.lower(): value for name, value in row.items()}
+    answer = str(fields["answer"]).strip()
+    if not answer:
+        raise ValueError("the answer is empty")
+    return Question(str(fields["problem"]).strip(), answer, {"level": fields.get("level", "")})
+
+
+def stated(text: str) -> str | None:
+    """What is boxed last, else what is said after the last `answer is`."""
+    if (found := boxed(text)) is not None:
+        return found
+    said = _SAID.findall(text)
+    return said[-1].strip("$ ") if said else None
+
+
+def is_equal(stated: str | None, asked: Question) -> bool:
+    """Equal as expressions. Raises `ConfigError` without `math-verify`."""
+    if not stated:
+        return False
+    if stated == asked.answer:
+        return True
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError("math-verify", asked.answer, "is needed to score: pip install 'kedge[data]'") from error
+    # its time limit is a signal, which only the main thread can get
+    seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
+    gold, answer = (parse(f"${text}$", parsing_timeout=seconds) for text in (asked.answer, stated))
+    return bool(verify(gold, answer, timeout_seconds=seconds))
+
+
+def is_integer(stated: str | None, asked: Question) -> bool:
+    """Equal as whole numbers; AIME writes them with leading zeros."""
+    return stated is not None and number(stated) == number(asked.answer)
+
+
+def wrong(rng: random.Random, text: str) -> str:
+    """Another number in the place of what is stated; where there is none in it, one more is added to it."""
+    box = boxed(text)
+    if box is None:
+        return other_number(rng, text)
+    changed = other_number(rng, box)
+    return text if not box else f"{{{changed if changed != box else f'{box} + 1'}}}".join(text.rsplit(f"{{{box}}}", 1))
+
+
+MATH500_SOURCE = Source("HuggingFaceH4/MATH-500", "test", question)
+AIME_SOURCE = Source("ChuGyouk/AIME-22-25", "train", question)
+MATH500 = Team("math500", agents(_BOX, 512), WORDING, stated, is_equal, SILENT, wrong)
+AIME = Team(
+    "aime", agents(f"{_BOX} It is a whole number from 0 to 999.", 2048), WORDING, stated, is_integer, SILENT, wrong
+)

@@ -1,0 +1,70 @@
+"""The paper's copy machine (KVCOMM, tables 2 and 3): agents who read everything that was said, in random tokens.
+
+Every agent reads a prefix of its own, the question and the answers of all agents before it. Nothing has a meaning, so
+this is for measuring time; it makes requests itself, for there is no text that a workflow could be written in.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, Tokens, WorkflowId
+
+LEAD, TAIL = 24, 16
+"""Tokens of the prefix segment before an agent's answer, and of the last one."""
+
+
+@dataclass
+class CopyMachine:
+    """The agents' prompts: fixed random prefixes of `prefix` tokens, drawn from `vocab` token ids."""
+
+    agents: int
+    prefix: int
+    vocab: int
+    seed: int = 0
+    _prefixes: list[list[Tokens]] = field(init=False, repr=False)
+    _names: list[Tokens] = field(init=False, repr=False)
+    _lead_in: Tokens = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._prefixes = [self._prefix_segments(agent) for agent in range(self.agents)]
+        self._names = [self.tokens(4) for _ in range(self.agents)]
+        self._lead_in = self.tokens(4)
+
+    def tokens(self, size: int) -> Tokens:
+        """The next `size` random token ids."""
+        return tuple(self._rng.randrange(2, self.vocab) for _ in range(size))
+
+    def _prefix_segments(self, agent: int) -> list[Tokens]:
+        sizes = [self.prefix, *[LEAD] * agent, TAIL]
+        return [self.tokens(size) for size in sizes]
+
+    def request(
+        self,
+        run: str,
+        agent: int,
+        question: Tokens,
+        answers: list[Tokens],
+        reuse: ReuseMode = ReuseMode.TRANSLATE,
+        *,
+        produces: bool = True,
+    ) -> GenerateRequest:
+        """Agent `agent`'s request when it reads `question` and `answers` of the agents before it."""
+        fills = [("user_question", SampleId("input_user_question@0"), question)]
+        fills += [(f"agent_{i}_current", SampleId(f"agent_{i}@0"), answer) for i, answer in enumerate(answers)]
+        segments = []
+        for i, prefix in enumerate(self._prefixes[agent]):
+            segments.append(Segment(prefix, f"p{i}"))
+            if i < len(fills):
+                name, sample, tokens = fills[i]
+                segments.append(Segment(tokens, name, sample, lead_in=self._lead_in, stand_in=self._names[i]))
+        return GenerateRequest(
+            tuple(segments),
+            reuse=reuse,
+            run=RunId(run),
+            workflow=WorkflowId("copy-machine"),
+            agent=AgentId(str(agent)),
+            produces=SampleId(f"agent_{agent}@0") if produces else None,
+        )

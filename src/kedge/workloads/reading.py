@@ -1,0 +1,63 @@
+"""Reading answers: the last statement in a text, its numbers, its code."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from decimal import Decimal
+
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+_STATED = re.compile(rf"(?:answer is|####)[^\d\n-]{{0,12}}({_NUMBER})", re.IGNORECASE)
+_ANY = re.compile(_NUMBER)
+_FENCE = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PROGRAM = re.compile(r"^(?:def |class |import |from |@)", re.MULTILINE)
+
+
+def number(text: str) -> str | None:
+    """The number after the last `answer is` (or `####`), else the last number at all, in one spelling; None without."""
+    found = _STATED.findall(text) or _ANY.findall(text)
+    return None if not found else spelled(found[-1])
+
+
+def spelled(digits: str) -> str:
+    """A decimal number without thousands separators and trailing zeros: `1,200.50` is `1200.5`."""
+    value = Decimal(digits.replace(",", ""))
+    return f"{value.normalize():f}" if value else "0"
+
+
+def other_number(rng: random.Random, text: str) -> str:
+    """`text` with another number in the place of the last one that it states."""
+    found = list(_STATED.finditer(text)) or list(_ANY.finditer(text))
+    if not found:
+        return text
+    group = 1 if found[-1].re is _STATED else 0
+    wrong = str(Decimal(spelled(found[-1][group])) + rng.randint(1, 9))
+    return text[: found[-1].start(group)] + wrong + text[found[-1].end(group) :]
+
+
+def code(text: str) -> str | None:
+    """The last fenced block that is Python (if none is: the last one), else all from the first line of Python on, else
+    None."""
+    if blocks := [block.rstrip() for block in _FENCE.findall(text)]:
+        return next(filter(_is_python, reversed(blocks)), blocks[-1])
+    begins = _PROGRAM.search(text)
+    return text[begins.start() :].rstrip() if begins else None
+
+
+def _is_python(block: str) -> bool:
+    try:
+        return bool(ast.parse(block).body)
+    except (SyntaxError, ValueError):
+        return False
+
+
+def boxed(text: str) -> str | None:
+    """What the last `\\boxed{…}` holds, braces inside it included; None where there is none or it never ends."""
+    start = text.rfind(r"\boxed{")
+    depth = 0
+    for at in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
+        depth += (text[at] == "{") - (text[at] == "}")
+        if depth == 0:
+            return text[start + len(r"\boxed{") : at].strip()
+    return None

@@ -1,0 +1,69 @@
+"""Rows of data sets: from a local JSONL file, or from the Hugging Face hub through `datasets` (extra `data`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kedge.errors import ConfigError
+from kedge.workloads.base import Question
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set lies on the hub, and how one of its rows becomes a question."""
+
+    hub: str
+    split: str
+    question: Callable[[Row], Question]
+    """Raises `KeyError`, `ValueError` or `TypeError` for a row of another data set"""
+    config: str | None = None
+
+    def questions(self, file: Path | None = None) -> list[Question]:
+        """All questions of `file`, or of the hub if None, in their order.
+
+        Raises `ConfigError` for a file that cannot be read, a row that is none of this data set, or where `datasets` is
+        missing or cannot get it.
+        """
+        rows = _of_hub(self) if file is None else _of_file(file)
+        return [self._read(row, f"{file or self.hub}:{number}") for number, row in enumerate(rows, 1)]
+
+    def _read(self, row: Row, where: str) -> Question:
+        try:
+            return self.question(row)
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigError("dataset", where, f"is no row of {self.hub}: {error!r}") from error
+
+
+def _of_file(file: Path) -> list[Row]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("dataset", str(file), str(error)) from error
+    return [_parsed(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parsed(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError("dataset", where, f"is no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError("dataset", where, "is no JSON object")
+    return row
+
+
+def _of_hub(source: Source) -> list[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError("dataset", source.hub, "needs `datasets` (pip install 'kedge[data]') or a file") from error
+    try:
+        return list(datasets.load_dataset(source.hub, source.config, split=source.split))
+    except (OSError, ValueError) as error:
+        raise ConfigError("dataset", source.hub, f"cannot be loaded: {error}") from error

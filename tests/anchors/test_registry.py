@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_slot
+from kedge.anchors.slot import SlotOffsets
+from kedge.config import estimator_settings
+from tests.anchors.helpers import OPEN, SLOT, filled, sample
+
+
+def test_the_names_that_the_experiments_use() -> None:
+    assert set(ESTIMATORS) == {"interpolate", "nearest", "cosine", "mean", "linear", "token", "linear+token"}
+    assert set(CRITERIA) == {"entropy", "error", "length", "leverage"}
+    assert set(SLOTS) < set(ESTIMATORS)
+    assert make_slot(AnchorConfig()) is SlotOffsets
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_every_pair_serves_a_store(estimator: str, criterion: str) -> None:
+    wide = {**OPEN, "max_leverage": 1e9, "weak_leverage": 1e9}
+    store = filled(range(5), estimator=estimator, criterion=criterion, **wide)
+    value = sample(50, tokens=9)
+    estimate = store.estimate(SLOT, value)
+    assert estimate.shareable, estimate.reason
+    assert torch.isfinite(estimate.phi_table.blend(estimate.phi)).all()
+    assert len(estimate.prefix_table.blend(estimate.prefix)) == 5
+    store.check_integrity()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_has_its_criterion(estimator: str) -> None:
+    named = estimator_settings(estimator)
+    assert named["estimator"] == estimator
+    assert named["criterion"] in CRITERIA
+    assert (named["criterion"] == "entropy") is ESTIMATORS[estimator](AnchorConfig()).aligned

@@ -1,0 +1,18 @@
+"""An engine without its thread, with replaced parts, so that a test can look at the KV of a request that still runs."""
+
+from __future__ import annotations
+
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.engine.local import build
+from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.parts import Parts
+from tests.engine.local.conftest import tiny_model
+from tests.engine.local.test_translation import OPEN, Driver
+
+
+class PartsDriver(Driver):
+    def __init__(self, parts: Parts, family: str = "llama", **settings: object) -> None:
+        self.runner = ModelRunner(tiny_model(family))
+        planner = PlannerSettings(recompute_head=0, min_translated=0)
+        wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
+        self.core, _ = build.core(self.runner, EngineConfig(**wanted), parts=parts)
