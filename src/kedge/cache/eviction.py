@@ -12,27 +12,31 @@ Namespace = tuple[str, str]
 EvictionKey = tuple[float, ...]
 
 
-class NodeView(Protocol):
-    """What a policy may look at."""
+class StepView(Protocol):
+    """What `lru` and `steps_to_execution` look at: KV that is evicted together."""
+
+    @property
+    def last_access(self) -> int:
+        """The owner's clock when the KV was last used; grows with every use."""
+
+    @property
+    def step(self) -> float | None:
+        """Fewest steps until an agent whose fixed prompt passes the KV can run; `inf`: unknown; None: no agent."""
+
+    @property
+    def varying(self) -> bool:
+        """Whether the KV follows somebody's fixed prompt."""
+
+
+class NodeView(StepView, Protocol):
+    """What a policy may look at: a node of the radix tree."""
 
     @property
     def namespace(self) -> Namespace: ...
 
     @property
-    def last_access(self) -> int:
-        """The tree's clock when the node was last used; grows with every use."""
-
-    @property
     def size(self) -> int:
         """Blocks in the node."""
-
-    @property
-    def step(self) -> float | None:
-        """Fewest steps until an agent whose fixed prompt passes the node can run; `inf`: unknown; None: no agent."""
-
-    @property
-    def varying(self) -> bool:
-        """Whether the node follows somebody's fixed prompt."""
 
     def prefix(self) -> bytes:
         """The token ids from the root to the node's end, as int32 bytes. Costs by their number."""
@@ -41,10 +45,16 @@ class NodeView(Protocol):
 class EvictionPolicy(Protocol):
     """Pure: the same node and outside state give the same key. Of all unlocked leaves the least key goes first."""
 
-    def __call__(self, node: NodeView) -> EvictionKey: ...
+    def __call__(self, node: NodeView, /) -> EvictionKey: ...
 
 
-def lru(node: NodeView) -> EvictionKey:
+class StepPolicy(Protocol):
+    """A policy that needs no tree. The last number of its keys is `last_access`."""
+
+    def __call__(self, kv: StepView, /) -> EvictionKey: ...
+
+
+def lru(node: StepView) -> EvictionKey:
     """Least recently used first."""
     return (node.last_access,)
 
@@ -53,17 +63,17 @@ VIRTUAL_STEP = 8.0
 """The step at which traffic without labels competes."""
 
 
-def distance(node: NodeView, virtual_step: float = VIRTUAL_STEP) -> float:
+def distance(node: StepView, virtual_step: float = VIRTUAL_STEP) -> float:
     """Steps until the node is needed; `inf` for a varying suffix, which nobody is known to need again."""
     if node.step is not None:
         return node.step
     return math.inf if node.varying else virtual_step
 
 
-def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> EvictionPolicy:
+def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
     """Varying suffixes first, then whoever runs last (KVFlow, section 3.1). Without labels: LRU, to the letter."""
 
-    def key(node: NodeView) -> EvictionKey:
+    def key(node: StepView) -> EvictionKey:
         if node.step is None:
             return (0.0, 0.0, node.last_access) if node.varying else (1.0, -virtual_step, node.last_access)
         return (1.0, -node.step, node.last_access)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from kedge.cache.eviction import NodeView, distance
+from kedge.cache.eviction import StepView, distance
 from kedge.cache.lazy_heap import LazyHeap
 from kedge.cache.node import Node, State
 from kedge.cache.tiers import Tiers, missing
 from kedge.cache.transfer import Direction, Purpose
 
+Target = TypeVar("Target")
+
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """The end of a fixed prompt that is not on the device."""
+class Candidate(Generic[Target]):
+    """A fixed prompt whose end is not on the device; `node` is that end, or whatever else leads there."""
 
-    node: Node
+    node: Target
     step: float
     probability: float
     size: int
@@ -34,7 +37,7 @@ def is_within(step: float | None, window: float) -> bool:
     return step is not None and step <= window and step < math.inf
 
 
-def may_replace(victim: NodeView, step: float, virtual_step: float) -> bool:
+def may_replace(victim: StepView, step: float, virtual_step: float) -> bool:
     """Whether a prefetch for an agent `step` steps away may evict `victim`: a suffix, or needed strictly later."""
     return distance(victim, virtual_step) > step
 
@@ -83,11 +86,11 @@ class Prefetcher:
         """A fixed prompt within the window, whose end is on the host only and not on its way."""
         return bool(node.labels) and node.state is State.HOST and is_within(node.step, self._window)
 
-    def _candidate(self, node: Node) -> Candidate:
+    def _candidate(self, node: Node) -> Candidate[Node]:
         assert node.step is not None
         return Candidate(node, node.step, self._probability(node), sum(step.size for step in missing(node)))
 
-    def _load(self, candidate: Candidate) -> bool:
+    def _load(self, candidate: Candidate[Node]) -> bool:
         settings = self._tiers.settings
         transfer = self._tiers.load(
             candidate.node,

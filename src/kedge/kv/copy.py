@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,6 +34,10 @@ class HostStorage:
         self.values = torch.empty(shape, dtype=device.values.dtype, pin_memory=pinned)
 
 
+Pools = Sequence[tuple[Tensor, Tensor]]
+"""Pairs (host, device) of tensors with equal shapes but for the second dimension, along which slots lie."""
+
+
 @dataclass(slots=True)
 class _Order:
     """A copy on its way: the first `done` blocks have been copied, in `seconds`."""
@@ -51,7 +55,7 @@ class _Order:
         return not self.urgent, self.copy.direction is Direction.OFFLOAD, self.number
 
 
-class TorchCopier:
+class PoolCopier:
     """Carries out copies on a thread of its own, as `kedge.cache.Copier` says: those in a hurry, then loads, then
     offloads. It copies piece by piece, so a copy under way holds up one in a hurry by no more than a piece.
 
@@ -61,19 +65,18 @@ class TorchCopier:
 
     def __init__(
         self,
-        device: PagedStorage,
-        host: HostStorage,
+        pools: Pools,
+        block_size: int,
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """`throttle`: seconds that a block takes at least. `on_copied` is called on the copier's thread whenever there
-        is something to drain.
+        """A block is `block_size` neighbouring slots of every pool. `throttle`: seconds that a block takes at least.
+        `on_copied` is called on the copier's thread whenever there is something to drain.
         """
-        self._block_size, self._throttle, self._on_copied = device.block_size, throttle, on_copied
-        self._cuda = device.keys.is_cuda
-        self._stream = torch.cuda.Stream(device.keys.device) if self._cuda else None
-        self._pools = [(host.keys, device.keys), (host.values, device.values)]
-        block_bytes = device.spec.bytes_per_token * device.block_size
+        self._pools, self._block_size, self._throttle, self._on_copied = pools, block_size, throttle, on_copied
+        self._cuda = pools[0][1].is_cuda
+        self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
+        block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
         self._orders: dict[int, _Order] = {}
         self._changed = threading.Condition()
@@ -159,6 +162,21 @@ class TorchCopier:
             size = count * self._block_size
             a, b = first * self._block_size, to * self._block_size
             copy_slots(source[:, a : a + size], target[:, b : b + size])
+
+
+class TorchCopier(PoolCopier):
+    """Copies between the two tiers of the embedded engine."""
+
+    def __init__(
+        self,
+        device: PagedStorage,
+        host: HostStorage,
+        throttle: float = 0.0,
+        on_copied: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As `PoolCopier`."""
+        pools = [(host.keys, device.keys), (host.values, device.values)]
+        super().__init__(pools, device.block_size, throttle, on_copied)
 
 
 def block_runs(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int, int]]:

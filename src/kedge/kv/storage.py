@@ -70,13 +70,13 @@ class PagedStorage:
         for run in table.runs(start, start + base.tokens):
             part = slice(done, done + run.stop - run.start)
             keys = base.keys[:, part]
-            _add(keys, offsets.keys[:, part], out=(total := torch.empty_like(keys)))
+            add_offsets(keys, offsets.keys[:, part], out=(total := torch.empty_like(keys)))
             self.rotary.rotate(total, slice(start + part.start, start + part.stop), out=self.keys[:, run])
-            _add(base.values[:, part], offsets.values[:, part], out=self.values[:, run])
+            add_offsets(base.values[:, part], offsets.values[:, part], out=self.values[:, run])
             done = part.stop
 
 
-def _add(base: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """`base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
+def add_offsets(base: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """Writes `base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
     out[0] = base[0]
     torch.add(base[1:], offsets, out=out[1:])

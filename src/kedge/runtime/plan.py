@@ -25,6 +25,13 @@ class Translation:
     table: Any
     """OffsetTable of the agent's slot"""
 
+    def within(self, start: int, stop: int) -> Translation | None:
+        """The part of it that is at positions [start, stop), if there is one."""
+        first, last = max(start - self.start, 0), min(stop - self.start, self.base.tokens)
+        if first >= last:
+            return None
+        return Translation(self.start + first, self.base.slice(first, last), self.blend.slice(first, last), self.table)
+
 
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
@@ -53,6 +60,11 @@ class ReusePlan:
         """Prompt tokens before the first translated one: their KV is what dense prefill would give."""
         first = next((span.start for span in self.spans if span.source is Source.TRANSLATED), None)
         return self.spans[-1].stop if first is None else first
+
+    @property
+    def unbroken(self) -> int:
+        """Tokens before the first computed one: whoever can compute nothing before a translated token uses these."""
+        return next((span.start for span in self.spans if span.source is Source.COMPUTED), self.spans[-1].stop)
 
     @property
     def computed(self) -> list[int]:

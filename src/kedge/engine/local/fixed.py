@@ -10,16 +10,33 @@ from kedge.types import GenerateRequest, Tokens
 from kedge.workflow.forecast import AgentKey
 
 
+class FixedLengths:
+    """How many leading tokens of an agent's prompts are fixed."""
+
+    def __init__(self) -> None:
+        self._boundary = FixedBoundary()
+
+    def of(self, request: GenerateRequest) -> int | None:
+        """What the request says, else its first prefix segment where others follow, else what its history says."""
+        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
+            return request.fixed
+        first, *others = request.segments
+        if others and not first.is_placeholder:
+            return len(first.tokens)
+        agent = (request.tenant, request.client, request.workflow, request.agent)
+        return self._boundary.observe(agent, request.tokens, time.monotonic())
+
+
 class FixedPrompts:
     """Labels what is cached of fixed prompts. Requests without an agent have none."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
-        self._boundary = FixedBoundary()
+        self._lengths = FixedLengths()
 
     def called(self, request: GenerateRequest) -> None:
         """The prompt of `request` is in the cache now, as far as it is exact."""
-        if request.agent and (length := self._length(request)):
+        if request.agent and (length := self._lengths.of(request)):
             key = AgentKey(request.tenant, request.client, request.run, request.agent)
             self.label(key, request.tokens[:length])
 
@@ -31,13 +48,3 @@ class FixedPrompts:
         """Labels the fixed prompts of agents that are going to call."""
         for key, tokens in prompts.items():
             self.label(key, tokens)
-
-    def _length(self, request: GenerateRequest) -> int | None:
-        """What the request says, else its first prefix segment where others follow, else what its history says."""
-        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
-            return request.fixed
-        first, *others = request.segments
-        if others and not first.is_placeholder:
-            return len(first.tokens)
-        agent = (request.tenant, request.client, request.workflow, request.agent)
-        return self._boundary.observe(agent, request.tokens, time.monotonic())

@@ -1,0 +1,143 @@
+"""vLLM's own pages as KV that Kedge can read and write, whatever the attention backend's layout.
+
+Written is with the model's own op. How that op lays out a block is found by writing numbered tokens into a scratch
+block, so nothing here knows a backend by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kedge.errors import TranslationRefused
+from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import SlotTable, add_offsets
+
+_BASE = 128
+"""Digits up to here are exact in every dtype that is served"""
+
+
+class Layer(NamedTuple):
+    """An attention layer (`vllm.model_executor.layers.attention.Attention`) and its pages [blocks, …]."""
+
+    layer: Any
+    pages: Tensor
+
+    def store(self, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
+        """The model's own op: rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""
+        self.layer.impl.do_kv_cache_update(self.layer, keys, values, pages, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where in a block (as a flat row) each number of its tokens lies."""
+
+    places: Tensor
+    """int64 [2 * block_size * kv_heads * head_dim]: keys, then values, each by token, head, dimension"""
+    shape: tuple[int, int, int, int]
+    """(2, block_size, kv_heads, head_dim)"""
+
+    @classmethod
+    def probe(cls, layer: Layer, block_size: int) -> BlockLayout:
+        """Raises `TranslationRefused` where a block does not hold exactly its tokens' numbers."""
+        shape = (2, block_size, layer.layer.num_kv_heads, layer.layer.head_size)
+        scratch = torch.zeros_like(layer.pages[:1])
+        numbers = torch.arange(scratch.numel(), device=scratch.device)
+        if scratch.numel() != torch.Size(shape).numel() or not scratch.dtype.is_floating_point:
+            raise TranslationRefused("pages", tuple(scratch.shape), f"a block is not {shape} numbers of its tokens")
+        slots, found, power = torch.arange(block_size, device=scratch.device), torch.zeros_like(numbers), 1
+        while power < len(numbers):
+            keys, values = (numbers // power % _BASE).to(scratch.dtype).view(shape)
+            layer.store(keys.contiguous(), values.contiguous(), scratch, slots)
+            found += scratch.reshape(-1).long() * power
+            power *= _BASE
+        if not torch.equal(found.sort().values, numbers):
+            raise TranslationRefused("pages", tuple(scratch.shape), "the backend does not keep keys and values as such")
+        return cls(found.argsort(), shape)
+
+    def read(self, pages: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """A copy of the keys (rotated) and values of `blocks`, each [blocks * block_size, kv_heads, head_dim]."""
+        rows = pages[blocks].reshape(len(blocks), -1)[:, self.places]
+        keys, values = rows.view(len(blocks), *self.shape).unbind(1)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+class Pages:
+    """The KV of one rank. Reads and writes as `kedge.kv.storage.PagedStorage` does."""
+
+    def __init__(self, layers: Sequence[Layer], block_size: int, rotary: Rotary) -> None:
+        """`layers` from the first to the last, all with the same shape. Raises `TranslationRefused` as `probe`."""
+        self._layers, self._block_size, self._rotary = layers, block_size, rotary
+        self._layout = BlockLayout.probe(layers[0], block_size)
+        self._device = layers[0].pages.device
+
+    def table(self, blocks: Sequence[int]) -> SlotTable:
+        """The slots of a request with these blocks."""
+        return SlotTable.of(blocks, self._block_size)
+
+    def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
+        """A copy of positions [start, stop) of a request, keys unrotated."""
+        size = self._block_size
+        first = start // size
+        blocks = (table.slots[first * size : stop : size] // size).to(self._device)
+        part = slice(start - first * size, stop - first * size)
+        read = [self._layout.read(layer.pages, blocks) for layer in self._layers]
+        keys, values = (torch.stack([pair[i][part] for pair in read]) for i in (0, 1))
+        return KVSegment(self._rotary.unrotate(keys, slice(start, stop)), values)
+
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
+        """Writes `base` plus `offsets` (of all layers but the first) to the positions from `start` on, keys rotated."""
+        keys, values = torch.empty_like(base.keys), torch.empty_like(base.values)
+        add_offsets(base.keys, offsets.keys, out=keys)
+        add_offsets(base.values, offsets.values, out=values)
+        self.put(table, start, KVSegment(keys, values))
+
+    def put(self, table: SlotTable, start: int, kv: KVSegment) -> None:
+        """Writes `kv` to the positions from `start` on, keys rotated."""
+        self._rotary.rotate(kv.keys, slice(start, start + kv.tokens), out=(rotated := torch.empty_like(kv.keys)))
+        slots = table.slots[start : start + kv.tokens].to(self._device)
+        for number, layer in enumerate(self._layers):
+            layer.store(rotated[number], kv.values[number].contiguous(), layer.pages, slots)
+
+
+class RopeModule(nn.Module):
+    """vLLM's table of cosines and sines, asked as Transformers' rotary modules are."""
+
+    def __init__(self, table: Tensor) -> None:
+        """`table` [positions, rotary_dim]: cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
+        super().__init__()
+        self._table = table
+
+    def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, positions, rotary_dim] each, in the dtype of `probe`."""
+        cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
+    """How much the unrotated keys [tokens, kv_heads, head_dim] of equal tokens differ, relative to their size.
+
+    In the first layer a key depends on nothing but its token and its position. So this is zero, up to rounding, if
+    keys were rotated back as the model rotates them; None where no token comes twice.
+    """
+    seen: dict[int, int] = {}
+    pairs = [(seen.setdefault(token, at), at) for at, token in enumerate(tokens)]
+    repeated = [(a, b) for a, b in pairs if a != b]
+    if not repeated:
+        return None
+    one, other = (
+        first_layer[torch.tensor(side, device=first_layer.device)].float() for side in zip(*repeated, strict=True)
+    )
+    return float((one - other).norm() / one.norm().clamp_min(1e-30))
+
+
+def memory_order(pages: Tensor) -> Tensor:
+    """A view of pages [blocks, …] whose dimensions are in the order in which they lie in memory, blocks first."""
+    strides = pages.stride()
+    inner = sorted(range(1, pages.ndim), key=strides.__getitem__, reverse=True)
+    return pages.permute(0, *inner)

@@ -1,0 +1,158 @@
+"""Real vLLM on the CPU, in this process, with a tiny random Llama. Modules share an engine: a start takes seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+BLOCK = 32
+VOCABULARY = 256
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def save_tiny_llama(folder: Path) -> Path:
+    """A random Llama that answers differently to different prompts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids without the special ones."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+class Driver:
+    """An engine in this process, stepped by hand."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm, self.engine = llm, llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.connector = self.scheduler.connector
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._count = 0
+        self.finished: dict[str, Any] = {}
+
+    @property
+    def side(self) -> Any:
+        return self.connector._scheduler
+
+    @property
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def add(self, tokens: Sequence[int], count: int = 4, kedge: Mapping[str, Any] | None = None, **more: Any) -> str:
+        """Queues a greedy request; its id."""
+        from vllm import SamplingParams
+
+        self._count += 1
+        name = f"r{self._count}"
+        salt = more.pop("salt", None)
+        params = SamplingParams(
+            max_tokens=count,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=None if kedge is None else {"kv_transfer_params": {"kedge": dict(kedge)}},
+            **more,
+        )
+        asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if salt:
+            asked["cache_salt"] = salt
+        self.engine.add_request(name, asked, params)
+        return name
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                self.finished[output.request_id] = output
+
+    def run(self, until: Callable[[], bool] | None = None, most: int = 20_000) -> None:
+        """Steps until nothing is left to do, or until something holds."""
+        for _ in range(most):
+            if until() if until else not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError("the engine did not come to rest")
+
+    def ask(self, tokens: Sequence[int], count: int = 4, kedge: Mapping[str, Any] | None = None, **more: Any) -> Any:
+        """A request from its arrival until the engine is idle."""
+        name = self.add(tokens, count, kedge, **more)
+        self.run()
+        return self.finished[name]
+
+    def answer(self, *args: Any, **more: Any) -> list[int]:
+        return list(self.ask(*args, **more).outputs[0].token_ids)
+
+    def reset(self) -> None:
+        self.run()
+        assert self.scheduler.reset_prefix_cache(reset_connector=self.connector is not None)
+
+
+def receipt(output: Any) -> dict[str, Any]:
+    """The receipt in a finished request."""
+    return output.kv_transfer_params["kedge"]
+
+
+@contextmanager
+def driver(model: Path, plugged: bool = True, extra: Mapping[str, Any] | None = None, **more: Any) -> Iterator[Driver]:
+    """Starts vLLM; with Kedge's connector if `plugged`."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    settings: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "block_size": BLOCK, "max_num_seqs": 8,
+        "num_gpu_blocks_override": 128, "disable_log_stats": False, "skip_tokenizer_init": True, "seed": 0,
+    }  # fmt: skip
+    if plugged:
+        settings["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KedgeConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="kedge.integrations.vllm.connector",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=dict(extra or {}),
+        )
+    llm = LLM(str(model), **{**settings, **more})
+    try:
+        yield Driver(llm)
+    finally:
+        close(llm)
+
+
+def close(llm: Any) -> None:
+    """vLLM keeps its connector and its process groups in globals: one engine at a time."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()

@@ -1,0 +1,262 @@
+"""Workflow-aware caching inside vLLM: what stays, what is loaded, who waits, and that no answer changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+AGENTS = 10
+FIXED = 8 * BLOCK
+FIXED_PROMPTS = [prompt(FIXED, 1000 + agent) for agent in range(AGENTS)]
+
+
+def hints(agent: int, agents: int = AGENTS, **more: Any) -> dict[str, Any]:
+    """`agent` runs, and then the others in a cycle."""
+    steps = {f"a{other}": (other - agent) % agents for other in range(agents)}
+    return {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps, **more}
+
+
+def call(agent: int, turn: int) -> list[int]:
+    return FIXED_PROMPTS[agent] + prompt(BLOCK + 8, 10_000 * turn + agent)
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_llama: Path) -> dict[tuple[int, int], list[int]]:
+    """What vLLM answers by itself."""
+    with driver(tiny_llama, plugged=False, num_gpu_blocks_override=41) as plain:
+        answers = {(agent, turn): plain.answer(call(agent, turn)) for turn in range(3) for agent in range(AGENTS)}
+        hits = plain.ask(call(0, 0)).num_cached_tokens
+    assert hits == 0, "the cycle should not fit"
+    return answers
+
+
+@pytest.fixture(scope="module")
+def small(tiny_llama: Path, stock: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time: stock goes first
+    """Room for about four of the ten agents, and for all of them on the host."""
+    tiers = {"host_blocks": 100, "prefetch_jobs": 1, "prefetch_window": 1.0}
+    with driver(
+        tiny_llama,
+        extra={"tiers": tiers},
+        num_gpu_blocks_override=41,
+        scheduling_policy="priority",
+        scheduler_cls="kedge.integrations.vllm.scheduler.make_scheduler",
+    ) as built:
+        yield built
+
+
+@pytest.fixture
+def flow(small: Driver) -> Driver:
+    small.reset()
+    return small
+
+
+def check(flow: Driver) -> None:
+    """Every block is free, and both queues are sound."""
+    assert flow.pool.get_num_free_blocks() == flow.pool.num_gpu_blocks - 1
+    flow.side._queue.check_integrity()
+    flow.side._host.queue.check_integrity()
+    assert flow.side._host.pool.get_num_free_blocks() == flow.side._host.pool.num_gpu_blocks - 1
+
+
+def test_a_cycle_hits_what_lru_would_have_evicted(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
+    hits = 0
+    for turn in range(3):
+        for agent in range(AGENTS):
+            output = flow.ask(call(agent, turn), kedge=hints(agent))
+            assert list(output.outputs[0].token_ids) == stock[agent, turn]
+            hits += min(output.num_cached_tokens, FIXED) if turn else 0
+            check(flow)
+    assert hits / (2 * AGENTS * FIXED) > 0.9
+    totals = flow.side.totals()
+    assert totals["prefetches_completed"] > 0 and totals["evictions_varying"] > 0 and totals["blocks_offloaded"] == 80
+
+
+def test_eviction_alone_keeps_who_is_next(
+    flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow.side, "_host", None)
+    hits = 0
+    for turn in range(3):
+        for agent in range(AGENTS):
+            output = flow.ask(call(agent, turn), kedge=hints(agent))
+            assert list(output.outputs[0].token_ids) == stock[agent, turn]
+            hits += min(output.num_cached_tokens, FIXED) if turn else 0
+    flow.side._queue.check_integrity()
+    assert hits / (2 * AGENTS * FIXED) >= 3 / 9, "room for four of ten, by step: 3/9; least recently used: 0"
+
+
+def resident(flow: Driver, agent: int) -> int:
+    """Blocks of an agent's fixed prompt that are on the device."""
+    from kedge.integrations.vllm.host_tier import leading
+
+    key = next(key for key in flow.side._prompts if key.agent == f"a{agent}")
+    return len(leading(flow.pool, flow.side._prompts[key]))
+
+
+def far(agent: int, **more: Any) -> dict[str, Any]:
+    """A forecast by which nobody else comes soon: nothing is prefetched."""
+    steps = {f"a{other}": 0 if other == agent else 5 + other for other in range(AGENTS)}
+    return {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps, **more}
+
+
+def evicted(flow: Driver) -> int:
+    """Runs enough agents that one of them is on the host only; which."""
+    for agent in range(6):
+        flow.ask(call(agent, 0), kedge=far(agent))
+    return next(agent for agent in range(6) if not resident(flow, agent))
+
+
+def test_the_next_agent_is_loaded_while_the_engine_is_idle(flow: Driver) -> None:
+    target = evicted(flow)
+    flow.ask(call(5, 1), kedge=hints(5, steps={"a5": 0, f"a{target}": 1}))
+    assert resident(flow, target) == FIXED // BLOCK
+    before = flow.side.totals()["blocks_loaded"]
+    output = flow.ask(call(target, 1), kedge=far(target))
+    assert output.num_cached_tokens == FIXED and flow.side.totals()["blocks_loaded"] == before
+    assert receipt(output)["tokens"]["device"] == FIXED
+
+
+def test_a_request_waits_for_its_load_and_others_go_first(
+    flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = evicted(flow)
+    monkeypatch.setattr(flow.worker._copier, "_throttle", 0.02)
+    loading = flow.add(call(target, 1), kedge=far(target))
+    other = flow.add(prompt(50, 7))
+    flow.run(until=lambda: other in flow.finished)
+    assert loading not in flow.finished
+    flow.run()
+    said = receipt(flow.finished[loading])["tokens"]
+    assert said == {"device": 0, "host": FIXED, "translated": 0, "computed": BLOCK + 8}
+    assert list(flow.finished[loading].outputs[0].token_ids) == stock[target, 1]
+    check(flow)
+
+
+def test_an_abort_during_a_load_leaks_nothing(flow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = evicted(flow)
+    monkeypatch.setattr(flow.worker._copier, "_throttle", 0.02)
+    loading = flow.add(call(target, 1), kedge=far(target))
+    flow.run(until=lambda: flow.side._host.busy)
+    flow.engine.abort_request([loading])
+    flow.run()
+    assert resident(flow, target) == FIXED // BLOCK, "what was on its way still comes"
+    check(flow)
+
+
+def test_a_failed_copy_is_computed(
+    flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = evicted(flow)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the bus is gone")
+
+    monkeypatch.setattr(flow.worker._copier, "_copy", fail)
+    output = flow.ask(call(target, 1), kedge=far(target))
+    assert list(output.outputs[0].token_ids) == stock[target, 1]
+    assert receipt(output)["tokens"]["computed"] == FIXED + BLOCK + 8
+    assert flow.side.totals()["failed_copies"] > 0
+    check(flow)
+
+
+def test_nobody_waits_for_ever(
+    flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = evicted(flow)
+    settings = flow.side._settings
+    impatient = replace(settings, tiers=settings.tiers.model_copy(update={"max_wait": 0.0}))
+    monkeypatch.setattr(flow.side, "_settings", impatient)
+    monkeypatch.setattr(flow.worker._copier, "_throttle", 0.02)
+    name = flow.add(call(target, 1), kedge=far(target))
+    flow.run()
+    output = flow.finished[name]
+    assert list(output.outputs[0].token_ids) == stock[target, 1]
+    assert receipt(output)["tokens"]["computed"] == FIXED + BLOCK + 8
+    check(flow)
+
+
+def test_preempted_requests_answer_the_same(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
+    evicted(flow)
+    names = {agent: flow.add(call(agent, 2), kedge=far(agent)) for agent in range(8)}
+    for _ in range(3):
+        flow.step()
+    assert flow.scheduler.reset_prefix_cache(reset_running_requests=True) or flow.side._host.busy
+    flow.run()
+    for agent, name in names.items():
+        assert list(flow.finished[name].outputs[0].token_ids) == stock[agent, 2]
+    check(flow)
+
+
+def test_a_new_run_knows_the_fixed_prompts_of_older_ones(flow: Driver) -> None:
+    target = evicted(flow)
+    steps = {"a5": 0, f"a{target}": 1}
+    flow.ask(call(5, 1), kedge=hints(5, run="another", steps=steps))
+    assert resident(flow, target) == FIXED // BLOCK
+
+
+def test_an_ended_run_protects_nothing(flow: Driver) -> None:
+    for agent in range(4):
+        flow.ask(call(agent, 0), kedge=far(agent, run="short", final=agent == 3))
+    known = {*flow.side._steps, *flow.side._prompts, *flow.side._template_of}
+    assert "short" not in {key.run_id for key in known}
+    check(flow)
+
+
+def test_hints_that_cannot_be_meant_change_nothing(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
+    before = flow.side.totals()["ignored_hints"]
+    bad = {"agent": 7, "steps": {"a1": -1}, "fixed_tokens": "all", "segments": [{"length": 3}], "unheard": 1}
+    assert flow.answer(call(0, 0), kedge=bad) == stock[0, 0]
+    assert flow.side.totals()["ignored_hints"] == before + 5
+
+
+def test_reuse_can_be_switched_off(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
+    flow.ask(call(0, 0), kedge=far(0))
+    output = flow.ask(call(0, 1), kedge=far(0, reuse="off"))
+    assert receipt(output)["tokens"]["computed"] == FIXED + BLOCK + 8 and output.num_cached_tokens == 0
+    assert list(output.outputs[0].token_ids) == stock[0, 1]
+
+
+def test_an_emptied_cache_belongs_to_nobody(flow: Driver) -> None:
+    flow.ask(call(0, 0), kedge=far(0))
+    flow.reset()
+    flow.ask(prompt(20, 3))
+    assert not flow.side._queue._owned and not flow.side._host.queue._owned
+    check(flow)
+
+
+def test_salts_share_nothing(flow: Driver) -> None:
+    flow.ask(call(0, 0), kedge=far(0), salt="one")
+    assert flow.ask(call(0, 1), kedge=far(0), salt="other").num_cached_tokens == 0
+    assert flow.ask(call(0, 1), kedge=far(0), salt="one").num_cached_tokens == FIXED
+
+
+def test_waiting_requests_go_by_their_steps(flow: Driver) -> None:
+    order: list[str] = []
+    names = {}
+    for step in (5, 1, 3):
+        kedge = {"run": f"run{step}", "agent": "a", "steps": {"a": step}}
+        names[flow.add(prompt(900, step), count=1, kedge=kedge)] = step
+    while len(order) < 3:
+        flow.step()
+        order += [name for name in names if name in flow.finished and name not in order]
+    assert [names[name] for name in order] == [1, 3, 5]
+
+
+def test_counters_reach_prometheus(flow: Driver) -> None:
+    flow.ask(call(0, 0), kedge=far(0))
+    found = {metric.name: metric.value for metric in flow.llm.get_metrics() if "kedge" in metric.name}
+    assert found["vllm:kedge_blocks_offloaded"] >= FIXED // BLOCK
+
+
+def test_requests_without_hints_are_left_alone(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
+    output = flow.ask(call(0, 0))
+    assert list(output.outputs[0].token_ids) == stock[0, 0] and output.kv_transfer_params is None
+    assert flow.ask(call(0, 0)).num_cached_tokens == FIXED + BLOCK

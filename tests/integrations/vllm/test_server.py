@@ -1,0 +1,121 @@
+"""The plug-in under vLLM's own server, on two tensor-parallel ranks: hints, receipts and metrics over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kedge.models.nano
+from tests.integrations.vllm.conftest import BLOCK, prompt
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.slow
+
+MODEL = kedge.models.nano.__path__[0]
+TRANSFER = {
+    "kv_connector": "KedgeConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "kedge.integrations.vllm.connector",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"tiers": {"host_blocks": 100}, "anchors": {"max_error": 50.0}},
+}
+FIXED = 8 * BLOCK
+HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
+
+
+class Server:
+    """vLLM's OpenAI server in a process of its own."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self._url + path, timeout=60) as answer:
+            return answer.read().decode()
+
+    def complete(self, tokens: list[int], kedge: dict[str, Any], count: int = 4) -> tuple[str, dict[str, Any]]:
+        """A greedy answer, and its receipt."""
+        body = {
+            "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+            "kv_transfer_params": {"kedge": kedge},
+        }  # fmt: skip
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self._url + "/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            data = json.load(answer)
+        return data["choices"][0]["text"], data["kv_transfer_params"]["kedge"]
+
+    def wait(self, process: subprocess.Popen[bytes], seconds: float = 240.0) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert process.poll() is None, "the server has ended"
+            try:
+                self.get("/health")
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(1)
+            else:
+                return
+        raise AssertionError("the server did not start")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
+        *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
+        *("--host", "127.0.0.1", "--port", str(port), "-tp", "2", "--kv-transfer-config", json.dumps(TRANSFER)),
+    ]
+    paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL)
+    try:
+        built = Server(port)
+        built.wait(process)
+        yield built
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_a_cycle_hits_on_all_ranks(server: Server) -> None:
+    first: dict[int, str] = {}
+    for turn in range(3):
+        for agent in range(6):
+            steps = {f"a{other}": (other - agent) % 6 for other in range(6)}
+            kedge = {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps}
+            text, said = server.complete(prompt(FIXED, agent) + prompt(40, 99), kedge)
+            assert text == first.setdefault(agent, text)
+            assert said["tokens"]["computed"] == (40 if turn else FIXED + 40)
+    assert 'vllm:kedge_prefetches_completed_total{engine="0"' in server.get("/metrics")
+
+
+def test_what_was_learned_is_translated_on_all_ranks(server: Server) -> None:
+    values = [prompt(60, 200 + number) for number in range(5)]
+    texts = []
+    for value in values:
+        text, said = server.complete(HEAD + value + TAIL, hints(value), 12)
+        texts.append(text)
+        for base in said["base"]:
+            server.complete(base, {"base": True}, 1)
+    for value, text in zip(values, texts, strict=True):
+        again, said = server.complete(HEAD + value + TAIL, hints(value), 12)
+        assert again == text and said["tokens"]["computed"] == 1 and said["tokens"]["translated"] > 0
+
+
+def hints(value: list[int]) -> dict[str, Any]:
+    question = {"name": "q", "length": len(value), "sample": "q@0", "lead_in": [5, 6], "stand_in": [7, 8]}
+    segments = [{"name": "p0", "length": len(HEAD)}, question, {"name": "p1", "length": len(TAIL)}]
+    return {"workflow": "w", "run": "q", "agent": "t", "segments": segments}

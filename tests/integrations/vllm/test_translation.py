@@ -1,0 +1,207 @@
+"""Translation inside vLLM: what is captured and written, that it stays out of the prefix cache, and what refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.errors import PlanError  # noqa: E402
+from kedge.integrations.vllm.translations import why_not  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
+
+HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
+LEAD_IN, STAND_IN = prompt(5, 3), prompt(4, 4)
+VALUES = [prompt(60, 100 + number) for number in range(6)]
+ANCHORS = {"min_anchors": 4, "max_error": 50.0, "match_layer": 1}
+
+
+def tokens(value: list[int]) -> list[int]:
+    return HEAD + value + TAIL
+
+
+def hints(value: list[int], **more: Any) -> dict[str, Any]:
+    segments = [
+        {"name": "p0", "length": len(HEAD)},
+        {"name": "q", "length": len(value), "sample": "q@0", "lead_in": LEAD_IN, "stand_in": STAND_IN},
+        {"name": "p1", "length": len(TAIL)},
+    ]
+    return {"workflow": "w", "run": "r", "agent": "a", "segments": segments, **more}
+
+
+def teach(engine: Driver, value: list[int]) -> Any:
+    """A dense call, and the base prefills that its receipt asks for."""
+    output = engine.ask(tokens(value), kedge=hints(value))
+    for base in receipt(output)["base"]:
+        engine.ask(base, count=1, kedge={"base": True})
+    return output
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_llama: Path) -> list[list[int]]:
+    """What stock vLLM answers."""
+    with driver(tiny_llama, plugged=False) as plain:
+        return [plain.answer(tokens(value), count=12) for value in VALUES]
+
+
+@pytest.fixture(scope="module")
+def taught(tiny_llama: Path, dense: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time: stock goes first
+    """An engine that has seen all values but the last, in chunks of 64 tokens."""
+    with driver(tiny_llama, extra={"anchors": ANCHORS}, max_num_batched_tokens=64) as built:
+        for value in VALUES[:-1]:
+            said = receipt(teach(built, value))
+            assert said["tokens"]["translated"] == 0
+        yield built
+
+
+def test_a_value_seen_before_is_answered_as_by_stock(taught: Driver, dense: list[list[int]]) -> None:
+    for number, value in enumerate(VALUES[:-1]):
+        taught.reset()
+        output = taught.ask(tokens(value), count=12, kedge=hints(value))
+        assert receipt(output)["tokens"] == {"device": 0, "host": 0, "translated": 170, "computed": 1}
+        assert list(output.outputs[0].token_ids) == dense[number]
+
+
+def test_an_unseen_value_is_translated_and_pollutes_nothing(taught: Driver, dense: list[list[int]]) -> None:
+    taught.reset()
+    value = VALUES[-1]
+    first = teach_base_only(taught, value)
+    assert receipt(first)["tokens"]["translated"] == 170
+    hashed = len(taught.pool.cached_block_hash_to_block)
+    later = taught.ask(tokens(value), count=12)
+    assert later.num_cached_tokens == 0, "translated blocks must not be found"
+    assert list(later.outputs[0].token_ids) == dense[-1]
+    assert len(taught.pool.cached_block_hash_to_block) == hashed + 171 // BLOCK
+
+
+def teach_base_only(engine: Driver, value: list[int]) -> Any:
+    """The base KV of a value is computed, and the prefix cache emptied; then a call with it."""
+    asked = engine.ask(tokens(value), kedge=hints(value, agent="nobody-knows-it"))
+    for base in receipt(asked)["base"]:
+        engine.ask(base, count=1, kedge={"base": True})
+    engine.reset()
+    return engine.ask(tokens(value), count=12, kedge=hints(value))
+
+
+def test_a_preempted_translation_is_written_again(taught: Driver, dense: list[list[int]]) -> None:
+    taught.reset()
+    name = taught.add(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0]))
+    request = next(iter(taught.scheduler.requests.values()))
+    taught.run(until=lambda: len(request.output_token_ids) > 3)
+    taught.scheduler.reset_prefix_cache(reset_running_requests=True)
+    taught.run()
+    assert request.num_preemptions == 1
+    assert list(taught.finished[name].outputs[0].token_ids) == dense[0]
+    assert receipt(taught.finished[name])["tokens"]["translated"] == 170
+    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
+
+
+def test_what_cannot_be_written_is_computed(
+    taught: Driver, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught.reset()
+
+    def fail(*_: object) -> None:
+        raise PlanError("blend", 1, "the table is at version 2")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(taught.worker._learner._translator, "write", fail)
+        assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
+    taught.reset()
+    assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
+
+
+def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
+    taught.reset()
+    name = taught.add(tokens(VALUES[0]), kedge=hints(VALUES[0]))
+    taught.step()
+    taught.engine.abort_request([name])
+    taught.run()
+    taught.ask(prompt(40, 9))
+    assert not taught.worker._learner._plans and not taught.side.translations._cases
+    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize(
+    ("said", "sampling", "reason"),
+    [
+        ({}, {"skip_reading_prefix_cache": True}, "the request does not read the prefix cache"),
+        ({"agent": "stranger"}, {}, "the agent's template has no base KV yet"),
+    ],
+)
+def test_dense_with_the_reason(
+    taught: Driver, dense: list[list[int]], said: dict[str, Any], sampling: dict[str, Any], reason: str
+) -> None:
+    taught.reset()
+    output = taught.ask(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0], **said), **sampling)
+    assert reason in {miss["reason"] for miss in receipt(output)["misses"]}
+    assert receipt(output)["tokens"]["translated"] == 0
+    assert list(output.outputs[0].token_ids) == dense[0]
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"lora_request": object()}, "LoRA"),
+        ({"mm_features": [object()]}, "multimodal"),
+        ({"prompt_embeds": object()}, "embeddings"),
+        ({"sampling_params": SimpleNamespace(prompt_logprobs=0)}, "prompt_logprobs"),
+    ],
+)
+def test_requests_that_are_never_translated(odd: dict[str, Any], reason: str) -> None:
+    plain = {
+        "lora_request": None, "mm_features": [], "prompt_embeds": None, "skip_reading_prefix_cache": False,
+        "sampling_params": SimpleNamespace(prompt_logprobs=None),
+    }  # fmt: skip
+    assert why_not(SimpleNamespace(**plain)) is None  # type: ignore[arg-type]
+    assert reason in (why_not(SimpleNamespace(**{**plain, **odd})) or "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reuse", ["exact", "off"])
+def test_translation_can_be_switched_off(taught: Driver, dense: list[list[int]], reuse: str) -> None:
+    taught.reset()
+    output = taught.ask(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0], reuse=reuse))
+    assert receipt(output)["tokens"]["translated"] == 0 and not receipt(output)["misses"]
+    assert list(output.outputs[0].token_ids) == dense[0]
+
+
+def test_a_tenant_has_anchors_of_its_own(taught: Driver) -> None:
+    output = taught.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]), salt="somebody else")
+    assert receipt(output)["tokens"]["translated"] == 0 and receipt(output)["base"]
+
+
+def test_an_answer_is_its_own_base_kv(taught: Driver) -> None:
+    taught.reset()
+    asked = {"workflow": "w", "run": "chain", "agent": "writer", "produces": "answer@0"}
+    answer = taught.answer(prompt(50, 11), count=20, kedge=asked)
+    segments = [
+        {"name": "p0", "length": len(HEAD)},
+        {"name": "answer", "length": 19, "sample": "answer@0"},
+        {"name": "p1", "length": len(TAIL)},
+    ]
+    reader = {"workflow": "w", "run": "chain", "agent": "reader", "segments": segments}
+    said = receipt(taught.ask(HEAD + answer[:19] + TAIL, kedge=reader))
+    assert all(answer[:19] != base[:19] for base in said["base"]) and len(said["base"]) == 1
+    other = receipt(taught.ask(HEAD + prompt(19, 12) + TAIL, kedge={**reader, "run": "elsewhere"}))
+    assert prompt(19, 12) in other["base"]
+    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
+
+
+def test_pages_give_back_what_the_model_wrote(taught: Driver) -> None:
+    """Layer 0 depends on token and position only, so any two prompts agree in it; and writing what was read
+    changes no number."""
+    import torch
+
+    learner = taught.worker._learner
+    pages = learner._pages
+    table = pages.table([3, 5])
+    kv = pages.read(table, 7, 50)
+    pages.put(table, 7, kv)
+    again = pages.read(table, 7, 50)
+    torch.testing.assert_close(again.keys, kv.keys, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(again.values, kv.values, atol=0, rtol=0)
