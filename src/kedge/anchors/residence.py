@@ -40,7 +40,7 @@ class View:
 class Policy(Protocol):
     """Of all units that may go the least key goes first."""
 
-    def __call__(self, node: View) -> tuple[float, ...]: ...
+    def __call__(self, node: View, /) -> tuple[float, ...]: ...
 
 
 def recency(node: View) -> tuple[float, ...]:

@@ -40,15 +40,12 @@ class SlotTable:
 
 
 class PagedStorage:
-    """Keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one request.
-
-    All memory is written to at once: a system that has too little says so now, and no request waits for its pages.
-    """
+    """Keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one request."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotary) -> None:
         shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
-        self.keys = torch.zeros(shape, dtype=spec.dtype, device=device)
-        self.values = torch.zeros(shape, dtype=spec.dtype, device=device)
+        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.values = torch.empty(shape, dtype=spec.dtype, device=device)
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
