@@ -120,6 +120,10 @@ class AnchorSettings(_Section):
     host_base_bytes: BytesOrNone = 0
     """Bytes of host memory for base KV that does not fit `max_base_bytes`; 0: what does not fit is forgotten."""
 
+    def stored(self) -> dict[str, Any]:
+        """The fields that an `AnchorConfig` has as well: not those of base KV and of the host."""
+        return self.model_dump(exclude={"max_base_bytes", "host_bytes", "host_base_bytes"})
+
 
 def estimator_settings(name: str) -> dict[str, Any]:
     """The estimator `name` with the criterion that belongs to it: Eq. 5 for those that weigh whole anchors, as the

@@ -133,7 +133,7 @@ def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, told: 
 def test_an_error_reaches_the_caller_and_the_run_goes_on(client: openai.OpenAI, told: Told) -> None:
     with workflow(client, TEAM) as run:
         with pytest.raises(openai.BadRequestError):
-            ask(run.agent("planner"), logprobs=True)
+            ask(run.agent("planner"), logit_bias={"5": 1})
         ask(run.agent("writer"))
     assert told.calls[-1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
 

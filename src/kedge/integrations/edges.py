@@ -41,7 +41,8 @@ def step_graph(name: str, edges: Sequence[Edge], joins: Iterable[tuple[Collectio
         if way.target in after and way.members <= after.keys() and way.members not in after[way.target]:
             kind = after if way.members.isdisjoint(_descendants(after, way.target)) else loops
             kind[way.target].append(way.members)
-    odds = _odds(edges, after)
+    taken = {(one, node) for node in after for members in (*after[node], *loops[node]) for one in members}
+    odds = _odds(edges, after, taken)
     return StepGraph(name, tuple(Node(node, after[node], loops[node], odds.get(node, {})) for node in after))
 
 
@@ -75,13 +76,18 @@ def _descendants(after: Mapping[str, Iterable[frozenset[str]]], node: str) -> se
     return found
 
 
-def _odds(edges: Sequence[Edge], nodes: Collection[str]) -> dict[str, dict[str, float | None]]:
-    """Who chooses -> what it may choose, each as likely as the others and as the end, where it may choose that."""
+def _odds(
+    edges: Sequence[Edge], nodes: Collection[str], taken: Collection[tuple[str, str]]
+) -> dict[str, dict[str, float | None]]:
+    """Who chooses -> what it may choose, each as likely as the others and as the end, where it may choose that.
+
+    A choice that is no way of the graph, since its target waits for others who never come, has no odds.
+    """
     choices: dict[str, list[str]] = {}
     for edge in dict.fromkeys(edges):
         if edge.chosen and edge.source in nodes and edge.target != START:
             choices.setdefault(edge.source, []).append(edge.target)
     return {
-        chooser: {target: 1 / len(targets) for target in targets if target in nodes}
+        chooser: {target: 1 / len(targets) for target in targets if (chooser, target) in taken}
         for chooser, targets in choices.items()
     }

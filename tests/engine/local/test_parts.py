@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.engine.local.parts import Parts, Translating
 from kedge.engine.local.sampler import Sampler
@@ -55,9 +57,9 @@ def test_parts_are_built_from_the_settings_and_used() -> None:
             built.append(f"{request.agent} {plan.translates}")
             return super().assemble(request, table, plan)
 
-    def anchors(config) -> AnchorStore:  # noqa: ANN001
+    def anchors(config: AnchorConfig, host: HostBound) -> AnchorStore:
         built.append(f"capacity {config.capacity}")
-        return AnchorStore(config)
+        return AnchorStore(config, host)
 
     with engine_of(tiny_model("llama")) as plain:
         runner, tokenizer = plain._runner, plain.tokenizer

@@ -639,7 +639,9 @@ def test_a_translation_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
     stage = taught()
     request = prompt_of("reader", ASKED, stage.answer)
     with monkeypatch.context() as patch:
-        patch.setattr(stage.core._translator, "write", _raising(TranslationRefused("offset", 1, "on purpose")))
+        patch.setattr(
+            stage.core._preassembly._translator, "write", _raising(TranslationRefused("offset", 1, "on purpose"))
+        )
         stage.prepare(replace(request, request_id=RequestId("hint")))
     assert (stage.told["failed"], stage.leased) == (1, 0)
     assert stage.serve(request).receipt().translated > 0
@@ -717,7 +719,7 @@ def test_the_receipt_says_what_was_ready() -> None:
 # anchors and base KV on the host ------------------------------------------------------------------------------------
 
 
-SMALL = {"max_bytes": 230_000, "host_bytes": 1 << 30, "max_base_bytes": 75_000, "host_base_bytes": 1 << 30}
+SMALL = {"max_bytes": 170_000, "host_bytes": 1 << 30, "max_base_bytes": 75_000, "host_base_bytes": 1 << 30}
 """Room on the device for what one agent's plan reads, and not for that of all three."""
 
 
@@ -751,7 +753,7 @@ def test_anchors_and_base_kv_behind_the_device_change_no_token() -> None:
 
 
 def test_the_anchors_of_who_runs_next_are_fetched_in_spare_time() -> None:
-    stage = Stage(anchors=AnchorSettings(**OPEN, **{**SMALL, "max_bytes": 200_000}))
+    stage = Stage(anchors=AnchorSettings(**OPEN, **{**SMALL, "max_bytes": 150_000}))
     stage.teach("reader", "critic")
     reader, critic, writer = (AgentKey(TENANT, "client", RUN, AgentId(name)) for name in ("reader", "critic", "writer"))
     before = told_tiers(stage)[0]["bytes_loaded"]

@@ -82,7 +82,9 @@ def core(
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     expected = Expected()
-    anchors = parts.anchors(_anchor_config(config), host_bound(config.anchors.host_bytes, config.tiers, expected))
+    anchors = parts.anchors(
+        AnchorConfig(**config.anchors.stored()), host_bound(config.anchors.host_bytes, config.tiers, expected)
+    )
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
     runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.model_dump()), runner.refusal, expected)
     capacity = num_blocks * config.block_size
@@ -110,11 +112,6 @@ def _blocks(spec: KVSpec, config: EngineConfig) -> int:
     if blocks < 1:
         raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
     return blocks
-
-
-def _anchor_config(config: EngineConfig) -> AnchorConfig:
-    tiers = {"max_base_bytes", "host_bytes", "host_base_bytes"}
-    return AnchorConfig(**config.anchors.model_dump(exclude=tiers))
 
 
 def host_bound(nbytes: int, tiers: TierConfig, expected: Expected) -> HostBound:

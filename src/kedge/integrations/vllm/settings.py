@@ -62,7 +62,7 @@ class PluginSettings:
     @property
     def anchor_config(self) -> AnchorConfig:
         """As the sections say, but that no single token of a shareable value is computed."""
-        return AnchorConfig(**{**self.anchors.model_dump(exclude={"max_base_bytes"}), "weak_error": math.inf})
+        return AnchorConfig(**{**self.anchors.stored(), "weak_error": math.inf})
 
     def host_blocks(self, block_bytes: int) -> int:
         """Blocks of the host tier. Raises `ConfigError` where there is memory for none."""
