@@ -56,7 +56,7 @@ def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Pa
     axes.set(title="speed-up over LRU without a host tier", ylabel="times")
     axes.set_xticks(range(len(cases)), list(cases))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(policies))
+    figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

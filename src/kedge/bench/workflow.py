@@ -62,7 +62,7 @@ class Case:
     def speedup(self, name: str, baseline: str) -> list[float]:
         """Latency of `baseline` over that of `name`, trial by trial."""
         pairs = zip(self.trials[baseline], self.trials[name], strict=True)
-        return [ours.latency_s and theirs.latency_s / ours.latency_s for theirs, ours in pairs]
+        return [theirs.latency_s / ours.latency_s for theirs, ours in pairs]
 
     def load_ratio(self) -> float | None:
         """Load over prefill as it was in these trials, per token: what `lru_host` waited for what it loaded, over the
