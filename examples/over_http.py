@@ -17,9 +17,9 @@ from openai import OpenAI
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 QUESTIONS = (
-    "Tom starts the day with 3 apples. Tom finds 5 more. How many apples does Tom have at the end?",
-    "Mei starts the day with 7 coins. Mei finds 4 more. How many coins does Mei have at the end?",
-    "Ann starts the day with 9 pens. Ann gives away 2. How many pens does Ann have at the end?",
+    "Tom starts the day with 3 apples. Tom finds 5 more. Tom loses 2. How many apples does Tom have at the end?",
+    "Mei starts the day with 7 coins. Mei finds 4 more. Mei gives away 6. How many coins does Mei have at the end?",
+    "Ann starts the day with 9 pens. Ann gives away 2. Ann finds 8 more. How many pens does Ann have at the end?",
 )
 TEAM = {
     "name": "small team",
