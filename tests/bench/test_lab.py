@@ -90,6 +90,18 @@ def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:
     assert len(orders) > 1
 
 
+def test_nothing_is_written_past_a_methods_assembler() -> None:
+    """Work ahead of a request is the engine's own translation: an ablation would not be one."""
+    with Lab(CHOICE, {"rotation": METHODS["rotation"]}, LabSettings(agents=3, forced=False, engine=CPU)) as lab:
+        for number, question in enumerate(islice(TASKS["choice"].questions("test", 6), 2)):
+            lab.ask(number, question)
+        bench = lab._benches["rotation"]
+        preassembled = bench.engine.inspect()["preassembly"]
+    assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)
+    assert not any(preassembled.values())
+    assert not bench.probe.eyes
+
+
 def test_a_probe_forces_reads_and_teaches() -> None:
     loaded = load_model(None, EngineConfig(device="cpu"))
     probe = Probe()

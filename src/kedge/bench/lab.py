@@ -164,7 +164,11 @@ class Lab:
         return pairs
 
     def _close_loop(self, bench: Bench, question: Question, dense: RunResult, runs: MethodRuns, number: int) -> None:
-        result = self._run(bench.engine, question, bench.reuse, CLOSED)
+        # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
+        recorder = Recorder(bench.engine, bench.probe, kv=False)
+        result = self._run(recorder, question, bench.reuse, CLOSED)
+        for pending in recorder.pending:
+            pending.result()
         right, final = self._workload.right, self._workload.final
         for ours, theirs in zip(dense.results, result.results, strict=True):
             rights = (right(one.agent, one.text, question) for one in (ours, theirs))

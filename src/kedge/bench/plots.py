@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
     from kedge.bench.demo import Comparison
+    from kedge.bench.studies.study import Plot, Row
 
 
 def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
@@ -59,6 +61,55 @@ def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Pa
     figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
+    """A study's figure: one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
+    plt = _pyplot(file)
+    across = min(len(plot.ys), 2)
+    down = -(-len(plot.ys) // across)
+    figure, grid = plt.subplots(down, across, figsize=(5.5 * across, 3.4 * down), layout="constrained", squeeze=False)
+    for axes, y in zip(grid.flat, plot.ys, strict=False):
+        _panel(axes, plot, rows, y)
+    for axes in list(grid.flat)[len(plot.ys) :]:
+        axes.axis("off")
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    if plot.by:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
+    figure.suptitle(title)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
+    xs = list(dict.fromkeys(row[plot.x] for row in rows))
+    groups = list(dict.fromkeys(row[plot.by] if plot.by else "" for row in rows))
+    width = 0.8 / len(groups)
+    for i, group in enumerate(groups):
+        shown = [row for row in rows if row.get(y) is not None and (not plot.by or row[plot.by] == group)]
+        points = [row[plot.x] for row in shown], [row[y] for row in shown]
+        if plot.kind == "lines":
+            axes.plot(*_means(*points), marker="o", markersize=3, label=group)
+            continue
+        places = [xs.index(x) + (i - (len(groups) - 1) / 2) * width for x in points[0]]
+        whiskers = [row.get(f"{y}_sd") or 0 for row in shown]
+        axes.bar(places, points[1], width, label=group, yerr=whiskers if any(whiskers) else None, ecolor="grey")
+    if plot.kind == "bars":
+        crowded = max(len(str(x)) for x in xs) * len(xs) > _ROOM
+        turn = {"rotation": 30, "ha": "right"} if crowded else {}
+        axes.set_xticks(range(len(xs)), [str(x) for x in xs], **turn)
+    axes.set(title=y.replace("_", " "), xlabel=plot.x.replace("_", " "))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+_ROOM = 40
+"""Letters under a panel that can stand side by side"""
+
+
+def _means(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """One point per x: the mean of its ys."""
+    places = list(dict.fromkeys(xs))
+    return places, [fmean(y for x, y in zip(xs, ys, strict=True) if x == place) for place in places]
 
 
 def _pyplot(file: Path) -> Any:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kedge.cli.bench_lab import add_to
 from kedge.cli.bench_workflow import workflow
 from kedge.cli.results import save
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
 bench.command()(workflow)
+add_to(bench)
 
 
 @bench.command()

@@ -1,0 +1,25 @@
+"""All studies by name, in the order in which they tell users most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kedge.bench.studies import (
+    ablation,
+    accuracy,
+    anchors,
+    criterion,
+    estimators,
+    memory,
+    offsets,
+    order,
+    proximity,
+    sensitivity,
+    similarity,
+)
+from kedge.bench.studies.study import Study
+
+_MODULES = (
+    accuracy, estimators, ablation, similarity, proximity, memory, order, criterion, sensitivity, anchors, offsets,
+)  # fmt: skip
+STUDIES: Mapping[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

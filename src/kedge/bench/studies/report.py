@@ -1,0 +1,72 @@
+"""Results of studies as one page that needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kedge.errors import ConfigError
+
+PAGE = "report.html"
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{padding:.15em .7em;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child"
+    "{text-align:left}img{max-width:100%}code{background:#eee}.paper{border-left:4px solid #bbb;padding-left:1em}"
+)
+
+
+def write_report(folder: Path) -> Path:
+    """`report.html` of all results in `folder`, with the figures beside them. Raises `ConfigError` where there are
+    none, or one cannot be read."""
+    parts = [_section(file, result) for file in sorted(folder.glob("*.json")) if (result := _read(file))]
+    if not parts:
+        raise ConfigError("DIR", str(folder), "holds no results of `kedge bench`")
+    page = folder / PAGE
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Kedge: results</title><style>{_STYLE}</style>"
+    page.write_text(f"{head}<h1>Kedge: results</h1>{''.join(parts)}</html>\n", encoding="utf-8")
+    return page
+
+
+def _read(file: Path) -> Mapping[str, Any] | None:
+    """A study's results; None for other JSON."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("DIR", str(file), f"is no JSON: {error}") from error
+    return data if isinstance(data, dict) and {"study", "title", "paper", "rows"} <= set(data) else None
+
+
+def _section(file: Path, result: Mapping[str, Any]) -> str:
+    figure = file.with_suffix(".png")
+    picture = ""
+    if figure.exists():
+        data = base64.b64encode(figure.read_bytes()).decode()
+        picture = f'<p><img alt="{escape(result["title"])}" src="data:image/png;base64,{data}"></p>'
+    about = ", ".join(f"{key} {value}" for part in ("settings", "machine") for key, value in result[part].items())
+    return (
+        f"<h2>{escape(result['title'])}</h2><p><code>kedge bench {escape(result['study'])}</code>, "
+        f"{result['seconds']:.0f} s; {escape(about)}</p>{picture}{_table(result['rows'])}"
+        f"<p class=paper>The paper: {escape(result['paper'])}</p>"
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = "".join(f"<th>{escape(heading(key))}</th>" for key in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell(v))}</td>" for v in row.values()) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def heading(column: str) -> str:
+    """A column's name as people read it."""
+    return column.replace("_sd", " ±").replace("_", " ")
+
+
+def cell(value: object) -> str:
+    """A value as it stands in a table; empty for what was not measured."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

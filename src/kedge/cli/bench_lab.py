@@ -1,0 +1,136 @@
+"""`kedge bench accuracy`, `… estimators` and so on, `kedge bench all` and `kedge report`: the papers' experiments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kedge.cli.results import save
+
+if TYPE_CHECKING:
+    from kedge.bench.studies.study import Row, Study
+
+ABOUT = {
+    "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
+    "order": "Accuracy and reuse by order of the questions (KVCOMM, Table 4).",
+    "ablation": "Rotation, offsets of placeholders and of prefix segments, in all combinations (KVCOMM, Table 5).",
+    "sensitivity": "The entropy threshold and the pool size (KVCOMM, Table 6).",
+    "criterion": "What makes a value shareable (KVCOMM, Table A.3).",
+    "estimators": "Estimators at the same reuse rate, with learning curves (KVCOMM, Table A.4).",
+    "memory": "What anchors weigh, by length and number (KVCOMM, figure A.1).",
+    "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",
+    "proximity": "Whether near tokens have near KV and near offsets, by layer (KVCOMM, figure 4).",
+    "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",
+    "similarity": "Cosine with and error against dense KV, by layer and estimator (KVCOMM, figure A.12).",
+}
+
+Task = Annotated[str | None, typer.Option(help="math, choice or code, or a data set such as gsm8k; default math.")]
+Dataset = Annotated[Path | None, typer.Option(help="A JSONL file with the questions of a data set.")]
+Questions = Annotated[int | None, typer.Option(min=1, help="Questions that count, per seed; default 200.")]
+Taught = Annotated[int | None, typer.Option(min=0, help="Questions learned from before, in some; default 20.")]
+Agents = Annotated[int | None, typer.Option(min=2, help="Default 4.")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="Repetitions with other questions; default 3.")]
+Model = Annotated[Path | None, typer.Option(help="Folder of a model; default: the bundled one.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A minute or two: the choice task, few questions, one seed.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write the figure to this file (extra `plot`).")]
+
+
+def add_to(bench: typer.Typer) -> None:
+    """Adds a command for every study, and `all`."""
+    for name, about in ABOUT.items():
+        bench.command(name, help=about)(_command(name))
+    bench.command("all")(run_all)
+
+
+def _command(name: str) -> Callable[..., None]:
+    def command(
+        task: Task = None,
+        dataset: Dataset = None,
+        questions: Questions = None,
+        taught: Taught = None,
+        agents: Agents = None,
+        seeds: Seeds = None,
+        model: Model = None,
+        quick: Quick = False,
+        json_file: Json = None,
+        plot_file: PlotFile = None,
+    ) -> None:
+        from kedge.bench.studies.catalog import STUDIES
+
+        given = {"task": task, "dataset": dataset, "questions": questions, "taught": taught, "agents": agents}
+        given |= {"seeds": seeds, "model": model}
+        _run(Console(), STUDIES[name], given, json_file, plot_file, quick=quick)
+
+    return command
+
+
+def run_all(
+    out: Annotated[Path, typer.Option(help="Folder for results, figures and the page.")] = Path("kedge-results"),
+    task: Task = None,
+    questions: Questions = None,
+    seeds: Seeds = None,
+    model: Model = None,
+    quick: Quick = False,
+) -> None:
+    """All of the papers' experiments on quality, each with its results and figure in one folder, and `kedge report`."""
+    from kedge.bench.studies.catalog import STUDIES
+
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    given = {"task": task, "questions": questions, "seeds": seeds, "model": model}
+    for name, study in STUDIES.items():
+        _run(console, study, given, out / f"{name}.json", out / f"{name}.png", quick=quick)
+    report(out)
+
+
+def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kedge bench`.")]) -> None:
+    """Puts the results and figures of a folder into one page, `report.html`, that needs no other file."""
+    from kedge.bench.studies.report import write_report
+
+    typer.echo(f"page: {write_report(folder)}")
+
+
+def _run(
+    console: Console,
+    study: Study,
+    given: dict[str, Any],
+    json_file: Path | None,
+    plot_file: Path | None,
+    *,
+    quick: bool,
+) -> None:
+    import torch
+
+    from kedge.bench.plots import study_plot
+
+    settings = study.settings(quick=quick, **given)
+    if settings.model is None:
+        torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
+    began = time.perf_counter()
+    with console.status(study.name) as status:
+        rows = study.run(settings, lambda what: status.update(f"{study.name}, {what}"))
+    console.print(_table(study, rows), f"The paper: {study.paper}\n", highlight=False)
+    if json_file:
+        about = {"study": study.name, "title": study.title, "paper": study.paper, "settings": settings.as_json()}
+        save(console, json_file, {**about, "seconds": round(time.perf_counter() - began, 1), "rows": rows})
+    if plot_file:
+        study_plot(study.plot, rows, study.title, plot_file)
+        console.print(f"figure: {plot_file}")
+
+
+def _table(study: Study, rows: list[Row]) -> Table:
+    from kedge.bench.studies.report import cell, heading
+
+    table = Table(title=study.title)
+    for column in rows[0]:
+        table.add_column(heading(column), justify="right")
+    for row in rows:
+        table.add_row(*(cell(value) for value in row.values()))
+    return table

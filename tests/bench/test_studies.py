@@ -1,0 +1,164 @@
+"""The papers' experiments: what their rows hold, how seeds are averaged, and the commands with their page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kedge.bench.studies import catalog
+from kedge.bench.studies.catalog import STUDIES
+from kedge.bench.studies.contexts import Contexts
+from kedge.bench.studies.proximity import nearest_pairs, spearman
+from kedge.bench.studies.report import write_report
+from kedge.bench.studies.study import QUICK, StudySettings, averaged
+from kedge.cli.bench_lab import ABOUT
+from kedge.cli.main import app
+from kedge.errors import ConfigError
+
+TINY = {"questions": 1, "taught": 0, "agents": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_study_has_a_command() -> None:
+    assert set(ABOUT) == set(STUDIES)
+    for name, study in STUDIES.items():
+        assert study.name == name
+        assert study.paper
+        assert study.settings(quick=True).questions <= 10
+
+
+def test_what_is_given_wins() -> None:
+    study = STUDIES["accuracy"]
+    assert study.settings(quick=False) == StudySettings()
+    quick = study.settings(quick=True, questions=3, task=None)
+    assert (quick.questions, quick.task, quick.seeds, quick.quick) == (3, QUICK["task"], 1, True)
+
+
+def test_seeds_are_averaged() -> None:
+    trials = [
+        [{"method": "a", "layer": 1, "kl": 1.0, "top1": None}],
+        [{"method": "a", "layer": 1, "kl": 3.0, "top1": 0.5}],
+    ]
+    assert averaged(trials) == [
+        {"method": "a", "layer": 1, "kl": 2.0, "kl_sd": pytest.approx(math.sqrt(2)), "top1": 0.5, "top1_sd": None}
+    ]
+    assert averaged(trials[:1]) == trials[0]
+
+
+def test_no_seeds_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="seeds=0"):
+        STUDIES["memory"].run(StudySettings(seeds=0))
+
+
+@pytest.mark.parametrize("name", ["order", "anchors"])
+def test_rows_have_what_the_figure_shows(name: str) -> None:
+    study = STUDIES[name]
+    rows = study.run(study.settings(quick=True, **TINY))
+    assert rows
+    assert all({study.plot.x, study.plot.by, *study.plot.ys} <= set(row) for row in rows)
+
+
+def test_accuracy_has_every_method_and_team() -> None:
+    rows = STUDIES["accuracy"].run(STUDIES["accuracy"].settings(quick=True, **TINY))
+    assert [(row["agents"], row["method"]) for row in rows[:4]] == [
+        (2, "dense"), (2, "cacheblend"), (2, "kvcomm"), (2, "token"),
+    ]  # fmt: skip
+    dense = [row for row in rows if row["method"] == "dense"]
+    assert all(row["accuracy"] == row["accuracy_dense"] and row["same_final_answer"] == 1 for row in dense)
+
+
+def test_anchors_weigh_what_they_hold() -> None:
+    rows = STUDIES["memory"].run(STUDIES["memory"].settings(quick=True, agents=2))
+    size = {(row["estimator"], row["anchors"]): row for row in rows}
+    assert size["linear", 20]["mib"] < size["interpolate", 20]["mib"] / 3  # key vectors grow, offsets are sums
+    for name in ("interpolate", "token"):
+        assert size[name, 20]["mib"] > 3 * size[name, 5]["mib"]
+        assert size[name, 20]["to_paper"] < 1
+    assert size["token", 20]["paper_mib"] == pytest.approx(4 * size["token", 5]["paper_mib"])
+
+
+def test_the_first_layer_has_no_offsets() -> None:
+    with Contexts(StudySettings()) as contexts:
+        tokens = contexts.bare("Anna sells 3 apples.")
+        one, two = (
+            contexts.kv(contexts.encode(text), tokens) for text in ("You are kind.", "Count to ten, then stop.")
+        )
+        with pytest.raises(ConfigError, match="before"):
+            contexts.kv((), tokens)
+    assert one.tokens == len(tokens)
+    assert torch.allclose(one.keys[0], two.keys[0], atol=1e-4)
+    assert torch.equal(one.values[0], two.values[0]) or torch.allclose(one.values[0], two.values[0], atol=1e-5)
+    assert float((one.values[-1] - two.values[-1]).norm() / one.values[-1].norm()) > 0.05
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30))
+def test_spearman_is_the_correlation_of_ranks(pairs: list[tuple[int, int]]) -> None:
+    a, b = (list(column) for column in zip(*pairs, strict=True))
+    ours = spearman(torch.tensor(a).float(), torch.tensor(b).float())
+    ranks = [[sum(y < x for y in one) + sum(y == x for y in one) / 2 for x in one] for one in (a, b)]
+    if any(len(set(rank)) == 1 for rank in ranks):
+        assert ours is None
+    else:
+        expected = torch.corrcoef(torch.tensor(ranks, dtype=torch.float64))[0, 1]
+        assert ours == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_the_nearest_pairs_come_first() -> None:
+    embeddings = torch.tensor([[0.0], [1.0], [1.5], [9.0]])
+    left, right, distance = nearest_pairs(embeddings, [0, 1, 2, 3])
+    assert [{a, b} for a, b in zip(left, right, strict=True)][:3] == [{1, 2}, {0, 1}, {0, 2}]
+    assert distance[:3].tolist() == pytest.approx([0.5, 1.0, 1.5])
+
+
+def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> None:
+    file, plot = tmp_path / "offsets.json", tmp_path / "offsets.png"
+    done = CliRunner().invoke(
+        app, ["bench", "offsets", "--quick", "--task", "code", "--json", str(file), "--plot", str(plot)]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert {"machine", "study", "title", "paper", "settings", "seconds", "rows"} <= set(data)
+    assert data["settings"]["task"] == "code"
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert data["paper"].split(":")[0] in page
+    assert "data:image/png;base64," in page
+    assert page.count("<tr>") == len(data["rows"]) + 1
+
+
+def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "STUDIES", {name: STUDIES[name] for name in ("memory", "offsets")})
+    done = CliRunner().invoke(app, ["bench", "all", "--quick", "--task", "math", "--out", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
+    names = {file.name for file in (tmp_path / "new").iterdir()}
+    assert names == {"memory.json", "memory.png", "offsets.json", "offsets.png", "report.html"}
+
+
+def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"machine": {}}')
+    with pytest.raises(ConfigError, match="holds no results"):
+        write_report(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        write_report(tmp_path)
+
+
+def test_an_unknown_task_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["bench", "accuracy", "--quick", "--task", "chess"])
+    assert done.exit_code == 2
