@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kedge.cli.bench_lab import add_to
+from kedge.cli.bench_vllm import vllm
 from kedge.cli.bench_workflow import workflow
 from kedge.cli.results import save
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
 bench.command()(workflow)
 add_to(bench)
+bench.command()(vllm)
 
 
 @bench.command()
@@ -32,7 +34,7 @@ def ttft(
     agents: Annotated[int, typer.Option(min=1)] = 5,
     samples: Annotated[int, typer.Option(min=2, help="Samples in every pool before the measurement.")] = 20,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    estimator: Annotated[str, typer.Option(help="token or interpolate.")] = "token",
+    estimator: Annotated[str, typer.Option(help="A name of `kedge.anchors.registry.ESTIMATORS`.")] = "token",
     recompute_head: Annotated[int | None, typer.Option(min=0, help="Default: the engine's.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
