@@ -50,8 +50,9 @@ class Served:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
 
     def wait_quiet(self) -> None:
-        """Until nothing is in flight any more."""
-        wait_until(lambda: all(meter.in_flight == 0 for meter in self.service._meters.values()))
+        """Until nothing is in flight any more, and whatever follows from the last call's end has been done."""
+        meters = self.service._meters
+        wait_until(lambda: not self.service._calls and all(meter.in_flight == 0 for meter in meters.values()))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -145,8 +145,8 @@ class _Account:
         self.service.metrics.waiting.inc(call.begun - self.count, tenant=self.tenant.id)
         self.service.metrics.running.inc(-call.begun, tenant=self.tenant.id)
         self.span.ended([one for one in call.completions if one])
-        self.service.over(call)
         self.on_over(call)
+        self.service.over(call)
 
 
 def service_of(request: Request) -> Service:
