@@ -6,6 +6,7 @@ An ablation changes the plan of a request before it is written; planning, pools 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
@@ -70,6 +71,7 @@ class Ablation:
 class _Ablated:
     """Remembers where base KV came from, for keys that are to stay as they were rotated there."""
 
+    works_ahead: ClassVar[bool] = False
     steps: Ablation
     rotary: Rotary
     translator: Translator

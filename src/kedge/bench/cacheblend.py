@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class CacheBlend:
 
 
 class _Blending:
+    works_ahead: ClassVar[bool] = False
+
     def __init__(self, runner: ModelRunner, storage: PagedStorage, ratios: tuple[float, ...]) -> None:
         self._model, self._storage, self._ratios = runner.model.base_model, storage, ratios
         self._translator = Translator(storage)

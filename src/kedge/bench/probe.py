@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -133,6 +134,7 @@ class Recorder:
 class _Watching:
     """Tells the eye of a request where its KV lies."""
 
+    works_ahead: ClassVar[bool] = False
     inner: Assembler
     storage: PagedStorage
     probe: Probe

@@ -15,12 +15,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kedge.errors import RequestError
+from kedge.hint_values import MOST_AGENTS, read_text, read_whole
 from kedge.types import AgentId, ReuseMode, RunId, WorkflowId
-
-LONGEST = 256
-"""Characters of a name."""
-MOST_AGENTS = 4096
-"""Agents that one hint may speak of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +81,6 @@ class Rule(NamedTuple):
     read: Callable[[Any], Any]
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
-        raise ValueError
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError
-    return value
-
-
 def _seq(value: Any) -> int:
     """A negative one is passed on: the forecast ignores it and counts it as such."""
     if type(value) is not int or abs(value) >= 2**63:
@@ -125,7 +109,7 @@ def _flag(value: Any) -> bool:
 def _steps(value: Any) -> dict[AgentId, float]:
     if not isinstance(value, dict) or len(value) > MOST_AGENTS:
         raise ValueError
-    return {AgentId(_text(agent)): math.inf if steps is None else _number(steps) for agent, steps in value.items()}
+    return {AgentId(read_text(agent)): math.inf if steps is None else _number(steps) for agent, steps in value.items()}
 
 
 def _finite(steps: float) -> float | None:
@@ -134,48 +118,48 @@ def _finite(steps: float) -> float | None:
 
 def _joined(value: Any) -> str:
     """SGLang's `extra_key` may be a list."""
-    return "\x1f".join(_text(one) for one in value) if isinstance(value, list) else _text(value)
+    return "\x1f".join(read_text(one) for one in value) if isinstance(value, list) else read_text(value)
 
 
 KEDGE = tuple(
     Rule("kedge", ("kedge", name), to, read)
     for name, to, read in (
-        ("workflow", "workflow", _text),
-        ("run", "run", _text),
-        ("agent", "agent", _text),
-        ("client", "client", _text),
+        ("workflow", "workflow", read_text),
+        ("run", "run", read_text),
+        ("agent", "agent", read_text),
+        ("client", "client", read_text),
         ("seq", "seq", _seq),
         ("steps", "steps", _steps),
-        ("fixed_tokens", "fixed_tokens", _whole),
-        ("fixed_messages", "fixed_messages", _whole),
+        ("fixed_tokens", "fixed_tokens", read_whole),
+        ("fixed_messages", "fixed_messages", read_whole),
         ("final", "final", _flag),
     )
 )
 BODY = (
-    Rule("openai", ("safety_identifier",), "end_user", _text),
-    Rule("openai", ("user",), "end_user", _text),
-    Rule("langgraph", ("metadata", "langgraph_node"), "agent", _text),
-    Rule("langgraph", ("metadata", "thread_id"), "run", _text),
-    Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", _text),
-    Rule("agents-sdk", ("metadata", "group_id"), "run", _text),
-    Rule("vllm", ("session_id",), "session", _text),
-    Rule("vllm", ("request_id",), "request_id", _text),
-    Rule("vllm", ("cache_salt",), "salt", _text),
-    Rule("sglang", ("rid",), "request_id", _text),
+    Rule("openai", ("safety_identifier",), "end_user", read_text),
+    Rule("openai", ("user",), "end_user", read_text),
+    Rule("langgraph", ("metadata", "langgraph_node"), "agent", read_text),
+    Rule("langgraph", ("metadata", "thread_id"), "run", read_text),
+    Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", read_text),
+    Rule("agents-sdk", ("metadata", "group_id"), "run", read_text),
+    Rule("vllm", ("session_id",), "session", read_text),
+    Rule("vllm", ("request_id",), "request_id", read_text),
+    Rule("vllm", ("cache_salt",), "salt", read_text),
+    Rule("sglang", ("rid",), "request_id", read_text),
     Rule("sglang", ("extra_key",), "salt", _joined),
     Rule("dynamo", ("nvext", "agent_hints", "priority"), "priority", _number),
     Rule("vllm", ("priority",), "priority", _negated),
-    Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", _whole),
+    Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", read_whole),
 )
 HEADERS = (
-    Rule("dynamo", ("x-dynamo-session-id",), "session", _text),
-    Rule("dynamo", ("x-dynamo-parent-session-id",), "parent", _text),
+    Rule("dynamo", ("x-dynamo-session-id",), "session", read_text),
+    Rule("dynamo", ("x-dynamo-parent-session-id",), "parent", read_text),
     Rule("dynamo", ("x-dynamo-session-final",), "final", _flag),
-    Rule("coding-agents", ("x-claude-code-session-id",), "session", _text),
-    Rule("llm-d", ("session-id",), "session", _text),
-    Rule("llm-d", ("x-session-id",), "session", _text),
-    Rule("llm-d", ("x-session-affinity",), "session", _text),
-    Rule("llm-d", ("x-parent-session-id",), "parent", _text),
+    Rule("coding-agents", ("x-claude-code-session-id",), "session", read_text),
+    Rule("llm-d", ("session-id",), "session", read_text),
+    Rule("llm-d", ("x-session-id",), "session", read_text),
+    Rule("llm-d", ("x-session-affinity",), "session", read_text),
+    Rule("llm-d", ("x-parent-session-id",), "parent", read_text),
 )
 RULES = (*KEDGE, *BODY, *HEADERS)
 

@@ -20,7 +20,7 @@ from kedge.engine.local.batch import flatten
 from kedge.engine.local.fixed import FixedPrompts
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
-from kedge.engine.local.parts import Assembler, Translating
+from kedge.engine.local.parts import Assembler
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
@@ -91,8 +91,8 @@ class EngineCore:
         self.scheduler.waiting.append(sequence)
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Such a request is expected. An experiment's assembler is only asked for requests that are there."""
-        if isinstance(self._assembler, Translating):
+        """Such a request is expected."""
+        if self._assembler.works_ahead:
             self._preassembly.expect(request)
 
     @property

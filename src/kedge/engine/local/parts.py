@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
@@ -20,12 +20,17 @@ from kedge.types import GenerateRequest
 class Assembler(Protocol):
     """Brings a plan's KV into a request's slots, when the request is admitted. Called by the engine's thread."""
 
+    works_ahead: ClassVar[bool]
+    """Whether what is translated may also be written piece by piece, before the request is there to be asked for."""
+
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         """Writes what is translated; what the plan is now. Positions that it calls computed are run afterwards."""
 
 
 class Translating:
     """Translates what the plan says, and nothing else."""
+
+    works_ahead: ClassVar[bool] = True
 
     def __init__(self, _: ModelRunner, storage: PagedStorage) -> None:
         self._translator = Translator(storage)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kedge.hint_values import MOST_AGENTS, read_text, read_whole
 from kedge.types import (
     AgentId,
     ClientId,
@@ -27,10 +28,6 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.steps import NextRun
 
-LONGEST = 256
-"""Characters of a name."""
-MOST_AGENTS = 4096
-"""Agents that one forecast may speak of."""
 T = TypeVar("T")
 
 
@@ -76,17 +73,17 @@ def read_call(
         reuse=reader.take("reuse", ReuseMode, reuse),
         request_id=RequestId(request_id),
         tenant=TenantId(salt or "default"),
-        client=ClientId(reader.take("client", _text, "")),
-        workflow=WorkflowId(reader.take("workflow", _text, "")),
-        run=RunId(reader.take("run", _text, "")),
-        agent=AgentId(reader.take("agent", _text, "")),
+        client=ClientId(reader.take("client", read_text, "")),
+        workflow=WorkflowId(reader.take("workflow", read_text, "")),
+        run=RunId(reader.take("run", read_text, "")),
+        agent=AgentId(reader.take("agent", read_text, "")),
         produces=reader.take("produces", _sample, None),
-        fixed=reader.take("fixed_tokens", _whole, None),
+        fixed=reader.take("fixed_tokens", read_whole, None),
     )
     return Call(
         request,
         steps=reader.take("steps", _steps, None),
-        seq=reader.take("seq", _whole, None),
+        seq=reader.take("seq", read_whole, None),
         final=reader.take("final", _flag, False),
         is_base=reader.take("base", _flag, False),
         ignored=reader.ignored + len(reader.left),
@@ -110,20 +107,8 @@ class _Reader:
             return default
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
-        raise ValueError
-    return value
-
-
 def _sample(value: Any) -> SampleId | None:
-    return SampleId(_text(value))
-
-
-def _whole(value: Any) -> int | None:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError
-    return value
+    return SampleId(read_text(value))
 
 
 def _flag(value: Any) -> bool:
@@ -135,7 +120,7 @@ def _flag(value: Any) -> bool:
 def _steps(value: Any) -> dict[AgentId, NextRun] | None:
     if not isinstance(value, Mapping) or len(value) > MOST_AGENTS:
         raise ValueError
-    return {AgentId(_text(agent)): NextRun(_step(steps)) for agent, steps in value.items()}
+    return {AgentId(read_text(agent)): NextRun(_step(steps)) for agent, steps in value.items()}
 
 
 def _step(value: Any) -> float:
@@ -163,13 +148,13 @@ def _segments(value: Any, tokens: Tokens) -> tuple[Segment, ...] | None:
 def _segment(value: Any, tokens: Tokens, start: int) -> Segment:
     if not isinstance(value, Mapping):
         raise ValueError
-    length = _whole(value.get("length")) or 0
+    length = read_whole(value.get("length")) or 0
     if start + length > len(tokens):
         raise ValueError
     sample = value.get("sample")
     return Segment(
         tokens[start : start + length],
-        _text(value.get("name")),
+        read_text(value.get("name")),
         None if sample is None else _sample(sample),
         _tokens(value.get("lead_in", ())),
         _tokens(value.get("stand_in", ())),
