@@ -41,6 +41,16 @@ def test_victims_are_suffixes_or_strictly_farther() -> None:
     assert may_replace(node, 2, 8) and not may_replace(node, 3, 8) and not may_replace(node, 4, 8)
 
 
+def test_what_is_needed_gives_way_only_to_what_is_likelier_needed_than_not() -> None:
+    node = Node(NS, None, b"", 1)
+    node.step = 5.0
+    assert may_replace(node, 1, 8, probability=0.6) and not may_replace(node, 1, 8, probability=0.5)
+    node.step = None
+    assert not may_replace(node, 1, 8, probability=0.5), "traffic without labels may come again"
+    node.varying = True
+    assert may_replace(node, 1, 8, probability=0.1)
+
+
 def test_all_branches_are_loaded_and_nobody_outside_the_window() -> None:
     world = World(9, host_blocks=12, prefetch_window=1)
     on_host_only(world, a="AA", b="BB", c="CC", d="DD")

@@ -112,8 +112,8 @@ class Driver(World):
     def expect(self) -> None:
         agents = self.rng.sample("abcd", self.rng.choice((1, 1, 4)))
         steps = (None, 0.0, 1.0, 2.0, 3.0, 5.0, 9.0, math.inf)
-        changes = {agent: self.rng.choice(steps) for agent in agents}
-        self.cache.on_forecast({agent: None if step is None else (step, 0.5) for agent, step in changes.items()})
+        changes = {agent: (self.rng.choice(steps), self.rng.choice((0.5, 0.9, 1.0))) for agent in agents}
+        self.cache.on_forecast({agent: None if run[0] is None else run for agent, run in changes.items()})
 
     def pump(self) -> None:
         self.cache.pump()

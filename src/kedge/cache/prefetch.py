@@ -15,6 +15,9 @@ from kedge.cache.transfer import Direction, Purpose
 
 Target = TypeVar("Target")
 
+LIKELY = 0.5
+"""An agent's next run is worth a loss where it is more probable than this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[Target]):
@@ -37,9 +40,13 @@ def is_within(step: float | None, window: float) -> bool:
     return step is not None and step <= window and step < math.inf
 
 
-def may_replace(victim: StepView, step: float, virtual_step: float) -> bool:
-    """Whether a prefetch for an agent `step` steps away may evict `victim`: a suffix, or needed strictly later."""
-    return distance(victim, virtual_step) > step
+def may_replace(victim: StepView, step: float, virtual_step: float, probability: float = 1.0) -> bool:
+    """Whether a prefetch for an agent `step` steps away may evict `victim`: one that nobody is known to need again, or
+    one that is needed strictly later. The latter only for an agent that is likelier to run then than not: what loses
+    its place is needed too, and copies that come for nothing delay those that do not.
+    """
+    later = distance(victim, virtual_step)
+    return later > step and (probability > LIKELY or later == math.inf)
 
 
 class Prefetcher:
@@ -95,7 +102,9 @@ class Prefetcher:
         transfer = self._tiers.load(
             candidate.node,
             Purpose.PREFETCH,
-            lambda victim: not victim.wanted and may_replace(victim, candidate.step, settings.virtual_step),
+            lambda victim: (
+                not victim.wanted and may_replace(victim, candidate.step, settings.virtual_step, candidate.probability)
+            ),
             settings.decode_reserve,
         )
         return transfer is not None

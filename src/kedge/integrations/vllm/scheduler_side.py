@@ -283,7 +283,7 @@ class SchedulerSide:
                 self._prompts[candidate.node],
                 Purpose.PREFETCH,
                 candidate.node,
-                lambda victim, step=candidate.step: may_replace(victim, step, tiers.virtual_step),  # type: ignore[misc]
+                lambda victim, one=candidate: may_replace(victim, one.step, tiers.virtual_step, one.probability),  # type: ignore[misc]
                 tiers.decode_reserve,
             )
             slots -= job is not None
