@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kedge.bench import preassembly
 from kedge.bench.soak import SoakSettings, soak
 from kedge.bench.ttft import TtftSettings, measure
 from kedge.cli.main import app
@@ -25,6 +26,15 @@ def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
         assert len(agent.dense) == len(agent.translated) == len(agent.generate) == SMALL.repeats
         for total, parts in zip(agent.translated, agent.parts, strict=True):
             assert sum(parts.values()) == pytest.approx(total, rel=0.02, abs=0.2)
+
+
+def test_a_prompt_that_is_ready_lacks_its_last_token_only() -> None:
+    times = preassembly.measure(SMALL)
+    assert [one.agent for one in times] == [1, 2]
+    for one in times:
+        assert one.preassembled == one.prompt_tokens - 1
+        assert [len(ms) for ms in (*one.ttft.values(), one.step)] == [SMALL.repeats] * 4
+        assert {"no_hint_ms", "at_once_ms", "ahead_ms", "step_ms", "steps"} <= set(one.as_json())
 
 
 def test_nothing_grows_with_the_number_of_questions() -> None:

@@ -15,11 +15,15 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from kedge.cache import CacheManager, Copied, Copy, TierSettings, steps_to_execution
-from kedge.types import RequestId
+from kedge.bench.workflow_figures import cycle
+from kedge.cache import CacheManager, Changes, Copied, Copy, TierSettings, steps_to_execution
+from kedge.types import AgentId, RequestId, RunId, TenantId
+from kedge.workflow import AgentKey, ForecastBoard, RunKey, RunProgress
 
 BLOCK, PROMPT = 16, 1024
 """Tokens of a block, and of the prompts that fill the cache: half of each is the fixed part of an agent's prompt."""
+RING = 10
+"""Agents of a run."""
 LONG = 4096
 """Tokens of the prompt that is looked up and inserted."""
 SPACE = ("tenant", "model")
@@ -204,8 +208,8 @@ def _at_agents(agents: int, settings: CacheSettings) -> Times:
     filled = Filled(agents // 5 + 2, settings.seed, host_blocks=agents + 1)
     cache, system = filled.cache, filled.tokens(BLOCK)
     cache.on_forecast({agent: (float(agent % 10), 1.0) for agent in range(agents)})
-    for agent in range(agents):
-        fixed = system + filled.tokens(BLOCK)
+    prompts = [system + filled.tokens(BLOCK) for _ in range(agents)]
+    for agent, fixed in enumerate(prompts):
         filled.serve(fixed)
         cache.on_label(SPACE, agent, fixed)
         cache.pump()
@@ -213,12 +217,30 @@ def _at_agents(agents: int, settings: CacheSettings) -> Times:
     changes = [{rng.randrange(agents): (float(rng.randrange(10)), 1.0)} for _ in range(20 * settings.repeats)]
     update = statistics.median(_time(cache.on_forecast, change) for change in changes)
     planned = statistics.median(_time(_update_and_plan, cache, change) for change in changes)
-    return Times(agents, {"forecast of one agent": update, "the same, and a plan": planned})
+    ended = _end_agents(cache, prompts, settings)
+    return Times(agents, {"forecast of one agent": update, "the same, and a plan": planned, "an agent ends": ended})
 
 
-def _update_and_plan(cache: CacheManager, change: dict[int, tuple[float, float]]) -> None:
+def _update_and_plan(cache: CacheManager, change: Changes) -> None:
     cache.on_forecast(change)
     cache.pump()
+
+
+def _end_agents(cache: CacheManager, prompts: Sequence[Sequence[int]], settings: CacheSettings) -> float:
+    """An agent of one of many runs of ten ends: the steps of its run are computed, published, taken and planned by."""
+    board, rng = ForecastBoard(), random.Random(settings.seed)
+    keys = [RunKey(TenantId("tenant"), "client", RunId(str(i))) for i in range(len(prompts) // RING)]
+    runs = [RunProgress(cycle(RING), key, board) for key in keys]
+    for at, run in enumerate(runs):
+        cache.on_forecast({**run.begin(0.0), **run.started(AgentId(f"a{at % RING}"), 0.0)})
+        for one, fixed in enumerate(prompts[at * RING : (at + 1) * RING]):
+            cache.on_label(SPACE, AgentKey(*run.run, AgentId(f"a{one}")), fixed)
+
+    def end(run: RunProgress, agent: AgentId) -> None:
+        _update_and_plan(cache, run.finished(agent, 0.0))
+
+    ends = [(rng.choice(runs), AgentId(f"a{rng.randrange(RING)}")) for _ in range(20 * settings.repeats)]
+    return statistics.median(_time(end, *one) for one in ends)
 
 
 def _time(call: Callable[..., object], *arguments: object) -> float:

@@ -117,7 +117,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
         _warm(engine, generate, workload, settings, runs)
         for i in range(settings.samples):
             progress(f"filling the pools: sample {i + 1} of {settings.samples}")
-            _fill(engine, workload, settings, next(runs), extra=i)
+            fill(engine, workload, settings, next(runs), extra=i)
         stored: Any = engine.inspect()
         for i in range(settings.repeats):
             progress(f"measuring: {i + 1} of {settings.repeats}")
@@ -154,7 +154,7 @@ def _warm(
     generate.ttft_ms(request.tokens)
 
 
-def _fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
+def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
     """One sample in every pool: given answers instead of decoded ones, so that filling takes minutes, not hours.
 
     Each sample is a little longer than the one before: by Eq. 5 such a value is never shareable, so every sample is
@@ -169,7 +169,12 @@ def _fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, ru
 
 def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
     """The answer to a request, exactly `max_tokens` long."""
-    return engine.submit(replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))).result()
+    return engine.submit(of_length(request, max_tokens)).result()
+
+
+def of_length(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
+    """The request with an answer of exactly `max_tokens`."""
+    return replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def _measure_once(

@@ -54,6 +54,35 @@ def ttft(
         save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
+@bench.command()
+def preassembly(
+    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size with random weights.")] = "32m",
+    samples: Annotated[int, typer.Option(min=2, help="Samples in every pool before the measurement.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    output: Annotated[int, typer.Option(min=8, help="Tokens of every agent's answer.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """TTFT of the next agent without a hint, with one, and with its prompt assembled before the request arrives."""
+    from kedge.bench.preassembly import measure
+    from kedge.bench.ttft import TtftSettings
+
+    settings = TtftSettings(model_size, output=output, samples=samples, repeats=repeats, device=device)
+    console = Console()
+    with console.status("building the model") as status:
+        rows = [times.as_json() for times in measure(settings, status.update)]
+    table = Table(title=f"TTFT, {model_size}, ms; the last column: TTFT of a prompt that was ready over a decode step")
+    for column in ("agent", "prompt", "ready", "no hint", "at once", "ahead", "step", "ahead / step"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        counted = (str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["preassembled"]))
+        times = (f"{row[f'{name}_ms']:.1f}" for name in ("no_hint", "at_once", "ahead", "step"))
+        table.add_row(*counted, *times, f"{row['steps']:.2f}")
+    console.print(table)
+    if json_file:
+        save(console, json_file, {"settings": asdict(settings), "agents": rows})
+
+
 @bench.command("matching-cost")
 def matching_cost(
     model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: the shape of the KV.")] = "32m",
