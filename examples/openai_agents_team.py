@@ -3,8 +3,9 @@
     kedge serve &                          # the bundled model on port 8000
     python examples/openai_agents_team.py
 
-The server calls no tools, so this team has no handoffs, which are tools: two agents answer at once, then a third reads
-them. With handoffs, and a server that calls tools, `workflow(client, first_agent)` reads the steps from them.
+The bundled model writes no tool calls, so this team has no handoffs, which are tools: two agents answer at once, then a
+third reads them. With a model that writes some, and `--tool-call-parser`, `workflow(client, first_agent)` reads the
+steps from the handoffs.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,11 @@ from kedge.engine.echo import EchoEngine
 from kedge.server.config import ServerConfig
 from tests.server.conftest import FLOW, serving
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+UNIT = (DEPLOY / "kedge.service").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXPRESSIONS = [
     (panel["title"], target["expr"])
     for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]
@@ -71,17 +77,80 @@ def settings_in(model: Any, prefix: str = "KEDGE_") -> Iterator[str]:
             yield f"{prefix}{field.alias or name}".upper()
 
 
-@pytest.mark.parametrize("name", re.findall(r"KEDGE_\w+__\w+", (DEPLOY / "Dockerfile").read_text()))
+@pytest.mark.parametrize("name", re.findall(r"KEDGE_\w+__\w+", DOCKERFILE))
 def test_the_images_variables_are_settings(name: str) -> None:
     assert name in set(settings_in(Settings()))
 
 
-@pytest.mark.parametrize(
-    "name", re.findall(r" (--[a-z-]+)", (DEPLOY / "kedge.service").read_text().split("ExecStart")[1])
-)
+@pytest.mark.parametrize("name", re.findall(r" (--[a-z-]+)", UNIT.split("ExecStart")[1]))
 def test_the_units_flags_exist(name: str) -> None:
     serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     assert name in {option for parameter in serve.params for option in parameter.opts}
+
+
+def instruction(name: str) -> list[str]:
+    """What follows each instruction of this name in the Dockerfile, continued lines joined."""
+    joined = re.sub(r"\\\n\s*", "", DOCKERFILE)
+    return re.findall(rf"^{name} (.*)$", joined, re.MULTILINE)
+
+
+def test_the_image_is_built_from_what_is_there() -> None:
+    copied = {name for line in instruction("COPY") if "--from" not in line for name in line.split()[:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    told = PROJECT["project"]
+    packages = {name.partition("/")[0] for name in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    assert copied >= {"pyproject.toml", told["readme"], *told["license-files"], *packages}, "the build reads these"
+
+
+def test_the_image_installs_what_the_project_asks_for() -> None:
+    (command,) = (line for line in instruction("RUN") if "torch" in line)
+    assert re.findall(r'"(torch[^"]*)"', command) == [d for d in PROJECT["project"]["dependencies"] if "torch" in d]
+    extras = {name for group in re.findall(r"\[([\w,]+)\]", command + UNIT) for name in group.split(",")}
+    assert {"server", "otel"} <= extras & PROJECT["project"]["optional-dependencies"].keys()
+    python = re.findall(r"python:3\.(\d+)", DOCKERFILE)
+    minors = [int(one.rpartition(".")[2]) for one in PROJECT["project"]["classifiers"] if "Python :: 3." in one]
+    assert {int(minor) for minor in python} <= {*minors}
+
+
+def test_image_and_unit_start_the_server_and_let_it_end() -> None:
+    assert [json.loads(line) for line in instruction("ENTRYPOINT")] == [["kedge", "serve"]]
+    assert re.search(r"^ExecStart=\S+/kedge serve ", UNIT, re.MULTILINE)
+    assert "kedge" in PROJECT["project"]["scripts"]
+    assert "serve" in get_command(app).commands  # type: ignore[attr-defined]
+    (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
+    assert int(seconds) > Settings().server.grace
+    assert instruction("STOPSIGNAL") == re.findall(r"^KillSignal=(\w+)$", UNIT, re.MULTILINE) == ["SIGTERM"]
+
+
+def test_the_images_state_is_its_users_and_in_its_volume() -> None:
+    (volume,) = instruction("VOLUME")
+    (state,) = re.findall(r"KEDGE_SERVER__STATE=(\S+)", DOCKERFILE)
+    assert Path(state).is_relative_to(volume)
+    assert any(f"--home-dir {volume} --create-home {user}" in DOCKERFILE for user in instruction("USER"))
+
+
+def test_the_images_health_check_asks_the_server() -> None:
+    assert instruction("EXPOSE") == [str(Settings().server.port)]
+    (check,) = instruction("HEALTHCHECK")
+    python, *options, code = json.loads(check.partition("CMD ")[2])
+    address = f"http://127.0.0.1:{Settings().server.port}"
+    assert (python, options, code.count(address)) == ("python", ["-c"], 1)
+
+    def status(url: str) -> int:
+        command = [sys.executable, "-c", code.replace(address, url)]
+        return subprocess.run(command, check=False, timeout=60, stderr=subprocess.DEVNULL).returncode
+
+    with EchoEngine() as engine, serving(engine) as running:
+        assert status(running.url) == 0
+        running.service.is_ending = True
+        assert status(running.url) != 0
+
+
+@pytest.mark.parametrize("page", ["docs/guides/operating.md", "docs/server.md"])
+def test_the_pages_name_series_that_are_exposed(exposed: dict[str, set[str]], page: str) -> None:
+    names = set(re.findall(r"kedge:[a-z_]+", (ROOT / page).read_text(encoding="utf-8")))
+    exposed_as = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exposed} | exposed.keys()
+    assert names and names <= exposed_as
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")

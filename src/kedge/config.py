@@ -214,6 +214,8 @@ class LimitSettings(_Section):
     """Generations (each of `n` choices is one) and runs at once."""
     tokens_per_minute: PositiveInt | None = None
     """Prompt and answer together; a minute's worth may be used at once."""
+    hints_per_minute: PositiveInt = 12_000
+    """Hints without a prompt: a call counts one, and one more for each agent that its forecast speaks of."""
     anchors: PositiveInt | None = None
     """Anchors in all its pools."""
     anchor_bytes: Bytes | None = None

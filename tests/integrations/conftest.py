@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from kedge.engine.echo import EchoEngine
+from kedge.server.config import ServerConfig
 from kedge.server.hints import Hints
 from tests.server.conftest import Served, serving
 
@@ -45,10 +47,10 @@ class Told:
         return self.served.service.config.model_name
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """A server for each test: what one tells aside may come when it has ended."""
-    with EchoEngine() as engine, serving(engine) as served:
+@contextmanager
+def telling(engine: EchoEngine, config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """A server that notes what it is told."""
+    with engine, serving(engine, config) as served:
         found, read = Told(served), served.service.hints
 
         def hints(*given: Any) -> Hints:
@@ -57,4 +59,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
             return understood
 
         monkeypatch.setattr(served.service, "hints", hints)
+        yield found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """A server for each test: what one tells aside may come when it has ended."""
+    with telling(EchoEngine(), ServerConfig(), monkeypatch) as found:
         yield found

@@ -1,11 +1,13 @@
 """The OpenAI Agents SDK as it is, against a real server.
 
-The server calls no tools, so what a model decides is scripted; its calls are made all the same.
+The bundled model writes no tool calls, and a handoff is one. So what a model decides is scripted: mostly in front of
+the client, whose calls are made all the same, and once in the engine, so that the server reads the handoffs itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,13 +15,20 @@ import pytest
 from agents import Agent, ModelProvider, OpenAIProvider, RunConfig, Runner, function_tool, handoff
 from agents.items import ModelResponse, TResponseStreamEvent
 from agents.models.interface import Model
+from agents.result import RunResultBase
 from agents.run import CallModelData, ModelInputData
 from agents.testing import assistant_message, function_call
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
+from kedge import LocalEngine
+from kedge.engine.echo import EchoEngine
 from kedge.integrations.openai_agents import step_graph, workflow
+from kedge.server.config import ServerConfig
+from kedge.types import GenerateRequest
 from kedge.workflow.step_graph import Node
-from tests.integrations.conftest import Told
+from tests.integrations.conftest import Told, telling
+from tests.server.conftest import serving
+from tests.server.test_tool_calls import Templated
 
 INFINITE = float("inf")
 
@@ -145,6 +154,61 @@ def test_what_a_config_says_stays(is_later: bool, client: AsyncOpenAI, told: Tol
     assert "LOUD" in asyncio.run(main())
     assert base.call_model_input_filter in (shout, shout_later)
     assert told.agents == ["first"]
+
+
+# handoffs that the server reads ---------------------------------------------------------------------------------------
+
+
+def scripted(request: GenerateRequest) -> str:
+    """What a model that hands over would write: the clerk looks something up before it answers."""
+    if request.agent == "triage":
+        return call_of("transfer_to_clerk")
+    if b"rain" not in bytes(token for token in request.tokens if token < 256):
+        return f"Let me see. {call_of('look_up', town='Bergen')}"
+    return "Take an umbrella."
+
+
+def call_of(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_handoff_and_a_tool_that_the_server_reads(is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    @function_tool
+    def look_up(town: str) -> str:
+        return f"rain in {town}"
+
+    clerk = agent("clerk", tools=[look_up])
+    triage = agent("triage", handoffs=[clerk, agent("support")])
+    engine = EchoEngine(scripted)
+    engine.tokenizer = Templated()
+    with telling(engine, ServerConfig(tool_call_parser="hermes"), monkeypatch) as told:
+        result = asyncio.run(answer(AsyncOpenAI(base_url=told.url, api_key="none"), triage, is_streamed))
+    assert (result.final_output, result.last_agent.name) == ("Take an umbrella.", "clerk")
+    assert told.agents == ["triage", "clerk", "clerk"]
+    first, second, third = told.calls
+    assert first.steps == {"triage": 0, "clerk": 1, "support": 1}
+    assert second.steps is not None and second.steps["clerk"] == 0
+    assert {hints.run for hints in told.all} == {first.run} and told.all[-1].final
+    assert "rain in Bergen" in bytes(t for t in engine.requests[-1].tokens if t < 256).decode()
+    assert third.agent == engine.requests[-1].agent
+
+
+async def answer(client: AsyncOpenAI, first: Agent[Any], is_streamed: bool) -> RunResultBase:
+    async with workflow(client, first) as run:
+        if not is_streamed:
+            return await Runner.run(first, "How is the weather?", run_config=run.config())
+        streamed = Runner.run_streamed(first, "How is the weather?", run_config=run.config())
+        async for _ in streamed.stream_events():
+            pass
+        return streamed
+
+
+def test_the_bundled_model_is_told_of_no_handoffs() -> None:
+    with LocalEngine() as engine, serving(engine, ServerConfig(tool_call_parser="hermes")) as served:
+        client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(BadRequestError, match="chat template does not tell of them"):
+            asyncio.run(answer(client, agent("triage", handoffs=[agent("clerk")]), is_streamed=False))
 
 
 # its edges ------------------------------------------------------------------------------------------------------------

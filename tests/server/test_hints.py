@@ -10,6 +10,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
+from kedge.server import agent_runs
 from kedge.server.hints import RULES, Hints, Why, read_hints
 from kedge.server.tenancy import KeyRing, Limits
 from kedge.types import ReuseMode
@@ -135,17 +136,44 @@ def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Serv
     assert served.service.agent_runs.board.forecast(next(iter(forecasts)) and ("default", "c", "c/f")).next_runs == {}
 
 
-def test_hints_are_paid_for_with_the_tenants_tokens() -> None:
-    keys = KeyRing({}, Limits(tokens_per_minute=10))
+def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
+    keys = KeyRing({}, Limits(tokens_per_minute=1, hints_per_minute=10))
     with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
-        meter = running.service.meter(keys.authenticate(None))
-        meter.clock = lambda: meter.filled_at  # time stands still
+        allowed = running.service.meter(keys.authenticate(None)).hints
+        allowed.clock = lambda: allowed.filled_at  # time stands still
         for left in (7, 4, 1, -2):
             said = {"run": "r", "steps": {"a": 9 - left, "b": 1}}
             assert http.post("/v1/hints", json={"kedge": said}).status_code == 200
-            assert meter.level == left
+            assert allowed.level == left
         refused = http.post("/v1/hints", json={"kedge": {"run": "r", "final": True}})
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert refused.headers["retry-after"] == "18"
-        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 429
         assert len(engine.forecasts) == 4, "what is refused changes nothing"
+        assert http.post("/v1/completions", json={"prompt": "x", "kedge": {"run": "r"}}).status_code == 200
+
+
+def test_hints_are_limited_where_nobody_set_a_limit() -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        allowed = running.service.meter(KeyRing({}, Limits()).authenticate(None)).hints
+        allowed.clock = lambda: allowed.filled_at  # time stands still
+        steps = {f"agent-{at}": at for at in range(4096)}
+        answers = [http.post("/v1/hints", json={"kedge": {"run": "r", "steps": steps}}).status_code for _ in range(5)]
+    assert answers == [200, 200, 200, 429, 429]
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("MOST_RUNS", {"run": "c"}), ("MOST_FORECAST", {"run": "b"})])
+def test_hints_without_a_prompt_push_no_run_out(
+    limit: str, wanted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_runs, limit, 2)
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        for run in "ab":
+            assert http.post("/v1/hints", json={"kedge": {"run": run, "steps": {run: 1}}}).status_code == 200
+        runs = running.service.agent_runs._of("default")
+        known = list(runs)
+        refused = http.post("/v1/hints", json={"kedge": {**wanted, "steps": {"c": 1, "d": 2}}})
+        assert (refused.status_code, list(runs)) == (429, known)
+        assert 590 < int(refused.headers["retry-after"]) <= 600
+        assert http.post("/v1/hints", json={"kedge": {"steps": {"c": 1, "d": 2}}}).status_code == 200, "of no run"
+        assert http.post("/v1/hints", json={"kedge": {"run": "a", "final": True}}).status_code == 200
+        assert http.post("/v1/hints", json={"kedge": {**wanted, "steps": {"c": 1, "d": 2}}}).status_code == 200

@@ -130,15 +130,15 @@ def test_tokens_per_minute() -> None:
     clock = Clock()
     meter = Meter(Limits(tokens_per_minute=60), clock)
     meter.admit(1)
-    meter.charge(79)
+    meter.tokens.use(79)
     with pytest.raises(LimitReached) as caught:
         meter.admit(1)
     assert caught.value.retry_after == 20
     clock.now = caught.value.retry_after
     meter.admit(1)
     clock.now = 1000
-    meter.charge(10)
-    assert meter.level == 50, "a minute's worth is all that is saved up"
+    meter.tokens.use(10)
+    assert meter.tokens.level == 50, "a minute's worth is all that is saved up"
 
 
 def test_too_many_requests_over_http() -> None:

@@ -6,14 +6,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kedge.engine.run import compiled
 from kedge.errors import RequestError
 from kedge.server import prompts
-from kedge.server.agent_runs import AgentRun, sample_of, values_for
 from kedge.server.calls import Call
 from kedge.server.hints import Hints
 from kedge.server.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
 from kedge.server.registry import Registered
+from kedge.server.run_memory import AgentRun, sample_of, values_for
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
 from kedge.types import (
@@ -57,15 +56,31 @@ class Job:
 
     async def begin(self) -> Call:
         """Submits everything. Raises what building and the engine raise; then the run is where it was."""
+        self._called()
         try:
             call = await self.service.begin(self.tenant, self.count, self._requests, self._over)
         except BaseException:
-            if self.run and self.step:
-                self.run.give_back(self.step)
+            self._take_back()
             raise
-        if self.run and self.hints.agent:
-            self.service.agent_runs.started(self.run, self.hints.agent)
+        self._tell_begun(call)
         return call
+
+    def _called(self) -> None:
+        if self.run and self.hints.agent:
+            self.run.call(self.hints.agent)
+
+    def _take_back(self) -> None:
+        if self.run and self.hints.agent:
+            self.run.end_call(self.hints.agent)
+        if self.run and self.step:
+            self.run.give_back(self.step)
+
+    def _tell_begun(self, call: Call) -> None:
+        runs = self.service.agent_runs
+        if self.run and self.step and self.registered:
+            runs.filled(self.run, self.registered, self.step, call.requests[0], self.hints.reuse)
+        if self.run and self.hints.agent:
+            runs.started(self.run, self.hints.agent)
 
     def _requests(self) -> list[GenerateRequest]:
         return [
@@ -112,9 +127,11 @@ class Job:
         if self.step and call.completions[0]:
             self.run.keep(self.step, call.completions[0])
         if self.hints.agent:
-            self.service.agent_runs.finished(self.run, self.hints.agent)
+            self.run.end_call(self.hints.agent)
         if self.hints.final:
             self.service.agent_runs.end(self.run)
+        elif self.hints.agent:
+            self.service.agent_runs.finished(self.run, self.hints.agent)
 
 
 def _is_read(registered: Registered, agent: AgentId) -> bool:
@@ -204,6 +221,5 @@ def _agent_job(service: Service, tenant: Tenant, body: ChatBody, hints: Hints) -
 def _filled(
     service: Service, registered: Registered, hints: Hints, run: AgentRun | None, step: Step
 ) -> Sequence[Segment]:
-    tokenizer = service.engine.tokenizer
-    prompt = compiled(registered.workflow, tokenizer)[step.agent]  # type: ignore[arg-type] # objects have a hash
-    return prompt.fill(values_for(prompt, hints.bindings or {}, tokenizer, registered, run, step))
+    prompt, bindings = registered.prompts[step.agent], hints.bindings or {}
+    return prompt.fill(values_for(prompt, bindings, service.engine.tokenizer, registered, run, step))

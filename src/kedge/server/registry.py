@@ -8,10 +8,11 @@ from functools import cached_property
 from types import MappingProxyType
 
 from kedge.errors import NotFound, RequestError, SpecError, WorkflowError
-from kedge.types import AgentId, ReuseMode, TenantId, Tokens
+from kedge.types import AgentId, ReuseMode, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_workflow
 from kedge.workflow.step_graph import StepGraph
+from kedge.workflow.template import CompiledAgent
 
 MOST_WORKFLOWS, MOST_AGENTS, MOST_STEPS = 256, 64, 1024
 """Workflows of a tenant, agents of a workflow, calls in one run of it."""
@@ -26,8 +27,8 @@ class Registered:
     """For its agents that have no mode of their own; None: as the server says."""
     judges: frozenset[str] = frozenset()
     """Agents that are never translated unless a request names them and asks for it."""
-    beginnings: Mapping[AgentId, Tokens] = field(default_factory=dict)
-    """What every agent's prompt begins with, whatever its placeholders are filled with."""
+    prompts: Mapping[AgentId, CompiledAgent] = field(default_factory=dict)
+    """Every agent's, compiled for the model that is served."""
 
     @cached_property
     def graph(self) -> StepGraph:

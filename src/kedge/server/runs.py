@@ -18,6 +18,7 @@ from kedge.server import protocol
 from kedge.server.problems import INTERNAL, body_of, told
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant, Ticket
+from kedge.server.tracing import RunSpan
 from kedge.types import RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Workflow
 
@@ -100,7 +101,8 @@ class Runs:
         mine[started.id] = started
         self._forget_old(mine)
         self._service.metrics.runs.inc(tenant=tenant.id)
-        execution = _Execution(self._service, tenant, started, workflow, inputs, asyncio.get_running_loop())
+        span = self._service.tracing.run(tenant.id, started.id, workflow)
+        execution = _Execution(self._service, tenant, started, workflow, inputs, span, asyncio.get_running_loop())
         self._service.threads.wait(execution).add_done_callback(partial(execution.post_end, ticket))
         return started
 
@@ -147,6 +149,7 @@ class _Execution:
     served: ServedRun
     workflow: Workflow
     inputs: Mapping[str, str]
+    span: RunSpan
     loop: asyncio.AbstractEventLoop
 
     # the run's thread ---------------------------------------------------------------------------------------------
@@ -163,6 +166,7 @@ class _Execution:
         )
 
     def _heard(self, happened: RunEvent) -> None:
+        self.span.heard(happened)
         self.loop.call_soon_threadsafe(self._take, happened)
         if self.served.is_cancelled:
             raise RequestError("run", self.served.id, "was cancelled")
@@ -186,6 +190,7 @@ class _Execution:
     def _end(self, ticket: Ticket, ended: Future[RunResult]) -> None:
         ticket.release()
         status, data = self._outcome(ended)
+        self.span.ended(status.value, ended.exception() if status is RunStatus.FAILED else None)
         self.served.status = status
         self.service.metrics.runs.inc(-1, tenant=self.tenant.id)
         self.service.metrics.run_ended(self.tenant.id, status)

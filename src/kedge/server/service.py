@@ -32,7 +32,7 @@ class Service:
         """Whether nothing new is taken any more."""
         self.threads = Threads(engine, config.max_in_flight)
         self.workflows = Workflows()
-        self.agent_runs = AgentRuns(engine)
+        self.agent_runs = AgentRuns(engine, self.default_mode(ReuseMode.TRANSLATE), self.threads.cancel)
         self.metrics = ServerMetrics(config.model_name, self.agent_runs.board)
         self.started = int(time.time())
         self._meters: dict[TenantId, Meter] = {}
@@ -116,7 +116,7 @@ class Service:
     def finished(self, tenant: Tenant, completion: Completion) -> None:
         """Counts a generation, and charges its tokens."""
         self.metrics.finished(tenant.id, completion)
-        self.meter(tenant).charge(completion.receipt.prompt_tokens + len(completion.tokens))
+        self.meter(tenant).tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
 
 
 @dataclass(frozen=True, slots=True)

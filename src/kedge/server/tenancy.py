@@ -6,6 +6,7 @@ A tenant is what the server authenticated, never what a client says. With no key
     keys = ["sha256:0a1b…"]
     requests_in_flight = 8
     tokens_per_minute = 100000
+    hints_per_minute = 12000
     anchors = 200
     anchor_bytes = "64MiB"
     host_memory = "1GiB"
@@ -48,6 +49,9 @@ class Limits:
     """Generations (each of `n` choices is one) and runs at once."""
     tokens_per_minute: int | None = None
     """Prompt and answer together; a minute's worth may be used at once."""
+    hints_per_minute: int = 12_000
+    """Hints without a prompt: a call counts one, and one more for each agent that its forecast speaks of. A minute's
+    worth may be used at once."""
     anchors: int | None = None
     """Anchors in all its pools."""
     anchor_bytes: int | None = None
@@ -221,57 +225,66 @@ def apply_quotas(engine: Engine, tenants: Iterable[Tenant]) -> None:
 
 
 @dataclass
+class Bucket:
+    """So much a minute, of which a minute's worth may be used at once. Only the event loop's thread touches it."""
+
+    key: str
+    """The limit's name."""
+    rate: int | None
+    """None: no limit."""
+    clock: Callable[[], float] = time.monotonic
+    level: float = field(init=False)
+    """What may still be used; below zero where the last use was of more than what was left."""
+    filled_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = float(self.rate or math.inf)
+        self.filled_at = self.clock()
+
+    def require(self) -> None:
+        """Raises `LimitReached` while nothing is left."""
+        self._refill()
+        if self.rate is not None and self.level <= 0:
+            error = LimitReached(self.key, self.rate, "are used up for now")
+            error.retry_after = (1 - self.level) * MINUTE / self.rate
+            raise error
+
+    def use(self, count: int) -> None:
+        """Counts what was used."""
+        self._refill()
+        self.level -= count
+
+    def _refill(self) -> None:
+        now = self.clock()
+        if self.rate is not None:
+            self.level = min(float(self.rate), self.level + (now - self.filled_at) * self.rate / MINUTE)
+        self.filled_at = now
+
+
+@dataclass
 class Meter:
     """What one tenant has in flight and has used. Only the event loop's thread touches it."""
 
     limits: Limits
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0
-    level: float = field(init=False)
-    """Tokens that may still be used; below zero where an answer was longer than what was left."""
-    filled_at: float = field(init=False)
+    tokens: Bucket = field(init=False)
+    hints: Bucket = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level = float(self.limits.tokens_per_minute or math.inf)
-        self.filled_at = self.clock()
+        self.tokens = Bucket("tokens_per_minute", self.limits.tokens_per_minute, self.clock)
+        self.hints = Bucket("hints_per_minute", self.limits.hints_per_minute, self.clock)
 
     def admit(self, count: int) -> Ticket:
         """Room for `count` generations. Raises `LimitReached`, or `RequestError` for more than ever fit at once."""
         most = self.limits.requests_in_flight
         if count > most:
             raise RequestError("n", count, f"at most {most} generations at once are allowed")
-        self._refill()
-        if self.level <= 0:
-            raise self._no_tokens()
+        self.tokens.require()
         if self.in_flight + count > most:
             raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")
         self.in_flight += count
         return Ticket(self, count)
-
-    def spend(self, tokens: int) -> None:
-        """Counts tokens of a call that generates nothing. Raises `LimitReached` while none are left."""
-        self._refill()
-        if self.level <= 0:
-            raise self._no_tokens()
-        self.level -= tokens
-
-    def charge(self, tokens: int) -> None:
-        """Counts tokens that were used."""
-        self._refill()
-        self.level -= tokens
-
-    def _refill(self) -> None:
-        now, rate = self.clock(), self.limits.tokens_per_minute
-        if rate is not None:
-            self.level = min(float(rate), self.level + (now - self.filled_at) * rate / MINUTE)
-        self.filled_at = now
-
-    def _no_tokens(self) -> LimitReached:
-        rate = self.limits.tokens_per_minute
-        assert rate is not None
-        error = LimitReached("tokens_per_minute", rate, "are used up for now")
-        error.retry_after = (1 - self.level) * MINUTE / rate
-        return error
 
 
 @dataclass(eq=False)

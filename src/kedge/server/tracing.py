@@ -1,4 +1,4 @@
-"""Spans of generations for OpenTelemetry, with the attributes of its conventions for generative AI.
+"""Where spans of generations and runs go, and the telling of them to OpenTelemetry.
 
 A span is a child of the one that the caller's `traceparent` header names. It has no text of prompts or answers. The
 extra `otel` is needed only where tracing is on.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from kedge.engine.run import RunEvent
 from kedge.errors import ConfigError
-from kedge.types import Completion, GenerateRequest, Source
+from kedge.types import Completion, GenerateRequest
+from kedge.workflow.graph import Workflow
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer, TracerProvider
 
 CHAT = "/v1/chat/completions"
-FIRST_TOKEN = "gen_ai.first_token"
 _OPERATION = "kedge.operation"
 
 
@@ -38,6 +38,16 @@ class Span(Protocol):
         """The call could not begin."""
 
 
+class RunSpan(Protocol):
+    """One run of a workflow that the server drives. One thread at a time calls it."""
+
+    def heard(self, happened: RunEvent) -> None:
+        """Something happened in the run."""
+
+    def ended(self, status: str, error: BaseException | None) -> None:
+        """The run is over; the error, if one ended it. What has no answer by then gets none."""
+
+
 class Tracing(Protocol):
     """Where spans go."""
 
@@ -46,6 +56,9 @@ class Tracing(Protocol):
 
     def generation(self, tenant: str) -> Span:
         """A call's generations are about to be submitted."""
+
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:
+        """A run of a workflow begins."""
 
 
 class _NoSpan:
@@ -57,6 +70,11 @@ class _NoSpan:
     def failed(self, error: BaseException) -> None: ...
 
 
+class _NoRunSpan:
+    def heard(self, happened: RunEvent) -> None: ...
+    def ended(self, status: str, error: BaseException | None) -> None: ...
+
+
 class NoTracing:
     """Tells nobody anything."""
 
@@ -65,6 +83,9 @@ class NoTracing:
 
     def generation(self, tenant: str) -> Span:  # noqa: ARG002
         return _NoSpan()
+
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:  # noqa: ARG002
+        return _NoRunSpan()
 
 
 class OpenTelemetry:
@@ -91,66 +112,30 @@ class OpenTelemetry:
         from opentelemetry import context
         from opentelemetry.trace import SpanKind
 
+        from kedge.server.spans import PROVIDER, GenerationSpan
+
         operation = str(context.get_value(_OPERATION))
         attributes = {
+            **PROVIDER,
             "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "kedge",
             "gen_ai.request.model": self._model_name,
             "kedge.tenant": tenant,
         }
         span = self._tracer.start_span(f"{operation} {self._model_name}", kind=SpanKind.SERVER, attributes=attributes)
-        return _GenerationSpan(span, self._model_name)
+        return GenerationSpan(span, self._model_name)
 
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:
+        from kedge.server.spans import PROVIDER, WorkflowSpan
 
-class _GenerationSpan:
-    def __init__(self, span: OtelSpan, model_name: str) -> None:
-        self._span, self._model_name = span, model_name
-
-    def submitting(self, requests: Sequence[GenerateRequest]) -> Sequence[GenerateRequest]:
-        first, sampling = requests[0], requests[0].sampling
-        self._set(
-            {
-                "gen_ai.request.max_tokens": sampling.max_tokens,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.request.seed": sampling.seed,
-                "gen_ai.request.stop_sequences": list(sampling.stop) or None,
-                "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
-                "gen_ai.agent.name": first.agent or None,
-                "gen_ai.conversation.id": first.run or None,
-                "kedge.workflow": first.workflow or None,
-                "kedge.reuse": first.reuse.value,
-            }
-        )
-        return requests
-
-    def begun(self) -> None:
-        self._span.add_event(FIRST_TOKEN)
-
-    def ended(self, completions: Sequence[Completion]) -> None:
-        by_source = {
-            f"kedge.prompt_tokens.{source}": sum(one.receipt.tokens(source) for one in completions) for source in Source
+        attributes = {
+            **PROVIDER,
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": workflow.name,
+            "gen_ai.conversation.id": run_id,
+            "kedge.tenant": tenant,
         }
-        self._set(
-            {
-                "gen_ai.response.model": self._model_name,
-                "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
-                "gen_ai.usage.input_tokens": sum(one.receipt.prompt_tokens for one in completions),
-                "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
-                **by_source,
-            }
-        )
-        self._span.end()
-
-    def failed(self, error: BaseException) -> None:
-        from opentelemetry.trace import Status, StatusCode
-
-        self._set({"error.type": type(error).__name__})
-        self._span.set_status(Status(StatusCode.ERROR, str(error)))
-        self._span.end()
-
-    def _set(self, attributes: Mapping[str, Any]) -> None:
-        self._span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+        span = self._tracer.start_span(f"invoke_workflow {workflow.name}", attributes=attributes)
+        return WorkflowSpan(self._tracer, span, workflow, run_id, self._model_name)
 
 
 def exporting(model_name: str) -> OpenTelemetry:

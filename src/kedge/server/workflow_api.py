@@ -54,8 +54,8 @@ async def register(
 
     def build() -> Registered:
         new = registered(_parsed(content, kind), mode, frozenset(judge), tools=service.config.tools)
-        agents = compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
-        return replace(new, beginnings={agent: prompt.prefixes[0] for agent, prompt in agents.items()})
+        prompts = compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
+        return replace(new, prompts=prompts)
 
     new = await service.threads.work(build)
     is_new = service.workflows.put(tenant.id, new)
@@ -195,12 +195,17 @@ def _refuse_unknown(body: RunBody) -> None:
 async def hints(body: dict[str, Any], request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Takes hints without a prompt: a forecast that has changed, or the end of a run.
 
-    Of the tenant's tokens a minute, a call costs one, and one more for each agent that its forecast speaks of.
+    Of the tenant's hints a minute, a call costs one, and one more for each agent that its forecast speaks of.
     """
+    allowed = service.meter(tenant).hints
+    allowed.require()
     said = service.hints(tenant, body, request.headers)
-    service.meter(tenant).spend(1 + len(said.steps or ()))
+    allowed.use(1 + len(said.steps or ()))
+    service.agent_runs.require_room(tenant.namespace(said.salt), said)
     found = service.workflows.find(tenant.id, said.workflow)
     run = service.agent_runs.touch(tenant.namespace(said.salt), said, found)
     if run and said.final:
         service.agent_runs.end(run)
+    elif run:
+        service.agent_runs.look_ahead(run)
     return JSONAnswer({"object": "hints", "hints": said.told()})
