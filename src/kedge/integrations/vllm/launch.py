@@ -15,15 +15,23 @@ CPU_ENVIRONMENT = {
 """GiB that vLLM may give to KV, and threads that go where the system puts them: several engines share the cores."""
 
 
+def connector(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config`: the connector with these settings (`PluginSettings`).
+
+    What it cannot bring is computed, never an error.
+    """
+    return {
+        "kv_connector": "KedgeConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "kedge.integrations.vllm.connector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
 def transfer_config(extra: Mapping[str, Any]) -> KVTransferConfig:
-    """The connector with these settings (`PluginSettings`); what it cannot bring is computed, never an error."""
-    return KVTransferConfig(
-        kv_connector="KedgeConnector",
-        kv_role="kv_both",
-        kv_connector_module_path="kedge.integrations.vllm.connector",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=dict(extra),
-    )
+    """The same, as vLLM's own object."""
+    return KVTransferConfig(**connector(extra))
 
 
 def prepare_environment() -> None:

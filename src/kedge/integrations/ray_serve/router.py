@@ -1,0 +1,68 @@
+"""Ray Serve's request router with Kedge's policy: `Affinity` decides, Ray Serve sends, queues and retries.
+
+RequestRouterConfig(request_router_class="kedge.integrations.ray_serve.router.RunRouter",
+                    request_router_kwargs={"spill": 4})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kedge.errors import ConfigError
+from kedge.integrations.ray_serve.affinity import Affinity
+from kedge.integrations.ray_serve.callers import Caller, read_caller
+
+try:
+    from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+except ImportError as error:
+    why = "is not installed: pip install 'kedge[ray]'"
+    raise ConfigError("kedge.integrations.ray_serve", error.name, why) from error
+
+
+class RunRouter(RequestRouter):
+    """Keeps a run on the replica that holds its KV. A call without hints goes to the least busy replica."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """Called by Ray Serve with `request_router_kwargs`, which are those of `Affinity`."""
+        self._affinity = Affinity(**settings)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One replica in each rank, best first; Ray Serve takes the first that has room for another request."""
+        if pending_request is None or (caller := caller_of(pending_request)) is None:
+            return [candidate_replicas]
+        # Without it Ray Serve would ask again at once, and again, while all replicas are full.
+        pending_request.routing_context.should_backoff = True
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        return [[replicas[name]] for name in self._affinity.order(caller, self._loads(candidate_replicas))]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Called by Ray Serve when a replica has taken a request."""
+        super().on_request_routed(pending_request, replica_id, result)
+        if (caller := caller_of(pending_request)) is not None:
+            self._affinity.routed(caller, replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray Serve when replicas have started or ended."""
+        super().update_replicas(replicas)
+        self._affinity.retain({replica.replica_id.unique_id for replica in replicas})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Called by Ray Serve when a request finds its replica dead, before the controller says so."""
+        super().on_replica_actor_died(replica_id)
+        self._affinity.retain({alive.unique_id for alive in self.curr_replicas})
+
+    def _loads(self, replicas: Sequence[RunningReplica]) -> dict[str, int]:
+        """Requests of each replica. One of which nothing was heard for seconds is taken for idle: Ray Serve asks it
+        before it sends a request there, and then its length is known again."""
+        lengths = self.replica_queue_len_cache
+        return {replica.replica_id.unique_id: lengths.get(replica.replica_id) or 0 for replica in replicas}
+
+
+def caller_of(request: PendingRequest) -> Caller | None:
+    """Who sends a request: it comes with vLLM's request body, or with something that has no hints."""
+    body = request.args[0] if request.args else None
+    params, salt = getattr(body, "kv_transfer_params", None), getattr(body, "cache_salt", None)
+    return read_caller(params, salt, request.metadata.session_id)

@@ -1,0 +1,173 @@
+"""Where calls go: exact orders, load, death, bounds, and a fleet of replicas in a few lines."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from kedge.errors import ConfigError
+from kedge.integrations.ray_serve.affinity import Affinity, rendezvous
+from kedge.integrations.ray_serve.callers import Caller, read_caller
+
+IDLE = {"east": 0, "north": 0, "west": 0}
+
+
+def caller(run: str = "r", agent: str = "a", **more: str) -> Caller:
+    return Caller(run=run, agent=agent, workflow="w", **more)  # type: ignore[arg-type]
+
+
+def send(affinity: Affinity, who: Caller, loads: Mapping[str, int] = IDLE) -> str:
+    """The replica that a call is sent to and accepted by."""
+    best = affinity.order(who, loads)[0]
+    affinity.routed(who, best)
+    return best
+
+
+def test_a_run_stays_whoever_calls_in_it() -> None:
+    affinity = Affinity()
+    home = send(affinity, caller())
+    assert {send(affinity, caller(agent=f"a{number}")) for number in range(20)} == {home}
+
+
+def test_routers_that_know_nothing_agree_and_all_replicas_are_ranked() -> None:
+    orders = [Affinity().order(caller(agent="x"), loads) for loads in (IDLE, dict(reversed(IDLE.items())))]
+    assert orders[0] == orders[1] == sorted(IDLE, key=lambda name: -rendezvous(("default", "w", "x"), name))
+
+
+def test_the_margin_is_where_a_run_moves_and_it_stays_there() -> None:
+    affinity = Affinity(spill=2)
+    home = send(affinity, caller())
+    assert send(affinity, caller(), {**IDLE, home: 2}) == home
+    away = send(affinity, caller(), {**IDLE, home: 3})
+    assert away != home
+    assert send(affinity, caller()) == away
+
+
+def test_a_busy_home_is_still_the_best_of_the_busy() -> None:
+    affinity = Affinity(spill=0)
+    home = send(affinity, caller())
+    loads = {**dict.fromkeys(IDLE, 7), home: 9}
+    order = affinity.order(caller(), {**loads, "new": 1})
+    assert order[0] == "new" and order[1] == home
+
+
+def test_a_new_run_goes_where_its_fixed_prompt_is() -> None:
+    affinity = Affinity()
+    home = send(affinity, caller("r1"))
+    assert {send(affinity, caller(f"r{number}")) for number in range(2, 9)} == {home}
+
+
+def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> None:
+    affinity = Affinity(spill=1)
+    home = send(affinity, caller("r1"))
+    other = send(affinity, caller("r2"), {**IDLE, home: 5})
+    third = next(name for name in IDLE if name not in (home, other))
+    assert affinity.order(caller("r3"), {home: 1, other: 0, third: 0}) == [other, home, third]
+    assert affinity.order(caller("r3"), {home: 0, other: 1, third: 0}) == [home, other, third]
+
+
+def test_fixed_prompts_are_spread_evenly_while_nobody_is_busy() -> None:
+    affinity = Affinity()
+    homes = Counter(send(affinity, Caller(workflow=f"w{number}", run=f"r{number}")) for number in range(30))  # type: ignore[arg-type]
+    assert homes == dict.fromkeys(IDLE, 10)
+
+
+def test_runs_of_nobody_in_particular_are_spread_and_stay() -> None:
+    affinity = Affinity()
+    homes = {f"r{number}": send(affinity, Caller(run=f"r{number}")) for number in range(30)}  # type: ignore[arg-type]
+    assert Counter(homes.values()) == dict.fromkeys(IDLE, 10)
+    assert all(send(affinity, Caller(run=run)) == home for run, home in homes.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", [{"tenant": "t2"}, {"client": "c2"}])
+def test_the_same_run_id_of_somebody_else_is_another_run(other: dict[str, str]) -> None:
+    affinity = Affinity(spill=0)
+    home = send(affinity, caller())
+    away = send(affinity, caller(**other), {**IDLE, home: 1})
+    assert away != home
+    assert send(affinity, caller()) == home
+
+
+def test_a_run_whose_replica_died_goes_on_elsewhere_and_stays_there() -> None:
+    affinity = Affinity()
+    home = send(affinity, caller())
+    left = {name: 0 for name in IDLE if name != home}
+    affinity.retain(left)
+    away = send(affinity, caller(), left)
+    assert away in left
+    assert send(affinity, caller(), {**left, home: 0}) == away, "a new replica of that name holds nothing"
+
+
+def test_what_a_dead_replica_held_does_not_count() -> None:
+    affinity = Affinity()
+    home = send(affinity, caller("r1"))
+    affinity.retain({name for name in IDLE if name != home})
+    affinity.retain(IDLE)
+    fresh = [send(affinity, Caller(workflow=f"w{number}")) for number in range(3)]  # type: ignore[arg-type]
+    assert Counter(fresh) == dict.fromkeys(IDLE, 1)
+
+
+def test_an_ended_run_is_forgotten() -> None:
+    affinity = Affinity(spill=0)
+    home = send(affinity, caller())
+    affinity.routed(Caller(run="r", agent="a", workflow="w", final=True), home)  # type: ignore[arg-type]
+    assert not affinity._homes
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
+    affinity = Affinity(most_runs=3, most_templates=2)
+    for number in range(50):
+        send(affinity, caller(f"r{number}", f"a{number}"))
+        send(affinity, caller("kept", "kept"))
+    assert [key.run_id for key in affinity._homes] == ["r48", "r49", "kept"]
+    assert [template[-1] for template in affinity._holders] == ["a49", "kept"]
+    assert +affinity._held == Counter(name for on in affinity._holders.values() for name in on)
+
+
+@pytest.mark.parametrize(("name", "value"), [("spill", -1), ("most_runs", 0), ("most_templates", 0)])
+def test_bad_settings_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Affinity(**{name: value})
+
+
+def test_no_replica_no_order() -> None:
+    assert Affinity().order(caller(), {}) == []
+
+
+def test_load_stays_within_the_margin_and_few_runs_move() -> None:
+    """Sixty runs of six workflows on three replicas, each call taking its time: who is where, step by step."""
+    rng, affinity = random.Random(0), Affinity(spill=3)
+    running: list[str] = []
+    homes: dict[str, str] = {}
+    moved = 0
+    for _ in range(3000):
+        while len(running) >= 24:
+            running.pop(rng.randrange(len(running)))
+        number = rng.randrange(60)
+        loads = {name: running.count(name) for name in IDLE}
+        chosen = send(affinity, Caller(workflow=f"w{number % 6}", run=f"r{number}", agent="a"), loads)  # type: ignore[arg-type]
+        assert loads[chosen] <= min(loads.values()) + 3
+        moved += homes.get(f"r{number}", chosen) != chosen
+        homes[f"r{number}"] = chosen
+        running.append(chosen)
+    assert moved < 400, "at random two thirds of 3000 calls would be elsewhere than the one before"
+
+
+def test_a_caller_is_read_as_the_plug_in_reads_it() -> None:
+    said = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": True, "steps": {"a": 0}}
+    assert read_caller({"kedge": said}, "acme") == Caller("acme", "c", "w", "r", "a", True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"kedge": 3}, {"kedge": {}}, {"kedge": {"run": 7, "agent": "x" * 257}}, "x"]
+)
+def test_what_cannot_be_meant_is_no_caller(params: object) -> None:
+    assert read_caller(params, 5) is None
+
+
+def test_a_session_is_a_run() -> None:
+    assert read_caller(None, None, "s") == Caller(run="s")  # type: ignore[arg-type]
+    assert read_caller({"kedge": {"run": "r"}}, None, "s") == Caller(run="r")  # type: ignore[arg-type]
