@@ -9,6 +9,8 @@
     capacity = 20                           # KEDGE_ENGINE__ANCHORS__CAPACITY=20
     [engine.tiers]
     host_memory = "8GiB"                    # KEDGE_ENGINE__TIERS__HOST_MEMORY=8GiB
+    [engine.vllm]
+    max_model_len = 8192                    # KEDGE_ENGINE__VLLM__MAX_MODEL_LEN=8192
     [server]
     port = 8000                             # KEDGE_SERVER__PORT=8000
     [server.limits]
@@ -179,11 +181,29 @@ class TierConfig(_Section):
     """Seconds that copying one block takes at least. For benchmarks: it gives a CPU the copy costs of a GPU."""
 
 
+class VLLMConfig(_Section):
+    """vLLM, where it is the engine. Whatever is not below is vLLM's own: an engine argument by its name in Python."""
+
+    model_config = ConfigDict(extra="allow")
+    section = "engine.vllm"
+
+    max_captures: PositiveInt = 8
+    """Prompts whose KV may be kept, beside vLLM's own and on the same device, until the base KV is there that their
+    offsets are measured against: as many as a workflow has agents."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What was set of vLLM's own."""
+        return dict(self.model_extra or {})
+
+
 class EngineConfig(_Section):
     """What an engine runs on and how much of it it may take."""
 
     section = "engine"
 
+    backend: Literal["local", "vllm"] = "local"
+    """Who runs the model: `local` is the embedded engine, `vllm` is vLLM with Kedge's plug-in."""
     model: Path | None = None
     """Folder of a model as Transformers saves it; None is the bundled one."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -203,6 +223,7 @@ class EngineConfig(_Section):
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
     tiers: TierConfig = TierConfig()
+    vllm: VLLMConfig = VLLMConfig()
 
 
 class LimitSettings(_Section):

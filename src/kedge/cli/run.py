@@ -58,7 +58,13 @@ def run(
 
 
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
-    """The embedded engine; a test puts another one here."""
+    """The engine that the settings name; a test puts another one here. Raises `ConfigError` where it cannot be had."""
+    if settings.engine.backend == "vllm":
+        from kedge.integrations.vllm.engine import VLLMEngine
+
+        return VLLMEngine(config=settings.engine)
+    if settings.engine.vllm.model_fields_set:
+        raise ConfigError("engine.vllm", settings.engine.vllm.model_dump(), "the engine is not vLLM (--engine vllm)")
     from kedge.engine.local.engine import LocalEngine
 
     return LocalEngine(config=settings.engine)

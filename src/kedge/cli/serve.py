@@ -1,4 +1,4 @@
-"""`kedge serve`: the embedded engine over HTTP, for any OpenAI client."""
+"""`kedge serve`: the embedded engine, or vLLM, over HTTP for any OpenAI client."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 def serve(
     model: Annotated[Path | None, typer.Argument(help="Folder of a model; default: the bundled one.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8000.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder's name.")] = None,
@@ -81,7 +84,8 @@ def serve(
         "log_format": log_format,
         "tracing": tracing,
     }
-    return _serve(Settings.load(config, engine={"model": model, "device": device}, server=flags))
+    chosen = {"backend": engine, "model": model, "device": device}
+    return _serve(Settings.load(config, engine=chosen, server=flags))
 
 
 def _serve(settings: Settings) -> None:
@@ -95,6 +99,8 @@ def _serve(settings: Settings) -> None:
         tools=is_local if told.tools is None else told.tools,
     )
     keys = load_keys(told.api_keys, os.environ.get("KEDGE_API_KEYS"), config.limits)
+    if settings.engine.backend == "vllm":
+        _refuse_for_vllm(told, keys)
     console = Console(stderr=True)
     if keys.is_open and not is_local:
         console.print("no API keys: whoever reaches this address may call (--api-keys FILE)", style="yellow")
@@ -102,6 +108,17 @@ def _serve(settings: Settings) -> None:
         engine = open_engine(settings)
     with engine as opened:
         _listen(opened, config, keys, told, console)
+
+
+def _refuse_for_vllm(told: ServerSettings, keys: KeyRing) -> None:
+    """What its engine cannot do. The server would say so too, but only once the model has been loaded."""
+    from kedge.engine.base import Quota
+
+    if told.state is not None:
+        raise ConfigError("server.state", str(told.state), "vLLM's anchors cannot be saved")
+    for tenant in keys.tenants:
+        if tenant.limits.quota != Quota():
+            raise ConfigError("limits", tenant.id, "vLLM cannot bound what a tenant holds")
 
 
 def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSettings, console: Console) -> None:

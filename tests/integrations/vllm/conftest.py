@@ -27,13 +27,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-def save_tiny_llama(folder: Path) -> Path:
-    """A random Llama that answers differently to different prompts."""
+def save_tiny_llama(folder: Path, **other: Any) -> Path:
+    """A random Llama that answers differently to different prompts; `other` changes its shape."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE, **other})).eval().save_pretrained(folder)
     return folder
 
 

@@ -31,7 +31,7 @@ from kedge.errors import TranslationRefused
 from kedge.integrations.vllm import compat
 from kedge.integrations.vllm.learner import Learner
 from kedge.integrations.vllm.messages import Orders, Reports
-from kedge.integrations.vllm.metrics import KedgePromMetrics, KedgeStats
+from kedge.integrations.vllm.metrics import RECEIPTS, KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.pages import Layer, Pages, RopeModule
 from kedge.integrations.vllm.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.settings import PluginSettings
@@ -186,7 +186,10 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         totals = Counter(self._scheduler.totals())
         news, self._reported = totals - self._reported, totals
-        return KedgeStats(data=dict(news)) if news else None
+        data: dict[str, Any] = dict(news)
+        if untold := self._scheduler.take_untold():
+            data[RECEIPTS] = untold
+        return KedgeStats(data=data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

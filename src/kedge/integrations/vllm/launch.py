@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import KVTransferConfig
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -31,6 +32,8 @@ def connector(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def transfer_config(extra: Mapping[str, Any]) -> KVTransferConfig:
     """The same, as vLLM's own object."""
+    from vllm.config import KVTransferConfig
+
     return KVTransferConfig(**connector(extra))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from prometheus_client import Counter as PromCounter
@@ -32,10 +33,12 @@ COUNTERS = {
     "ignored_labels": "Fixed prompts of agents that no forecast knows.",
     "ignored_forecasts": "Forecasts, or what they say of an agent, that were ignored.",
 }
+RECEIPTS = "receipts"
+"""Where no count but receipts are told: those of requests that were ended from outside, by vLLM's ids."""
 
 
 class KedgeStats(KVConnectorStats):
-    """What was counted since the last report: names of `COUNTERS` to numbers."""
+    """What was counted since the last report: names of `COUNTERS` to numbers; and `RECEIPTS`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -44,12 +47,14 @@ class KedgeStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+        receipts = {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})}
+        self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
+        if receipts:
+            self.data[RECEIPTS] = receipts
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        return _counts(self.data)
 
 
 class KedgePromMetrics(KVConnectorPromMetrics):
@@ -73,5 +78,9 @@ class KedgePromMetrics(KVConnectorPromMetrics):
         return {engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, count in transfer_stats_data.items():
+        for name, count in _counts(transfer_stats_data).items():
             self._series[name][engine_idx].inc(count)
+
+
+def _counts(data: dict[str, Any]) -> dict[str, int | float]:
+    return {name: count for name, count in data.items() if name != RECEIPTS}

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kedge.cache import Copy
 from kedge.cache.eviction import distance
@@ -81,6 +81,7 @@ class SchedulerSide:
         self._due = False
         """Whether something has changed since the last look for what to prefetch."""
         self.counters: Counter[str] = Counter()
+        self._untold: dict[str, dict[str, Any]] = {}
 
     def bind(self, pool: BlockPool, host_blocks: int) -> None:
         """Takes over the order of vLLM's free blocks, and puts a host tier behind them where it has blocks."""
@@ -138,7 +139,15 @@ class SchedulerSide:
         if call.final:
             self._apply(self._board.done(call.run, time.monotonic()))
             self.translations.end_run(call.run)
-        return self._receipt(served)
+        receipt = self._receipt(served)
+        if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
+            self._untold[request.request_id] = receipt
+        return receipt
+
+    def take_untold(self) -> dict[str, dict[str, Any]]:
+        """Receipts of requests that were ended from outside since the last call: vLLM's answers to those have none."""
+        untold, self._untold = self._untold, {}
+        return untold
 
     def _receipt(self, served: Served) -> dict[str, Any]:
         request = served.request
@@ -167,6 +176,8 @@ class SchedulerSide:
         template: Template = (*call.run[:2], call.request.workflow, call.request.agent)
         hashes = tuple(request.block_hashes[:fixed])
         self._remember(template, hashes)
+        if request.abort_immediately:
+            return  # a message: the forecast that follows it adopts the prompt
         if not self._queue.knows(call.key):
             self.counters["ignored_labels"] += 1
             return

@@ -187,7 +187,8 @@ function tokensCell(amount, tier, whole) {
 // anchors and prefetches ----------------------------------------------------------------------------------------------
 
 export function anchors(pools) {
-  if (!pools?.length) return hint("No anchors yet. They are made from dense prefills of agents that translate.");
+  if (!pools) return hint("The engine has told nothing of its anchors.");
+  if (!pools.length) return hint("No anchors yet. They are made from dense prefills of agents that translate.");
   const rows = [...pools]
     .sort((a, b) => b.uses - a.uses)
     .map((pool) => [h("span", { title: pool.workflow || null }, breakable(pool.placeholder)), ...[pool.anchors, pool.slots, pool.uses].map(number), bytes(pool.nbytes)]);

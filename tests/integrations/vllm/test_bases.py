@@ -1,0 +1,90 @@
+"""Base prefills: when they are sent, what a request does to them, and what is forgotten. No vLLM is needed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kedge.integrations.vllm import bases
+from kedge.integrations.vllm.bases import BasePrefills
+from kedge.types import TenantId, Tokens
+
+TENANT = TenantId("t")
+
+
+class Prefills:
+    """Notes what was begun and what came to its end; each takes until `go` is set."""
+
+    def __init__(self) -> None:
+        self.begun: list[Tokens] = []
+        self.done: list[Tokens] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, tenant: TenantId, tokens: Tokens) -> None:
+        assert tenant == TENANT
+        self.begun.append(tokens)
+        await self.go.wait()
+        self.done.append(tokens)
+
+
+async def settle() -> None:
+    await asyncio.sleep(2 * bases.GRACE)
+
+
+def test_one_after_the_other_once_there_is_time() -> None:
+    async def scene() -> None:
+        prefills = Prefills()
+        wanted = BasePrefills(prefills)
+        wanted.ask(TENANT, [(1,), (2,), (1,)])
+        await settle()
+        assert not prefills.begun, "nobody said that there is time"
+        wanted.resume()
+        await settle()
+        assert prefills.begun == [(1,)] and len(wanted) == 2
+        prefills.go.set()
+        await settle()
+        assert prefills.done == [(1,), (2,)] and not len(wanted)
+        wanted.ask(TENANT, [(3,)])
+        wanted.resume()
+        await settle()
+        assert prefills.done[-1] == (3,)
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_comes_interrupts_and_nothing_is_lost() -> None:
+    async def scene() -> None:
+        prefills = Prefills()
+        wanted = BasePrefills(prefills)
+        wanted.ask(TENANT, [(1,), (2,)])
+        wanted.resume()
+        await settle()
+        wanted.pause()
+        prefills.go.set()
+        await settle()
+        assert not prefills.done
+        wanted.resume()
+        await settle()
+        assert prefills.begun == [(1,), (1,), (2,)] and prefills.done == [(1,), (2,)]
+
+    asyncio.run(scene())
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        monkeypatch.setattr(bases, "MOST", 2)
+        prefills = Prefills()
+        prefills.go.set()
+        wanted = BasePrefills(prefills)
+        wanted.ask(TENANT, [(1,), (2,), (3,)])
+        wanted.resume()
+        await settle()
+        assert prefills.done == [(2,), (3,)]
+        wanted.ask(TENANT, [(4,)])
+        wanted.resume()
+        await wanted.close()
+        await settle()
+        assert prefills.done == [(2,), (3,)]
+
+    asyncio.run(scene())

@@ -1,0 +1,131 @@
+"""Kedge's server before vLLM: OpenAI's API, a team whose later questions are translated, and the end of vLLM."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.config import EngineConfig  # noqa: E402
+from kedge.engine.local.build import model_path  # noqa: E402
+from kedge.errors import EngineClosed  # noqa: E402
+from kedge.integrations.vllm.engine import VLLMEngine  # noqa: E402
+from kedge.server.config import ServerConfig  # noqa: E402
+from kedge.types import GenerateRequest, SamplingParams, Segment  # noqa: E402
+from tests.server.conftest import Served, serving  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+MODEL = "kedge-nano"
+TEAM = Path(__file__).parents[3] / "examples" / "math_team.yaml"
+QUESTION = (
+    "{name} starts the day with {count} apples. {name} finds 5 more. {name} loses 2. "
+    "How many apples does {name} have at the end?"
+)
+PATIENCE = 240.0
+PAUSE = 0.5
+"""Seconds between two questions, for base prefills"""
+OWN = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    config = EngineConfig(backend="vllm", anchors={"max_error": 50.0}, vllm=OWN)
+    with VLLMEngine(config=config) as engine, serving(engine, ServerConfig(tools=True)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return served.client(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def http(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=PATIENCE) as opened:
+        yield opened
+
+
+def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Tom has 3 apples. Tom finds 5 more. How many apples has Tom?"}]
+    asked: Any = {"model": MODEL, "messages": messages, "max_tokens": 48, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert whole.choices[0].message.content == text != ""
+    [receipt] = whole.model_extra["kedge"]["receipts"]
+    assert receipt["tokens"]["computed"] == whole.usage.prompt_tokens
+
+
+def test_the_bundled_model_says_what_it_says_in_transformers(client: openai.OpenAI, served: Served) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = list(served.engine.tokenizer.encode(served.engine.tokenizer.chat(None, "Tom has 3 apples.")))
+    oracle: Any = AutoModelForCausalLM.from_pretrained(model_path(None), dtype=torch.float32).eval()
+    out = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+    said = client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0)
+    assert said.choices[0].text == served.engine.tokenizer.decode(tuple(out.tolist()))
+
+
+def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client) -> None:
+    """The base prefills that its receipts ask for are sent by the engine itself, between the questions."""
+    flow = {"content": TEAM.read_bytes(), "headers": {"content-type": "application/yaml"}}
+    assert http.post("/v1/workflows", params={"judge": "final"}, **flow).status_code in (200, 201)
+    deadline, answered = time.monotonic() + PATIENCE, 0
+    while time.monotonic() < deadline:
+        agents = run(http, f"Tim{answered}", 3 + answered)
+        answered += 1
+        assert [one["agent"] for one in agents] == ["solver", "analyst", "programmer", "inspector", "final"]
+        for one in agents:
+            counts = one["receipt"]["tokens"]
+            assert sum(counts.values()) > 0 and counts["computed"] > 0
+            assert not (answered <= 4 and counts["translated"]), "there are too few anchors yet"
+        if sum(one["receipt"]["tokens"]["translated"] > 0 for one in agents[:-1]) >= 3:
+            assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "a judge is never translated"
+            return
+        time.sleep(PAUSE)
+    raise AssertionError(f"nothing was translated in {answered} questions")
+
+
+def run(http: httpx.Client, name: str, count: int) -> list[dict[str, Any]]:
+    """The agents' answers to one question."""
+    asked = {"inputs": {"user_question": QUESTION.format(name=name, count=count)}, "stream": True}
+    last = http.post("/v1/workflows/math team/runs", json=asked).text.strip().split("\n\n")[-1]
+    event = dict(line.split(": ", 1) for line in last.split("\n"))
+    assert event["event"] == "finished", last
+    agents: list[dict[str, Any]] = json.loads(event["data"])["agents"]
+    return agents
+
+
+def test_the_dashboard_is_there_and_says_nothing_that_it_does_not_know(http: httpx.Client) -> None:
+    assert "Kedge" in http.get("/").text
+    with http.stream("GET", "/v1/dashboard/events") as events:
+        state = next(line for line in events.iter_lines() if line.startswith("data: "))
+    assert '"engine":{}' in state.replace(" ", "")
+
+
+def test_when_vllm_dies_nobody_waits_for_it(served: Served, http: httpx.Client) -> None:
+    """The last test: its process is killed while it answers."""
+    request = GenerateRequest((Segment((5, 6, 7), "p0"),), SamplingParams(1500, ignore_eos=True))
+    stream = served.engine.submit(request)
+    next(iter(stream))
+    for process in multiprocessing.active_children():
+        process.kill()
+    with pytest.raises(EngineClosed):
+        stream.result(PATIENCE)
+    with pytest.raises(EngineClosed, match="died"):
+        served.engine.submit(GenerateRequest((Segment((5, 6, 7), "p0"),)))
+    assert http.get("/ready").status_code == 503
+    assert http.get("/health").status_code == 200
+    served.engine.close()
+    served.engine.forecast({})
