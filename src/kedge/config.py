@@ -97,6 +97,8 @@ class AnchorSettings(_Section):
     """Layer whose base KV is compared; None is a third of the way up."""
     match_dim: PositiveInt = 32
     """Dimensions that base KV is projected to before it is compared."""
+    offset_bits: Literal[8, 16] = 16
+    """Of every number of an offset that is kept: 16, or 8 with a scale for each head (not those of `linear`)."""
     ridge: PositiveFloat = 0.005
     """How much `linear` holds its weights down, in units of the mean square of base KV."""
     max_error: PositiveFloat = 0.35
@@ -220,6 +222,8 @@ class EngineConfig(_Section):
     """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks."""
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""
+    cuda_graphs: bool = True
+    """On a GPU, passes of up to 64 tokens are launched as a whole. A model that cannot be captured goes without."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
     tiers: TierConfig = TierConfig()

@@ -7,14 +7,14 @@ from kedge.anchors.config import AnchorConfig
 from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_slot
 from kedge.anchors.slot import SlotOffsets
 from kedge.config import estimator_settings
-from tests.anchors.helpers import OPEN, SLOT, filled, sample
+from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
 
 
 def test_the_names_that_the_experiments_use() -> None:
     assert set(ESTIMATORS) == {"interpolate", "nearest", "cosine", "mean", "linear", "token", "linear+token"}
     assert set(CRITERIA) == {"entropy", "error", "length", "leverage"}
     assert set(SLOTS) < set(ESTIMATORS)
-    assert make_slot(AnchorConfig()) is SlotOffsets
+    assert type(make_slot(AnchorConfig())(random_kv(0, 0), 1)) is SlotOffsets
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kedge.bench import preassembly
+from kedge.bench.floor import weight_bytes
+from kedge.bench.shapes import SHAPES, random_llama
 from kedge.bench.soak import SoakSettings, soak
 from kedge.bench.ttft import TtftSettings, measure
 from kedge.cli.main import app
@@ -22,6 +26,15 @@ def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
     times = result.agents
     assert result.memory_ratio > 0
     assert [agent.mode for agent in times] == ["exact prefix + dense", "translated", "translated"]
+    assert [agent.moved is not None for agent in times] == [False, True, True]
+    row = result.as_json()["agents"][2]
+    moved = row["moved_bytes"]
+    token = 3 * 2 * 2 * 16 * 4  # tiny: layers, K and V, heads, dimensions, bytes
+    assert moved["context"] == row["prompt_tokens"] * token
+    assert moved["base"] == moved["written"] < moved["context"]
+    # Offsets of two layers, in 16 bits, and no more rows than are asked for.
+    assert 0 < moved["offsets"] <= 4 * moved["base"] / 3
+    assert row["floor_ms"] == pytest.approx(sum(moved.values()) / result.bandwidth * 1e3, abs=1e-3)
     for agent in times:
         assert len(agent.dense) == len(agent.translated) == len(agent.generate) == SMALL.repeats
         for total, parts in zip(agent.translated, agent.parts, strict=True):
@@ -68,6 +81,20 @@ def test_bench_ttft_writes_json(tmp_path: Path) -> None:
     assert [agent["agent"] for agent in agents] == [0, 1]
     for agent in agents:
         assert {"agent", "prompt_tokens", "dense_ms", "translated_ms", "parts_ms"} <= set(agent)
+
+
+def test_a_pass_reads_all_weights_but_an_embedding_of_its_own() -> None:
+    tied = random_llama("tiny", torch.device("cpu"), torch.float32)
+    untied = LlamaForCausalLM(LlamaConfig(**SHAPES["tiny"], tie_word_embeddings=False))
+    assert weight_bytes(tied) == weight_bytes(untied) == 4 * sum(weight.numel() for weight in tied.parameters())
+
+
+def test_no_cuda_is_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    done = CliRunner().invoke(app, ["bench", "ttft", "--model-size", "8b", "--device", "cuda"])
+    assert done.exit_code == 2
+    assert "engine.device" in done.output and "no CUDA device" in done.output
 
 
 def test_an_unknown_size_is_one_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.residence import HostBound, ResidenceStats
 from kedge.bench.studies import catalog
 from kedge.bench.studies.catalog import STUDIES
 from kedge.bench.studies.contexts import Contexts
+from kedge.bench.studies.offload import Link
 from kedge.bench.studies.proximity import nearest_pairs, spearman
 from kedge.bench.studies.report import write_report
 from kedge.bench.studies.study import QUICK, StudySettings, averaged
@@ -89,6 +93,7 @@ def test_anchors_weigh_what_they_hold() -> None:
     for name in ("interpolate", "token"):
         assert size[name, 20]["mib"] > 3 * size[name, 5]["mib"]
         assert size[name, 20]["to_paper"] < 1
+    assert size["token, 8 bits", 20]["mib"] < 0.65 * size["token", 20]["mib"]  # key vectors stay as they are
     assert size["token", 20]["paper_mib"] == pytest.approx(4 * size["token", 5]["paper_mib"])
 
 
@@ -162,3 +167,26 @@ def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
 def test_an_unknown_task_is_one_line() -> None:
     done = CliRunner().invoke(app, ["bench", "accuracy", "--quick", "--task", "chess"])
     assert done.exit_code == 2
+
+
+def test_what_lies_on_the_host_is_loaded_and_answers_the_same() -> None:
+    study = STUDIES["offload"]
+    rows = study.run(study.settings(quick=True, questions=5))
+    device, host, ahead = rows
+    assert [row["anchors"] for row in rows] == ["device", "host", "host, ahead"]
+    assert (device["wait_ms"], device["loaded_mib"], device["host_mib"]) == (0, 0, 0)
+    for row in (host, ahead):
+        assert row["loaded_mib"] > 0
+        assert row["device_mib"] + row["host_mib"] == pytest.approx(device["device_mib"], rel=0.1)
+        assert (row["accuracy"], row["reuse_rate"]) == (device["accuracy"], device["reuse_rate"])
+    assert host["wait_ms"] > 0
+
+
+def test_a_slow_link_takes_its_time() -> None:
+    store = Link(1e-6)(AnchorConfig(), HostBound())
+    moved = ResidenceStats(bytes_loaded=30_000, bytes_offloaded=20_000)
+    began = time.perf_counter()
+    assert store._hold(ResidenceStats(), moved, took=0.02) == pytest.approx(0.03)
+    assert time.perf_counter() - began >= 0.03
+    assert store._hold(ResidenceStats(), moved, took=1.0) == 0
+    assert store._hold(moved, moved, took=0.0) == 0

@@ -35,6 +35,8 @@ class AnchorConfig:
     """Layer whose base KV is compared; None is max(1, layers // 3)"""
     match_dim: int = 32
     """Dimensions that base KV is projected to before it is compared"""
+    offset_bits: int = 16
+    """Of every number of an offset that is kept: 16, or 8 with a scale for each head (not those of `linear`)"""
     ridge: float = 0.005
     """How much `linear` holds its weights down, in units of the mean square of base KV"""
     max_error: float = 0.35
@@ -59,6 +61,8 @@ class AnchorConfig:
             value = getattr(self, field.name)
             if field.name not in _TEXT and not (value is None and field.name in _OPTIONAL):
                 self._check(field.name, value)
+        if self.offset_bits not in (8, 16):
+            raise ConfigError("anchors.offset_bits", self.offset_bits, "is neither 8 nor 16")
 
     def _check(self, name: str, value: float) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):

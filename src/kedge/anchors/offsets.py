@@ -79,6 +79,8 @@ class OffsetTable:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.arena = torch.empty(0, width, dtype=dtype, device=device)
+        self.width, self.dtype = width, dtype
+        """Numbers of a row, and what blends of them are in"""
         self.version = 0
         self._ranges: dict[AnchorId, range] = {}
 
@@ -103,8 +105,12 @@ class OffsetTable:
         return self.arena.nbytes
 
     @property
+    def row_bytes(self) -> int:
+        return self.arena.shape[1] * self.arena.itemsize
+
+    @property
     def slack_bytes(self) -> int:
-        return (self.capacity - self.live) * self.arena.shape[1] * self.arena.itemsize
+        return (self.capacity - self.live) * self.row_bytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
         """int64: the rows of these anchors, one after the other. Raises `KeyError` for one that has none."""
@@ -112,17 +118,21 @@ class OffsetTable:
         return torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
 
     def encode(self, rows: Tensor) -> Tensor:
-        """`rows` in the table's dtype. Raises `TranslationRefused` where one does not fit it."""
-        limit = torch.finfo(self.arena.dtype).max
+        """`rows` as the arena keeps them. Raises `TranslationRefused` where one does not fit the table's dtype."""
+        limit = torch.finfo(self.dtype).max
         low, high = rows.aminmax() if rows.numel() else (rows.new_zeros(()), rows.new_zeros(()))
         if not (low >= -limit and high <= limit):
-            raise TranslationRefused("offset", (float(low), float(high)), f"does not fit {self.arena.dtype}")
-        return rows.to(self.arena.dtype)
+            raise TranslationRefused("offset", (float(low), float(high)), f"does not fit {self.dtype}")
+        return rows.to(self.dtype)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """What rows of the arena [rows, …] stand for: [rows, width]."""
+        return stored
 
     def put(self, anchor: AnchorId, rows: Tensor) -> None:
         """Adds the rows of an anchor that has none yet. Raises `PlanError` where it has, or where the width differs."""
-        if anchor in self._ranges or rows.shape[1:] != self.arena.shape[1:]:
-            raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {tuple(self.arena.shape)}")
+        if anchor in self._ranges or rows.shape[1:] != (self.width,):
+            raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {self.width} wide ones")
         encoded = self.encode(rows)
         start = self._gap(len(rows))
         if start is None:
@@ -144,16 +154,21 @@ class OffsetTable:
         if self.capacity > self.live:
             self._rebuild(self.live)
 
-    def blend(self, blend: Blend) -> Tensor:
-        """[tokens, width] in the table's dtype: the weighted sums. Raises `PlanError` for a blend that is out of date.
-
-        One fused call that reads each row once, and the fastest way there is on a CPU.
-        """
+    def check(self, blend: Blend) -> None:
+        """Raises `PlanError` for a blend that is out of date."""
         if blend.version != self.version:
             raise PlanError("blend", blend.version, f"the table is at version {self.version}")
+
+    def blend(self, blend: Blend) -> Tensor:
+        """[tokens, width] in the table's dtype: the weighted sums. Raises `PlanError` for a blend out of date."""
+        self.check(blend)
         if not blend.rows.numel() or not self.arena.numel():
-            return self.arena.new_zeros(blend.tokens, self.arena.shape[1])
-        weights = blend.weights.to(self.arena.dtype)
+            return self.arena.new_zeros(blend.tokens, self.width, dtype=self.dtype)
+        return self._sums(blend)
+
+    def _sums(self, blend: Blend) -> Tensor:
+        """One fused call that reads each row once, and the fastest way there is on a CPU."""
+        weights = blend.weights.to(self.dtype)
         return torch.nn.functional.embedding_bag(blend.rows, self.arena, per_sample_weights=weights, mode="sum")
 
     def check_integrity(self) -> None:

@@ -25,7 +25,7 @@ ESTIMATORS: Mapping[str, Callable[[AnchorConfig], Estimator]] = {
 }
 SLOTS: Mapping[str, Callable[[AnchorConfig], MakeSlot]] = {
     "linear": lambda config: partial(LinearOffsets, strength=config.ridge),
-    "linear+token": lambda config: partial(CorrectedOffsets, strength=config.ridge),
+    "linear+token": lambda config: partial(CorrectedOffsets, strength=config.ridge, bits=config.offset_bits),
 }
 """What a slot keeps, where that is something else than the rows of its anchors"""
 CRITERIA: Mapping[str, Callable[[AnchorConfig], Criterion]] = {
@@ -45,7 +45,9 @@ def make_estimator(config: AnchorConfig) -> Estimator:
 
 def make_slot(config: AnchorConfig) -> MakeSlot:
     """How slots of the estimator that the settings name begin."""
-    return SLOTS[config.estimator](config) if config.estimator in SLOTS else SlotOffsets
+    if config.estimator in SLOTS:
+        return SLOTS[config.estimator](config)
+    return partial(SlotOffsets, bits=config.offset_bits)
 
 
 def make_criterion(config: AnchorConfig) -> Criterion:

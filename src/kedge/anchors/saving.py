@@ -61,7 +61,7 @@ class _Rows:
 
         A table writes to rows that nobody has. Before it writes to those that somebody had, its version has changed.
         """
-        rows = self.arena[self.rows].cpu()
+        rows = self.table.decode(self.arena[self.rows]).cpu()
         return rows if self.table.version == self.version else None
 
 
@@ -201,7 +201,7 @@ def restored(records: Iterable[Record], anchors: AnchorStore, like: KVSegment) -
                 _, tenant, template = record.name
                 templates.append((TenantId(tenant), template, _parts(record, like)))
             else:
-                pools[_pool_key(record.name)] = _pool(record, anchors.empty_pool(), like)
+                pools[_pool_key(record.name)] = _pool(record, anchors.empty_pool(), like, anchors.offset_bits)
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError, PlanError) as error:
             raise StateRefused("record", record.name, f"makes no sense: {error!r}") from error
     return Restored(pools, templates)
@@ -222,7 +222,7 @@ def _parts(record: Record, like: KVSegment) -> dict[int, KVSegment]:
     return parts
 
 
-def _pool(record: Record, pool: AnchorPool, like: KVSegment) -> AnchorPool:
+def _pool(record: Record, pool: AnchorPool, like: KVSegment, bits: int) -> AnchorPool:
     ids, hits, lengths = zip(*record.data["anchors"], strict=True)
     tokens, keys = (record.tensors[part].split(lengths) for part in ("tokens", "keys"))
     anchors = [
@@ -234,7 +234,7 @@ def _pool(record: Record, pool: AnchorPool, like: KVSegment) -> AnchorPool:
         parts = {part: record.tensors[f"{number}.{part}"].to(like.device) for part in ("phi", "prefix")}
         calibration = Calibration.restored(record.tensors[f"{number}.calibration"], data["observations"])
         slots[Slot(data["agent_key"], data["index"])] = _offsets(
-            [AnchorId(i) for i in data["holders"]], dict(zip(ids, lengths, strict=True)), parts, calibration, like
+            [AnchorId(i) for i in data["holders"]], dict(zip(ids, lengths, strict=True)), parts, calibration, like, bits
         )
     pool.adopt(anchors, slots)
     pool.check_integrity()
@@ -247,9 +247,10 @@ def _offsets(
     parts: Mapping[str, Tensor],
     calibration: Calibration,
     like: KVSegment,
+    bits: int,
 ) -> SlotOffsets:
     prefix_tokens = len(parts["prefix"]) // len(holders)
-    offsets = SlotOffsets(like, prefix_tokens)
+    offsets = SlotOffsets(like, prefix_tokens, bits)
     offsets.calibration = calibration
     phis = parts["phi"].split([lengths[holder] for holder in holders])
     prefixes = parts["prefix"].split([prefix_tokens] * len(holders))

@@ -13,6 +13,7 @@ from torch import Tensor
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators import Match
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.anchors.residence import Unit
 from kedge.anchors.shareability import Calibration
 from kedge.errors import PlanError
@@ -61,9 +62,9 @@ class SlotOffsets(Unit):
     is_saved = True
     """Whether rows are all that is known, so that a snapshot can hold it."""
 
-    def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
-        self.phi = OffsetTable(row_width(base), row_dtype(base), base.device)
-        self.prefix = OffsetTable(row_width(base), row_dtype(base), base.device)
+    def __init__(self, base: KVSegment, prefix_tokens: int, bits: int = 16) -> None:
+        """`bits` of every number that is kept: 16 or 8."""
+        self.phi, self.prefix = _table(base, bits), _table(base, bits)
         self.calibration = Calibration()
         self.holders: list[AnchorId] = []
         layers, _, heads, dim = base.keys.shape
@@ -147,6 +148,13 @@ class SlotOffsets(Unit):
     def _norms(self, rows: Tensor) -> Tensor:
         """[tokens, 2]: over all layers, of keys and of values."""
         return rows.view(len(rows), *self._shape).norm(dim=3).norm(dim=1)
+
+
+def _table(base: KVSegment, bits: int) -> OffsetTable:
+    width, dtype = row_width(base), row_dtype(base)
+    if bits == 8:
+        return EightBitTable(width, base.keys.shape[3], dtype, base.device)
+    return OffsetTable(width, dtype, base.device)
 
 
 MakeSlot = Callable[[KVSegment, int], SlotOffsets]

@@ -67,8 +67,8 @@ class CorrectedOffsets(SlotOffsets):
     leaves_out = False
     is_saved = False
 
-    def __init__(self, base: KVSegment, prefix_tokens: int, strength: float) -> None:
-        super().__init__(base, prefix_tokens)
+    def __init__(self, base: KVSegment, prefix_tokens: int, strength: float, bits: int = 16) -> None:
+        super().__init__(base, prefix_tokens, bits)
         self.base = OffsetTable(row_width(base), row_dtype(base), base.device)
         self._ridge = _ridge_for(base, strength)
         self._dtype = base.dtype

@@ -286,6 +286,11 @@ class AnchorStore:
         """All pools, least recently used first. To be read only."""
         return self._pools
 
+    @property
+    def offset_bits(self) -> int:
+        """Of every number of an offset that is kept."""
+        return self._config.offset_bits
+
     def empty_pool(self) -> AnchorPool:
         """A pool with this store's bounds that is not part of it."""
         return AnchorPool(self._config.capacity, self._config.max_slots, self._make_slot)

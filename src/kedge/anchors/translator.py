@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from kedge.anchors.offsets import split_rows
+from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
 
 CHUNK = 256
@@ -21,16 +23,43 @@ class Storage(Protocol):
         """As `PagedStorage.write`."""
 
 
+Translate = Callable[[SlotTable, Translation], None]
+"""Writes one translated segment into a request's slots, all layers. Raises `PlanError` for a blend out of date."""
+
+
 class Translator:
-    """Writes translated segments straight into a request's slots, all layers at once."""
+    """Writes translated segments straight into a request's slots."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self._translate = translate_into(storage)
 
     def write(self, table: SlotTable, translations: Iterable[Translation]) -> None:
         """Translates each segment and writes it. Raises `PlanError` for a blend that is out of date."""
         for item in translations:
-            for start in range(0, item.base.tokens, CHUNK):
-                stop = min(start + CHUNK, item.base.tokens)
-                base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
-                self._storage.write(table, item.start + start, base, split_rows(rows.to(base.dtype), base))
+            self._translate(table, item)
+
+
+def translate_into(storage: Storage) -> Translate:
+    """The kernel on a GPU whose memory is laid out as Kedge's own, PyTorch's operations everywhere else."""
+    if isinstance(storage, PagedStorage) and storage.has_kernels:
+        return partial(in_one_pass, storage)
+    return partial(in_chunks, storage)
+
+
+def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
+    """A `Translate`: some tokens at a time, blended by one call and written by the storage."""
+    for start in range(0, item.base.tokens, CHUNK):
+        stop = min(start + CHUNK, item.base.tokens)
+        base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
+        storage.write(table, item.start + start, base, split_rows(rows.to(base.dtype), base))
+
+
+def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> None:
+    """A `Translate`: one kernel for all of it. Sums are rounded once, not after every step as in `in_chunks`."""
+    from kedge.kv.translate_kernel import translate
+
+    blend, offsets = item.blend, item.table
+    offsets.check(blend)
+    scales = offsets.scales if isinstance(offsets, EightBitTable) else None
+    slots = table.slots[item.start : item.start + item.base.tokens].to(storage.keys.device)
+    translate(storage, slots, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)

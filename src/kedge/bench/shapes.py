@@ -9,6 +9,7 @@ from kedge.config import EngineConfig
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model import HFTokenizer, ModelRunner
+from kedge.engine.local.parts import Parts
 from kedge.errors import ConfigError
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -25,7 +26,10 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of `size` with random weights. Raises `ConfigError` for an unknown size."""
+    """A Llama of `size` with random weights, made where and as it is used: the largest needs no other room.
+
+    Raises `ConfigError` for an unknown size.
+    """
     if size not in SHAPES:
         raise ConfigError("model-size", size, f"known sizes are {', '.join(SHAPES)}")
     torch.manual_seed(seed)
@@ -34,7 +38,7 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
         **SHAPES[size], max_position_embeddings=16384, tie_word_embeddings=small, bos_token_id=0, eos_token_id=1
     )
     with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
+        return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
 def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
@@ -45,6 +49,6 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
     return runner, HFTokenizer.load(build.model_path(None))
 
 
-def random_engine(size: str, config: EngineConfig) -> LocalEngine:
+def random_engine(size: str, config: EngineConfig, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
     """An embedded engine around `random_llama` (text plays no part here)."""
-    return LocalEngine.from_runner(*random_runner(size, config.device), config)
+    return LocalEngine.from_runner(*random_runner(size, config.device), config, parts=parts)

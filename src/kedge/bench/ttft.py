@@ -3,23 +3,30 @@
 The workload is the paper's copy machine: every agent reads a prefix of its own, the question and the answers of all
 agents before it, and answers with a fixed number of tokens. Weights and tokens are random, so nothing is said about
 quality: the criterion's thresholds are opened, its work stays in the clock. Everything from the arrival of a request
-to its first token counts.
+to its first token counts. Beside each time stands its floor: the bytes that must move, over the bandwidth of this
+device as a copy of the same run measures it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from kedge.bench.floor import Moved, Watch, bandwidth
 from kedge.bench.reference import Generate
 from kedge.bench.shapes import SHAPES, random_engine
 from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.parts import Parts
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
+
+ONE_PASS = 16384
+"""Tokens of one pass on a GPU: there dense prefill is fastest in one piece"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class AgentTimes:
     """Of Transformers' own `generate`."""
     parts: list[dict[str, float]] = field(default_factory=list)
     mode: str = "dense"
+    moved: Moved | None = None
+    """Of the last repeat, where it was translated"""
 
     @property
     def speedup(self) -> float:
@@ -63,7 +72,9 @@ class AgentTimes:
         medians = {name: statistics.median(parts.get(name, 0.0) for parts in self.parts) for name in sorted(names)}
         return {name: round(median, 3) for name, median in medians.items()}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, bandwidth: float) -> dict[str, Any]:
+        """`bandwidth` in bytes per second."""
+        floor = self.moved.floor_ms(bandwidth) if self.moved else None
         return {
             "agent": self.agent,
             "prompt_tokens": self.prompt_tokens,
@@ -71,6 +82,9 @@ class AgentTimes:
             "translated_ms": round(statistics.median(self.translated), 3),
             "generate_ms": round(statistics.median(self.generate), 3),
             "speedup": round(self.speedup, 2),
+            "floor_ms": floor and round(floor, 3),
+            "times_floor": floor and round(statistics.median(self.translated) / floor, 2),
+            "moved_bytes": self.moved and asdict(self.moved),
             "mode": self.mode,
             "parts_ms": self.parts_ms(),
             "all_dense_ms": [round(ms, 3) for ms in self.dense],
@@ -87,6 +101,8 @@ class TtftResult:
     anchor_bytes: int
     message_bytes: int
     """The anchored messages' own KV."""
+    bandwidth: float
+    """Bytes per second that a copy within the device moves"""
 
     @property
     def memory_ratio(self) -> float:
@@ -95,7 +111,8 @@ class TtftResult:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "agents": [agent.as_json() for agent in self.agents],
+            "agents": [agent.as_json(self.bandwidth) for agent in self.agents],
+            "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),
             "anchor_bytes": self.anchor_bytes,
             "message_bytes": self.message_bytes,
             "memory_ratio": round(self.memory_ratio, 3),
@@ -112,7 +129,8 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     workload = workload_of(settings)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = Generate(settings.model_size, settings.device)
-    with random_engine(settings.model_size, engine_config(settings)) as engine:
+    watch = Watch()
+    with random_engine(settings.model_size, engine_config(settings), Parts(assembler=watch)) as engine:
         runs = (f"run-{i}" for i in count())
         _warm(engine, generate, workload, settings, runs)
         for i in range(settings.samples):
@@ -121,10 +139,12 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
         stored: Any = engine.inspect()
         for i in range(settings.repeats):
             progress(f"measuring: {i + 1} of {settings.repeats}")
-            _measure_once(engine, generate, workload, settings, next(runs), times)
+            _measure_once(engine, generate, watch, workload, settings, next(runs), times)
         spec = engine.kv_spec
+        progress("measuring: the bandwidth")
+        speed = bandwidth(build.pick_device(settings.device))
     tokens = settings.question + (settings.agents - 1) * settings.output
-    return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token)
+    return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token, speed)
 
 
 def engine_config(settings: TtftSettings) -> EngineConfig:
@@ -134,12 +154,17 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
         capacity=settings.samples,
         min_anchors=settings.samples,
         gamma=2.0,
-        max_bytes=8 << 30,
+        max_bytes=64 << 30,
         max_error=1e9,
         weak_error=1e9,
     )
     longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
-    config = EngineConfig(device=settings.device, num_blocks=settings.agents * longest // 16 + 64, anchors=anchors)
+    config = EngineConfig(
+        device=settings.device,
+        num_blocks=settings.agents * longest // 16 + 64,
+        max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
+        anchors=anchors,
+    )
     if settings.recompute_head is None:
         return config
     return config.model_copy(update={"planner": PlannerSettings(recompute_head=settings.recompute_head)})
@@ -180,6 +205,7 @@ def of_length(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
 def _measure_once(
     engine: LocalEngine,
     generate: Generate,
+    watch: Watch,
     workload: CopyMachine,
     settings: TtftSettings,
     run: str,
@@ -196,6 +222,7 @@ def _measure_once(
         record.prompt_tokens = request.prompt_tokens
         record.translated.append(done.ttft_ms)
         record.parts.append(dict(done.receipt.parts_ms))
+        record.moved = watch.moved(request)
         record.mode = "translated" if done.receipt.translated else "exact prefix + dense"
     engine.wait_idle()
     for agent, record in enumerate(times):

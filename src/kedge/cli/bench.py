@@ -17,8 +17,12 @@ from kedge.cli.results import save
 
 if TYPE_CHECKING:
     from kedge.bench.cache import Times
-    from kedge.bench.ttft import AgentTimes, TtftSettings
+    from kedge.bench.ttft import TtftResult, TtftSettings
 
+TTFT_COLUMNS = (
+    "agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "x floor",
+    "parts of 1 ms and more",
+)  # fmt: skip
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
 bench.command()(workflow)
 add_to(bench)
@@ -48,7 +52,8 @@ def ttft(
     console = Console()
     with console.status("building the model") as status:
         result = measure(settings, status.update)
-    console.print(_table(settings, result.agents))
+    console.print(_table(settings, result))
+    console.print(f"floor: the bytes that must move, at the {result.bandwidth / 1e9:.1f} GB/s of a copy on this device")
     console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **result.as_json()})
@@ -153,13 +158,15 @@ def _cache_table(name: str, times: list[Times], growth: dict[str, dict[str, floa
     return table
 
 
-def _table(settings: TtftSettings, times: list[AgentTimes]) -> Table:
+def _table(settings: TtftSettings, result: TtftResult) -> Table:
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
     table = Table(title=title)
-    for column in ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "parts of 1 ms and more"):
+    for column in TTFT_COLUMNS:
         table.add_column(column, justify="right")
-    for row in (agent.as_json() for agent in times):
+    for row in result.as_json()["agents"]:
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in row["parts_ms"].items() if ms >= 1)
         measured = (f"{row[key]:.1f}" for key in ("generate_ms", "dense_ms", "translated_ms"))
-        table.add_row(str(row["agent"] + 1), str(row["prompt_tokens"]), *measured, f"{row['speedup']:.1f}x", parts)
+        floor = ("", "") if row["floor_ms"] is None else (f"{row['floor_ms']:.1f}", f"{row['times_floor']:.1f}")
+        speedup = f"{row['speedup']:.1f}x"
+        table.add_row(str(row["agent"] + 1), str(row["prompt_tokens"]), *measured, speedup, *floor, parts)
     return table

@@ -24,6 +24,7 @@ ABOUT = {
     "criterion": "What makes a value shareable (KVCOMM, Table A.3).",
     "estimators": "Estimators at the same reuse rate, with learning curves (KVCOMM, Table A.4).",
     "memory": "What anchors weigh, by length and number (KVCOMM, figure A.1).",
+    "offload": "Anchors in host memory against anchors on the device (KVCOMM, Table A.6).",
     "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",
     "proximity": "Whether near tokens have near KV and near offsets, by layer (KVCOMM, figure 4).",
     "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",

@@ -21,6 +21,11 @@ class Rotary:
         self._cos, self._sin = cos[0, :, None, :half], sin[0, :, None, :half]  # [positions, 1, rotary_dim / 2]
         self._scale = float(self._cos[0, 0, 0] ** 2 + self._sin[0, 0, 0] ** 2)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each float32 [positions, rotary_dim / 2]."""
+        return self._cos[:, 0], self._sin[:, 0]
+
     def rotate(self, keys: Tensor, positions: Tensor | slice, out: Tensor) -> None:
         """Writes `keys` [L, T, H, D], rotated to `positions` [T], into `out`, which must not overlap them."""
         self._turn(keys, self._cos[positions], self._sin[positions], out)

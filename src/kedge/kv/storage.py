@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -47,6 +48,11 @@ class PagedStorage:
         self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
         self.values = torch.empty(shape, dtype=spec.dtype, device=device)
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Kedge's Triton kernels can run on it: on a GPU, where Triton comes with PyTorch (on Linux)."""
+        return self.keys.is_cuda and find_spec("triton") is not None
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes one layer's rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention import FEW, SequenceSlice, _attend
+from kedge.engine.local.attention import FEW, SequenceSlice, _attend, _attend_causal, _attend_lower_right
 from kedge.kv.storage import PagedStorage
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
@@ -61,3 +61,11 @@ def test_attention_reads_its_context_run_by_run(
 
     keys, values = (torch.cat([x[0, run] for run in runs]) for x in pool)
     assert (out.float() - expected(query, keys, values, positions, window)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_a_gpu_sees_the_same_of_a_chunk(queries: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, count, DIM) for count in (queries, 40, 40))
+    got = _attend_lower_right(query, key, value, SCALE)
+    torch.testing.assert_close(got, _attend_causal(query, key, value, SCALE), atol=1e-5, rtol=1e-5)

@@ -11,6 +11,7 @@ from kedge.bench.studies import (
     criterion,
     estimators,
     memory,
+    offload,
     offsets,
     order,
     proximity,
@@ -20,6 +21,7 @@ from kedge.bench.studies import (
 from kedge.bench.studies.study import Study
 
 _MODULES = (
-    accuracy, estimators, ablation, similarity, proximity, memory, order, criterion, sensitivity, anchors, offsets,
+    accuracy, estimators, ablation, similarity, proximity, memory, offload, order, criterion, sensitivity, anchors,
+    offsets,
 )  # fmt: skip
 STUDIES: Mapping[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

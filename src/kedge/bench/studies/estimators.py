@@ -19,12 +19,18 @@ _COLUMNS = ("forced_reuse_rate", "kl", "top1", "judge_consistency", "accuracy", 
 
 
 def alike(*estimators: str) -> dict[str, Method]:
-    """Rotation without offsets, and estimators that share whatever two of their anchors are as long as."""
+    """Rotation without offsets, and estimators that share whatever two of their anchors are as long as.
+
+    `token` comes with offsets in 8 bits, too.
+    """
     planner = method_named("kvcomm").planner
     methods = {"rotation": method_named("rotation")}
     for name in estimators:
         anchors = {**estimator_settings(name), "criterion": "length"}
         methods[name] = Method(ReuseMode.TRANSLATE, anchors, planner)
+    if "token" in methods:
+        token = methods["token"]
+        methods["token, 8 bits"] = replace(token, anchors={**token.anchors, "offset_bits": 8})
     return methods
 
 

@@ -18,7 +18,14 @@ from kedge.kv.spec import KVSpec
 from kedge.runtime.interfaces import PoolKey, SampleView, Slot
 from kedge.types import TenantId, WorkflowId
 
-_ESTIMATORS = ("interpolate", "token", "linear", "linear+token")
+_ESTIMATORS = {
+    "interpolate": ("interpolate", 16),
+    "token": ("token", 16),
+    "token, 8 bits": ("token", 8),
+    "linear": ("linear", 16),
+    "linear+token": ("linear+token", 16),
+}
+"""With the bits of an offset's numbers"""
 _LENGTHS, _QUICK_LENGTHS = (64, 128, 256, 512), (64,)
 _SAMPLES, _QUICK_SAMPLES = (5, 10, 15, 20, 25), (5, 20)
 _PREFIX = 32
@@ -34,11 +41,11 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     spec = load_model(settings.model, EngineConfig(device="cpu"))[0].spec
     readers = settings.agents - 1
     rows: list[Row] = []
-    for name in _ESTIMATORS:
+    for name, (estimator, bits) in _ESTIMATORS.items():
         note(name)
         for tokens in _QUICK_LENGTHS if settings.quick else _LENGTHS:
             for samples in _QUICK_SAMPLES if settings.quick else _SAMPLES:
-                ours = filled(name, spec, samples, tokens, readers, seed).nbytes() / 2**20
+                ours = filled(estimator, bits, spec, samples, tokens, readers, seed).nbytes() / 2**20
                 paper = samples * (tokens + readers * (tokens + _PREFIX)) * spec.bytes_per_token / 2**20
                 message = tokens * spec.bytes_per_token / 2**20
                 sizes = {"mib": ours, "paper_mib": paper, "message_mib": message, "to_paper": ours / paper}
@@ -46,9 +53,10 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     return rows
 
 
-def filled(estimator: str, spec: KVSpec, samples: int, tokens: int, readers: int, seed: int) -> AnchorStore:
+def filled(estimator: str, bits: int, spec: KVSpec, samples: int, tokens: int, readers: int, seed: int) -> AnchorStore:
     """A store whose one pool holds `samples` messages with what every reader observed of them."""
-    config = AnchorConfig(**estimator_settings(estimator), capacity=samples, max_bytes=64 << 30)
+    settings = estimator_settings(estimator)
+    config = AnchorConfig(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
     store, random = AnchorStore(config), torch.Generator().manual_seed(seed)
     pool = PoolKey(TenantId("memory"), WorkflowId("memory"), "agent_1_current")
     for number in range(samples):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -92,6 +93,33 @@ class Batch:
     """Rows whose logits are wanted."""
     storage: PagedStorage
 
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """query [heads, tokens, head_dim] -> [tokens, heads, head_dim], each sequence over its own context."""
+        out = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
+        for sequence in self.sequences:
+            rows = slice(sequence.start, sequence.stop)
+            out[rows] = _attend(query[:, rows], self.storage, layer, sequence, scaling, window)
+        return out
+
+
+class Pass(Protocol):
+    """What the attention function is handed: how queries find their contexts in the paged pool."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def storage(self) -> PagedStorage: ...
+    @property
+    def logits_rows(self) -> Tensor | int:
+        """Rows whose logits are wanted; 0 is all of them."""
+
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """As `Batch.attend`."""
+
 
 def paged_attention(
     module: nn.Module,
@@ -101,18 +129,14 @@ def paged_attention(
     attention_mask: Tensor | None,  # noqa: ARG001 (Transformers passes it)
     *,
     scaling: float,
-    kedge: Batch,
+    kedge: Pass,
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Transformers' attention signature: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
-    storage, layer = kedge.storage, cast(int, module.layer_idx)
-    storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    out = torch.empty_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)
-    for sequence in kedge.sequences:
-        rows = slice(sequence.start, sequence.stop)
-        out[rows] = _attend(query[0, :, rows], storage, layer, sequence, scaling, sliding_window)
-    return out[None], None
+    layer = cast(int, module.layer_idx)
+    kedge.storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return kedge.attend(layer, query[0], scaling, sliding_window)[None], None
 
 
 def _attend(
@@ -128,12 +152,12 @@ def _attend(
     # Heads of one group share their KV: an expanded view gives SDPA its heads without a copy.
     grouped = query.reshape(len(key), groups, *query.shape[1:])
     key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
-    if sequence.contiguous and window is None and query.device.type == "cpu":
-        out = _attend_causal(grouped, key, value, scaling)
+    if sequence.contiguous and window is None:
+        attend = _attend_causal if query.device.type == "cpu" else _attend_lower_right
+        out = attend(grouped, key, value, scaling)
     else:
-        causal = sequence.contiguous and window is None and query.shape[1] == sequence.context
-        mask = None if causal else sequence.mask(window, query.dtype)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+        mask = sequence.mask(window, query.dtype)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.flatten(0, 1).transpose(0, 1)
 
 
@@ -147,6 +171,12 @@ def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
         return out
     rest, past = _flash(query, key[:, :, :before], value[:, :, :before], scale=scaling)
     return _joined([rest, out], [past, own])
+
+
+def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """The same on a GPU, whose flash attention takes this shape of a mask, and none that is written out."""
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
 
 
 def _gather(pool: Tensor, runs: Runs) -> Tensor:

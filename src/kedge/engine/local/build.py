@@ -15,6 +15,7 @@ from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.cache import CacheManager, EvictionPolicy, TierSettings, TransferLimits, lru, steps_to_execution
 from kedge.config import EngineConfig, TierConfig
+from kedge.engine.local import graphs
 from kedge.engine.local import model as models
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.loading import Loading
@@ -81,6 +82,7 @@ def core(
     """
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
+    runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
     expected = Expected()
     anchors = parts.anchors(
         AnchorConfig(**config.anchors.stored()), host_bound(config.anchors.host_bytes, config.tiers, expected)

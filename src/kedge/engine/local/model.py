@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from kedge.engine.local import attention
-from kedge.engine.local.attention import Batch
+from kedge.engine.local.attention import Batch, Pass
+from kedge.engine.local.graphs import StepGraphs
 from kedge.engine.local.spelling import Spelling
 from kedge.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from kedge.kv.rotary import Rotary
@@ -94,6 +95,8 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.graphs: StepGraphs | None = None
+        """Of the storage of the engine that runs it, where that has any"""
         model.set_attn_implementation(attention.NAME)
         config = model.config.get_text_config()
         self.spec = KVSpec.from_config(config, dtype=model.dtype)
@@ -123,6 +126,11 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Writes the KV of all tokens of the batch; logits [rows wanted, vocab] as float32."""
+        replayed = self.graphs.replay(batch) if self.graphs else None
+        return self.run(batch) if replayed is None else replayed
+
+    def run(self, batch: Pass) -> Tensor:
+        """The same, of any pass, kernel by kernel as Python starts them."""
         out = self.model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],

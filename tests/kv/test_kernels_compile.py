@@ -1,0 +1,51 @@
+"""The Triton kernels compiled for a GPU (sm_90), whether or not there is one: the interpreter lets more pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kedge.kv import attention_kernel, translate_kernel
+
+def compiled(kernel, constants, pointers):
+    rest = {name: "i32" for name in kernel.arg_names}
+    signature = {**rest, **pointers, **{name: "constexpr" for name in constants}}
+    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    assert made.asm["cubin"]
+
+KV = {name: "*DTYPE" for name in ("pool_keys", "pool_values", "base_keys", "base_values", "query", "keys", "values")}
+sizes = dict(HEADS=8, DIM=128, HALF=64, SCALED=SCALES, TURNED=64, REST=1, WHOLE=128, TILE=translate_kernel.TILE)
+kernel = translate_kernel._translate
+kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}
+tables = dict(arena="*ARENA", scales="*bf16", rows="*i64", weights="*fp32", slots="*i64", cos="*fp32", sin="*fp32")
+compiled(kernel, sizes, {**kv, **tables})
+compiled(kernel, {**sizes, "DIM": 24, "HALF": 4, "TURNED": 4, "REST": 16, "WHOLE": 32}, {**kv, **tables})
+
+kernel = attention_kernel._attend
+kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}
+tables = dict(blocks="*i32", lengths="*i32", parts="*fp32", sums="*fp32", scaling="fp32")
+sizes = dict(HEADS=32, GROUP=4, DIM=128, BLOCK=16, SHARES=attention_kernel.SHARES, TILE=attention_kernel.TILE, ROWS=16,
+             WHOLE=128)
+compiled(kernel, sizes, {**kv, **tables})
+"""
+
+
+@pytest.mark.parametrize(("dtype", "arena", "scaled"), [("bf16", "i8", True), ("fp32", "fp16", False)])
+def test_the_kernels_compile(dtype: str, arena: str, scaled: bool) -> None:
+    code = COMPILE.replace("DTYPE", dtype).replace("ARENA", arena).replace("SCALES", str(scaled))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    # Kernels must be in a file, for Triton reads their source; this script only names them.
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

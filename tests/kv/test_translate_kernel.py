@@ -1,0 +1,170 @@
+"""The translate kernel in Triton's interpreter, against float64 and against its twin in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId
+from kedge.anchors.offsets import Blend, OffsetTable
+from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.translator import in_chunks, in_one_pass, translate_into
+from kedge.errors import PlanError
+from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
+from kedge.kv.spec import KVSpec
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.runtime.plan import Translation
+from tests.kv.triton_device import DEVICE
+
+BLOCK, BLOCKS = 4, 16
+ULPS = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+"""Largest error over the largest number: the interpreter cuts bfloat16 off"""
+
+
+class Turns(torch.nn.Module):
+    """Rotary angles of a few dimensions, as Transformers' modules give them."""
+
+    def __init__(self, rotary_dim: int) -> None:
+        super().__init__()
+        self.rotary_dim = rotary_dim
+
+    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        speeds = 10.0 ** -torch.arange(0, 1, 2 / self.rotary_dim)
+        angles = position_ids[..., None] * speeds
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos(), angles.sin()
+
+
+@dataclass
+class Case:
+    storage: PagedStorage
+    table: SlotTable
+    item: Translation
+
+
+def case(
+    dtype: torch.dtype = torch.float32,
+    *,
+    tokens: int = 21,
+    start: int = 3,
+    layers: int = 3,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    rotary_dim: int = 16,
+    k: int = 4,
+    anchors: int = 3,
+    bits: int = 16,
+    seed: int = 0,
+) -> Case:
+    """A translation over scattered blocks, from a table of some anchors of 10 tokens."""
+    random = torch.Generator().manual_seed(seed)
+    spec = KVSpec(layers, kv_heads, head_dim, rotary_dim, dtype)
+    storage = PagedStorage(spec, BLOCKS, BLOCK, DEVICE, Rotary(Turns(rotary_dim), 64, DEVICE))
+    storage.keys.fill_(-7)
+    storage.values.fill_(-7)
+    # A part of longer base KV: its layers are further apart than its tokens say.
+    whole = torch.randn(2, layers, tokens + 5, kv_heads, head_dim, generator=random).to(dtype)
+    base = KVSegment(whole[0], whole[1]).slice(2, 2 + tokens)
+    width = (layers - 1) * 2 * kv_heads * head_dim
+    half = torch.float16 if dtype == torch.float32 else dtype
+    table = OffsetTable(width, half, DEVICE) if bits == 16 else EightBitTable(width, head_dim, torch.float32, DEVICE)
+    for anchor in range(anchors):
+        table.put(AnchorId(anchor), torch.randn(10, width, generator=random))
+    rows = torch.randint(0, max(1, 10 * anchors), (tokens, k), generator=random)
+    weights = torch.rand(tokens, k, generator=random).softmax(1)
+    item = Translation(start, base, Blend(rows, weights, table.version), table)
+    return Case(storage, SlotTable.of(torch.randperm(BLOCKS, generator=random).tolist(), BLOCK), item)
+
+
+def expected(one: Case) -> tuple[Tensor, Tensor]:
+    """Keys and values [layers, tokens, kv_heads, head_dim], token by token in float64."""
+    base, blend, arena = one.item.base, one.item.blend, one.item.table.decode(one.item.table.arena).double()
+    layers, tokens, heads, dim = base.keys.shape
+    keys, values = base.keys.double().clone(), base.values.double().clone()
+    cos, sin = (table.double() for table in one.storage.rotary.tables)
+    half = cos.shape[1]
+    for t in range(tokens):
+        for row, weight in zip(blend.rows[t].tolist(), blend.weights[t].tolist(), strict=True):
+            offset = arena[row].view(layers - 1, 2, heads, dim)
+            keys[1:, t] += weight * offset[:, 0]
+            values[1:, t] += weight * offset[:, 1]
+        c, s = cos[one.item.start + t], sin[one.item.start + t]
+        first, second = keys[:, t, :, :half].clone(), keys[:, t, :, half : 2 * half].clone()
+        keys[:, t, :, :half], keys[:, t, :, half : 2 * half] = first * c - second * s, second * c + first * s
+    return keys, values
+
+
+def written(one: Case) -> tuple[Tensor, Tensor]:
+    slots = one.table.slots[one.item.start : one.item.start + one.item.base.tokens]
+    return one.storage.keys[:, slots], one.storage.values[:, slots]
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+SHAPES = {
+    "as it is": {},
+    "one token": {"tokens": 1},
+    "exactly a tile": {"tokens": 16, "start": 0},
+    "more than two tiles": {"tokens": 37, "start": 11},
+    "whole blocks": {"tokens": 8, "start": 8},
+    "one anchor token": {"k": 1},
+    "eight of many": {"k": 8, "anchors": 7},
+    "no offsets": {"k": 0},
+    "an empty table": {"k": 0, "anchors": 0},
+    "one layer": {"layers": 1, "k": 0},
+    "one head": {"kv_heads": 1},
+    "part of a head turns": {"head_dim": 24, "rotary_dim": 8},
+    "8 bits": {"bits": 8},
+    "8 bits, odd sizes": {"bits": 8, "kv_heads": 1, "head_dim": 20, "rotary_dim": 12, "tokens": 19},
+    "odd sizes": {"kv_heads": 3, "head_dim": 20, "rotary_dim": 12, "tokens": 5},
+}
+
+
+@pytest.mark.parametrize("dtype", ULPS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_writes_what_the_equations_say(shape: dict[str, int], dtype: torch.dtype) -> None:
+    one = case(dtype, **shape)
+    in_one_pass(one.storage, one.table, one.item)
+    for got, wanted in zip(written(one), expected(one), strict=True):
+        assert error(got, wanted) < ULPS[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)], ids=str)
+def test_the_twin_writes_the_same_up_to_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
+    one, other = case(dtype, tokens=30), case(dtype, tokens=30)
+    in_one_pass(one.storage, one.table, one.item)
+    in_chunks(other.storage, other.table, other.item)
+    for got, wanted in zip(written(one), written(other), strict=True):
+        assert error(got, wanted) < tolerance
+
+
+def test_no_other_slot_is_touched() -> None:
+    one = case(tokens=9, start=6)
+    in_one_pass(one.storage, one.table, one.item)
+    others = torch.ones(BLOCK * BLOCKS, dtype=torch.bool)
+    others[one.table.slots[6:15]] = False
+    assert (one.storage.keys[:, others] == -7).all()
+    assert (one.storage.values[:, others] == -7).all()
+
+
+def test_nothing_to_write() -> None:
+    one = case(tokens=0)
+    in_one_pass(one.storage, one.table, one.item)
+    assert (one.storage.keys == -7).all()
+
+
+def test_a_blend_out_of_date_is_refused() -> None:
+    one = case()
+    one.item.table.drop(AnchorId(0))
+    with pytest.raises(PlanError, match="version"):
+        in_one_pass(one.storage, one.table, one.item)
+
+
+def test_a_cpu_translates_in_chunks() -> None:
+    assert translate_into(case().storage).func is in_chunks  # type: ignore[attr-defined]
