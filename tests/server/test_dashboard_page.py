@@ -148,7 +148,7 @@ def test_numbers_appear_as_things_happen(echo: Served, page: Any) -> None:
         has_text(page, "#figures dd >> nth=0", re.compile("^2"))
         playwright.expect(page.locator("#receipts tbody tr")).to_have_count(2)
         playwright.expect(page.locator("#series svg rect.fill-computed").first).to_be_visible()
-        has_text(page, "#anchors", "No anchors yet")
+        has_text(page, "#anchors", "told nothing of its anchors")
 
 
 def test_where_a_run_is(page: Any) -> None:
