@@ -29,7 +29,7 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 SMALL = Sizes(64, 16, 3)
-TINY = Shape(sizes=SMALL, rooms=(4,), flows=((48, 3),), new=16, room=10 * 80, answer=3, questions=1)
+TINY = Shape(sizes=SMALL, rooms=(4,), flows=((48, 3),), new=16, said=16, room=10 * 80, answer=3, questions=1)
 KEYS = {"latency_s", "hit_tokens", "bytes_h2d", "stall_s", "wasted_prefetch", "p50", "p99"}
 VOCAB = 1000
 

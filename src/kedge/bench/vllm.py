@@ -151,7 +151,7 @@ def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
         return unpressed(shape.sizes, vocab, seed)
     if name == "flows":
         fixed, flows = shape.flows[0]
-        sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.new)
+        sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.said)
         return many_flows(sizes, flows, shape.room, vocab, seed)
     if name == "peer":
         from kedge.engine.local import build

@@ -28,9 +28,11 @@ class Shape:
     """Figure 5: for how many of the ten agents the device has room; the first stands for the figure."""
     flows: tuple[tuple[int, int], ...] = ((512, 16), (256, 32), (512, 3), (256, 5))
     """Figure 6: fixed tokens and workflows; the first stands for the figure."""
-    new: int = 64
-    """Figure 6: new tokens, and tokens of an answer."""
-    room: int = 16 * 3 * 640
+    new: int = 32
+    """Figure 6: new tokens of a call."""
+    said: int = 16
+    """Figure 6: tokens of an answer."""
+    room: int = 16 * 3 * 560
     """Figure 6: tokens of the device tier."""
     answer: int = 32
     """Figure 8: tokens of an answer."""
@@ -38,7 +40,9 @@ class Shape:
     """Figure 8: questions of every team in one trial."""
 
 
-QUICK = Shape(sizes=Sizes(1024, 32, 8), rooms=(4,), flows=((256, 8),), new=16, room=8 * 3 * 288, answer=8, questions=1)
+QUICK = Shape(
+    sizes=Sizes(1024, 32, 8), rooms=(4,), flows=((256, 8),), new=16, said=16, room=8 * 3 * 288, answer=8, questions=1
+)
 """The same on fewer tokens, in one case a figure."""
 
 
@@ -56,7 +60,7 @@ def cases(figure: int, shape: Shape, vocab: int, seed: int, encode: Encode) -> l
         return [single_flow(shape.sizes, vocab, seed, room=room) for room in shape.rooms]
     if figure == 6:
         return [
-            many_flows(Sizes(fixed, shape.new, shape.new), flows, shape.room, vocab, seed)
+            many_flows(Sizes(fixed, shape.new, shape.said), flows, shape.room, vocab, seed)
             for fixed, flows in shape.flows
         ]
     if figure == 8:

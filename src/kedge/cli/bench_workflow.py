@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kedge.cli.results import save
+from kedge.errors import ConfigError
 
 COLUMNS = ("policy", "s", "x LRU", "x host", "device", "host", "MiB", "stall")
 """x: times as fast as LRU without and with a host tier. Tokens found on the device, and waited for. MiB loaded."""
@@ -26,6 +27,9 @@ def workflow(
     ] = 0.43,
     room: Annotated[
         list[int] | None, typer.Option(min=2, max=10, help="Figure 5: of how many of the ten agents; repeatable.")
+    ] = None,
+    flows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Figure 6: only its cases of so many workflows; repeatable.")
     ] = None,
     fixed: Annotated[int | None, typer.Option(min=16, help="Figure 5: tokens of a fixed prompt.")] = None,
     output: Annotated[int | None, typer.Option(min=1, help="Figure 5: tokens of an answer.")] = None,
@@ -43,7 +47,10 @@ def workflow(
 
     shape = QUICK if quick else Shape()
     sizes = replace(shape.sizes, fixed=fixed or shape.sizes.fixed, output=output or shape.sizes.output)
-    shape = replace(shape, sizes=sizes, rooms=tuple(room or shape.rooms))
+    chosen = tuple(case for case in shape.flows if not flows or case[1] in flows)
+    if not chosen:
+        raise ConfigError("flows", flows, f"the cases have {', '.join(str(many) for _, many in shape.flows)} workflows")
+    shape = replace(shape, sizes=sizes, rooms=tuple(room or shape.rooms), flows=chosen)
     settings = WorkflowSettings(
         figure, model_size, seeds or (3 if quick else 10), load_ratio, shape, controls, device=device
     )
