@@ -3,7 +3,7 @@
 The workload is that of `kedge.bench.ttft`. The agents run in three ways, each on questions of its own: without any
 hint; with the hint that the next agent is going to read the answer, whose request comes at once with that answer; and
 with the same hint and a request that comes when what can be done ahead is done. What a TTFT cannot be below is the
-pass over one token: the median time of a decoded token behind the same prompt.
+pass over one token: the mean time of a decoded token behind the same prompt.
 """
 
 from __future__ import annotations

@@ -34,6 +34,10 @@ class Candidate(Generic[Target]):
         """Soonest first, then likeliest, then smallest."""
         return self.step, -self.probability, self.size
 
+    def may_replace(self, victim: StepView, virtual_step: float) -> bool:
+        """Whether it may be loaded in the place of `victim`."""
+        return may_replace(victim, self.step, virtual_step, self.probability)
+
 
 def is_within(step: float | None, window: float) -> bool:
     """Whether somebody needs it within `window` steps. What nobody can tell is never within."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -19,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kedge.cache import Copy
 from kedge.cache.eviction import distance
-from kedge.cache.prefetch import Candidate, is_within, may_replace
+from kedge.cache.prefetch import Candidate, is_within
 from kedge.cache.transfer import Purpose
 from kedge.engine.local.fixed import FixedLengths
 from kedge.integrations.vllm.free_queue import StepFreeQueue
@@ -294,7 +295,7 @@ class SchedulerSide:
                 self._prompts[candidate.node],
                 Purpose.PREFETCH,
                 candidate.node,
-                lambda victim, one=candidate: may_replace(victim, one.step, tiers.virtual_step, one.probability),  # type: ignore[misc]
+                partial(candidate.may_replace, virtual_step=tiers.virtual_step),
                 tiers.decode_reserve,
             )
             slots -= job is not None
