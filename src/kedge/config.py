@@ -142,7 +142,7 @@ class PlannerSettings(_Section):
 
     section = "engine.planner"
 
-    recompute_head: NonNegativeInt = 1
+    recompute_head: NonNegativeInt = 2
     """First tokens of every translated segment that are computed again."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""

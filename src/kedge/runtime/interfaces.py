@@ -166,6 +166,6 @@ class ReusePolicy:
     A prompt of which less than `min_translated` (of what is not exact) could be translated is prefilled densely.
     """
 
-    recompute_head: int = 1
+    recompute_head: int = 2
     recompute_tail: bool = False
     min_translated: float = 0.5
