@@ -86,6 +86,16 @@ def test_accuracy_has_every_method_and_team() -> None:
     assert all(row["accuracy"] == row["accuracy_dense"] and row["same_final_answer"] == 1 for row in dense)
 
 
+def test_a_role_never_seen_is_not_translated() -> None:
+    study = STUDIES["unseen"]
+    rows = study.run(study.settings(quick=True, taught=5, questions=1, agents=2))
+    assert [row["asked"] for row in rows[::3]] == ["none", "longer", "shorter", "new roles"]
+    reuse = {(row["asked"], row["method"]): row["reuse_rate"] for row in rows}
+    assert reuse["none", "token"] > 0
+    strangers = [row for row in rows if row["asked"] == "new roles"]
+    assert all((row["reuse_rate"], row["kl"], row["same_final_answer"]) == (0, 0, 1) for row in strangers)
+
+
 def test_anchors_weigh_what_they_hold() -> None:
     rows = STUDIES["memory"].run(STUDIES["memory"].settings(quick=True, agents=2))
     size = {(row["estimator"], row["anchors"]): row for row in rows}

@@ -26,6 +26,7 @@ from kedge.bench.probe import Probe, Recorder, Sight
 from kedge.config import EngineConfig
 from kedge.engine.run import RunResult, run
 from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens, new_request_id
+from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Workload
 
 FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
@@ -43,6 +44,8 @@ class LabSettings:
     taught: int = 0
     """Questions that come first and do not count: every method prefills them densely and learns from them, so that all
     pools hold the same samples. 0: pools fill as they do in use"""
+    taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
+    """What the team is while it is taught"""
     forced: bool = True
     kv: bool = True
     """Whether the KV of forced requests is compared"""
@@ -99,6 +102,7 @@ class Lab:
     def __init__(self, workload: Workload, methods: Mapping[str, Method], settings: LabSettings) -> None:
         self._workload, self._settings = workload, settings
         self._flow = workload.workflow(settings.agents, settings.topology)
+        self._school = settings.taught_as(self._flow)
         self._stack = ExitStack()
         loaded = load_model(settings.model, EngineConfig(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
@@ -121,18 +125,18 @@ class Lab:
         """All methods learn from dense prefills of a question; nothing is counted."""
         for bench in self._benches.values():
             bench.probe.teaching = True
-        self._serve(question, lambda _: MethodRuns(), 0)
+        self._serve(question, lambda _: MethodRuns(), 0, self._school)
         for bench in self._benches.values():
             bench.probe.teaching = False
 
     def ask(self, number: int, question: Question) -> None:
         """One question that counts."""
-        self._serve(question, self.runs.__getitem__, number)
+        self._serve(question, self.runs.__getitem__, number, self._flow)
 
-    def _serve(self, question: Question, runs_of: Callable[[str], MethodRuns], number: int) -> None:
+    def _serve(self, question: Question, runs_of: Callable[[str], MethodRuns], number: int, flow: Workflow) -> None:
         self._asked += 1
         recorder = Recorder(self._dense.engine, self._dense.probe, kv=self._settings.kv and self._settings.forced)
-        dense = self._run(recorder, question, ReuseMode.OFF, TenantId("dense"))
+        dense = _run(recorder, flow, question, ReuseMode.OFF, TenantId("dense"))
         sights = [pending.result() for pending in recorder.pending]
         judge = self._judge(sights, question) if self._settings.judged else None
         choice = self._choice(judge, self._dense) if judge else None
@@ -141,13 +145,9 @@ class Lab:
             if self._settings.forced:
                 runs.forced += self._force(bench, sights, number)
             if self._settings.closed:
-                self._close_loop(bench, question, dense, runs, number)
+                self._close_loop(bench, flow, question, dense, runs, number)
             if judge:
                 runs.choices.append((choice, self._choice(judge, bench)))
-
-    def _run(self, engine: Any, question: Question, reuse: ReuseMode, tenant: TenantId) -> RunResult:
-        inputs = {QUESTION: question.text}
-        return run(engine, self._flow, inputs, reuse=reuse, tenant=tenant, on_tool_error="text")
 
     def _run_id(self) -> RunId:
         return RunId(f"question-{self._asked}")
@@ -163,10 +163,12 @@ class Lab:
         bench.engine.wait_idle()
         return pairs
 
-    def _close_loop(self, bench: Bench, question: Question, dense: RunResult, runs: MethodRuns, number: int) -> None:
+    def _close_loop(
+        self, bench: Bench, flow: Workflow, question: Question, dense: RunResult, runs: MethodRuns, number: int
+    ) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
-        result = self._run(recorder, question, bench.reuse, CLOSED)
+        result = _run(recorder, flow, question, bench.reuse, CLOSED)
         for pending in recorder.pending:
             pending.result()
         right, final = self._workload.right, self._workload.final
@@ -196,6 +198,10 @@ class Lab:
         bench.engine.end_run(JUDGED, judge.run_id)
         bench.engine.wait_idle()
         return self._workload.final(sight.completion.text)
+
+
+def _run(engine: Any, flow: Workflow, question: Question, reuse: ReuseMode, tenant: TenantId) -> RunResult:
+    return run(engine, flow, {QUESTION: question.text}, reuse=reuse, tenant=tenant, on_tool_error="text")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ ABOUT = {
     "proximity": "Whether near tokens have near KV and near offsets, by layer (KVCOMM, figure 4).",
     "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",
     "similarity": "Cosine with and error against dense KV, by layer and estimator (KVCOMM, figure A.12).",
+    "unseen": "Lengths outside what was observed, and roles never seen.",
 }
 
 Task = Annotated[str | None, typer.Option(help="math, choice or code, or a data set such as gsm8k; default math.")]

@@ -17,11 +17,12 @@ from kedge.bench.studies import (
     proximity,
     sensitivity,
     similarity,
+    unseen,
 )
 from kedge.bench.studies.study import Study
 
 _MODULES = (
     accuracy, estimators, ablation, similarity, proximity, memory, offload, order, criterion, sensitivity, anchors,
-    offsets,
+    unseen, offsets,
 )  # fmt: skip
 STUDIES: Mapping[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
