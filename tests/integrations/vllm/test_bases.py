@@ -41,7 +41,7 @@ def test_one_after_the_other_once_there_is_time() -> None:
         assert not prefills.begun, "nobody said that there is time"
         wanted.resume()
         await settle()
-        assert prefills.begun == [(1,)] and len(wanted) == 2
+        assert prefills.begun == [(1,)] and len(wanted) == 2, "what was asked for last comes first"
         prefills.go.set()
         await settle()
         assert prefills.done == [(1,), (2,)] and not len(wanted)
@@ -66,7 +66,7 @@ def test_a_request_that_comes_interrupts_and_nothing_is_lost() -> None:
         assert not prefills.done
         wanted.resume()
         await settle()
-        assert prefills.begun == [(1,), (1,), (2,)] and prefills.done == [(1,), (2,)]
+        assert prefills.begun == [(2,), (2,), (1,)] and prefills.done == [(2,), (1,)]
 
     asyncio.run(scene())
 
@@ -80,11 +80,11 @@ def test_what_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.M
         wanted.ask(TENANT, [(1,), (2,), (3,)])
         wanted.resume()
         await settle()
-        assert prefills.done == [(2,), (3,)]
+        assert prefills.done == [(3,), (2,)]
         wanted.ask(TENANT, [(4,)])
         wanted.resume()
         await wanted.close()
         await settle()
-        assert prefills.done == [(2,), (3,)]
+        assert prefills.done == [(3,), (2,)]
 
     asyncio.run(scene())

@@ -32,8 +32,6 @@ QUESTION = (
     "How many apples does {name} have at the end?"
 )
 PATIENCE = 240.0
-PAUSE = 0.5
-"""Seconds between two questions, for base prefills"""
 OWN = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 8}
 
 
@@ -77,7 +75,7 @@ def test_the_bundled_model_says_what_it_says_in_transformers(client: openai.Open
     assert said.choices[0].text == served.engine.tokenizer.decode(tuple(out.tolist()))
 
 
-def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client) -> None:
+def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client, served: Served) -> None:
     """The base prefills that its receipts ask for are sent by the engine itself, between the questions."""
     flow = {"content": TEAM.read_bytes(), "headers": {"content-type": "application/yaml"}}
     assert http.post("/v1/workflows", params={"judge": "final"}, **flow).status_code in (200, 201)
@@ -93,7 +91,8 @@ def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client) 
         if sum(one["receipt"]["tokens"]["translated"] > 0 for one in agents[:-1]) >= 3:
             assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "a judge is never translated"
             return
-        time.sleep(PAUSE)
+        while served.engine.inspect()["requests"]["base_prefills"]:
+            time.sleep(0.05)
     raise AssertionError(f"nothing was translated in {answered} questions")
 
 
