@@ -93,7 +93,8 @@ def test_a_role_never_seen_is_not_translated() -> None:
     reuse = {(row["asked"], row["method"]): row["reuse_rate"] for row in rows}
     assert reuse["none", "token"] > 0
     strangers = [row for row in rows if row["asked"] == "new roles"]
-    assert all((row["reuse_rate"], row["kl"], row["same_final_answer"]) == (0, 0, 1) for row in strangers)
+    assert all((row["reuse_rate"], row["same_final_answer"]) == (0, 1) for row in strangers)
+    assert all(row["kl"] < 1e-9 for row in strangers)
 
 
 def test_anchors_weigh_what_they_hold() -> None:

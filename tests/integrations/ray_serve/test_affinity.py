@@ -22,6 +22,7 @@ def caller(run: str = "r", agent: str = "a", **more: str) -> Caller:
 def send(affinity: Affinity, who: Caller, loads: Mapping[str, int] = IDLE) -> str:
     """The replica that a call is sent to and accepted by."""
     best = affinity.order(who, loads)[0]
+    affinity.expect(who, best)
     affinity.routed(who, best)
     return best
 
@@ -99,6 +100,29 @@ def test_a_run_whose_replica_died_goes_on_elsewhere_and_stays_there() -> None:
     away = send(affinity, caller(), left)
     assert away in left
     assert send(affinity, caller(), {**left, home: 0}) == away, "a new replica of that name holds nothing"
+
+
+def test_calls_that_come_at_the_same_time_spread_before_any_has_arrived() -> None:
+    affinity = Affinity()
+    chosen: Counter[str] = Counter()
+    for number in range(9):
+        best = affinity.order(caller(f"r{number}", f"x{number}"), IDLE)[0]
+        affinity.expect(caller(f"r{number}", f"x{number}"), best)
+        assert affinity.order(caller(f"r{number}", f"x{number}"), IDLE)[0] == best, "asked again, it stays"
+        chosen[best] += 1
+    assert chosen == dict.fromkeys(IDLE, 3)
+
+
+def test_an_expectation_that_was_wrong_counts_no_more() -> None:
+    affinity = Affinity(most_templates=2)
+    affinity.expect(caller(agent="x"), "east")
+    affinity.routed(caller(agent="x"), "west")
+    assert +affinity._held == Counter(west=1) and not affinity._expected
+    for number in range(5):
+        affinity.expect(caller(agent=f"y{number}"), "north")
+    assert +affinity._held == Counter(west=1, north=2)
+    affinity.retain(["west"])
+    assert +affinity._held == Counter(west=1)
 
 
 def test_what_a_dead_replica_held_does_not_count() -> None:

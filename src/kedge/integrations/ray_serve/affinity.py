@@ -36,18 +36,19 @@ class Affinity:
         self._homes: OrderedDict[RunKey, str] = OrderedDict()
         self._holders: OrderedDict[Template, frozenset[str]] = OrderedDict()
         self._held: Counter[str] = Counter()
-        """Fixed prompts by replica"""
+        """Fixed prompts by replica, with those that are expected there"""
+        self._expected: OrderedDict[Template, str] = OrderedDict()
 
     def order(self, caller: Caller, loads: Mapping[str, int]) -> list[str]:
         """All replicas of `loads`, which gives the length of each one's queue, best first.
 
         A replica that is not too busy comes before one that is. Among equals the order is: the home of the run; one
-        that holds the agent's fixed prompt; the one that holds the fewest fixed prompts, so that room for KV is used
-        evenly; the least busy; and by rendezvous hashing, so that routers that know nothing agree.
+        that holds the agent's fixed prompt, or will; the one that holds the fewest fixed prompts, so that room for KV
+        is used evenly; the least busy; and by rendezvous hashing, so that routers that know nothing agree.
         """
         room = min(loads.values(), default=0) + self._spill
         home = self._homes.get(caller.run_key) if caller.run_key else None
-        holders = self._holders.get(caller.template, frozenset())
+        holders = self._holders.get(caller.template) or {self._expected.get(caller.template)}
 
         def rank(replica: str) -> tuple[bool, bool, bool, int, int, int]:
             holds, load = replica in holders, loads[replica]
@@ -55,6 +56,16 @@ class Affinity:
             return load > room, replica != home, not holds, held, load, -rendezvous(caller.template, replica)
 
         return sorted(loads, key=rank)
+
+    def expect(self, caller: Caller, replica: str) -> None:
+        """A call is to go to this replica: a fixed prompt that nobody holds counts there from now on, so that calls
+        which come at the same time do not all choose the same one."""
+        if caller.template in self._holders:
+            return
+        self._expect_no_more(caller.template)
+        self._held[replica] += 1
+        if forgotten := _remember(self._expected, caller.template, replica, self._most_templates):
+            self._held[forgotten] -= 1
 
     def routed(self, caller: Caller, replica: str) -> None:
         """A call went to this replica: its run and its agent's fixed prompt are there now."""
@@ -70,13 +81,19 @@ class Affinity:
         self._homes = OrderedDict((run, home) for run, home in self._homes.items() if home in replicas)
         alive = frozenset(replicas)
         self._holders = OrderedDict((name, on & alive) for name, on in self._holders.items() if on & alive)
+        self._expected.clear()
         self._held = Counter(replica for on in self._holders.values() for replica in on)
 
     def _hold(self, template: Template, replica: str) -> None:
+        self._expect_no_more(template)
         before = self._holders.get(template, frozenset())
         forgotten = _remember(self._holders, template, before | {replica}, self._most_templates)
         self._held.update({replica} - before)
         self._held.subtract(forgotten or ())
+
+    def _expect_no_more(self, template: Template) -> None:
+        if expected := self._expected.pop(template, None):
+            self._held[expected] -= 1
 
 
 def rendezvous(key: Iterable[str], replica: str) -> int:

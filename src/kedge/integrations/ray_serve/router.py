@@ -36,7 +36,10 @@ class RunRouter(RequestRouter):
         # Without it Ray Serve would ask again at once, and again, while all replicas are full.
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[replicas[name]] for name in self._affinity.order(caller, self._loads(candidate_replicas))]
+        order = self._affinity.order(caller, self._loads(candidate_replicas))
+        for best in order[:1]:
+            self._affinity.expect(caller, best)
+        return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Called by Ray Serve when a replica has taken a request."""
