@@ -88,7 +88,7 @@ def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client, 
             counts = one["receipt"]["tokens"]
             assert sum(counts.values()) > 0 and counts["computed"] > 0
             assert not (answered <= 4 and counts["translated"]), "there are too few anchors yet"
-        if sum(one["receipt"]["tokens"]["translated"] > 0 for one in agents[:-1]) >= 3:
+        if any(one["receipt"]["tokens"]["translated"] for one in agents[:-1]):
             assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "a judge is never translated"
             return
         while served.engine.inspect()["requests"]["base_prefills"]:
