@@ -37,8 +37,8 @@ class RunRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         order = self._affinity.order(caller, self._loads(candidate_replicas))
-        for best in order[:1]:
-            self._affinity.expect(caller, best)
+        if order:
+            self._affinity.expect(caller, order[0])
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
