@@ -28,6 +28,11 @@ class Prefills:
         self.done.append(tokens)
 
 
+def ask(wanted: BasePrefills, *prompts: Tokens) -> None:
+    for tokens in prompts:
+        wanted.ask(TENANT, tokens)
+
+
 async def settle() -> None:
     await asyncio.sleep(2 * bases.GRACE)
 
@@ -36,7 +41,7 @@ def test_one_after_the_other_once_there_is_time() -> None:
     async def scene() -> None:
         prefills = Prefills()
         wanted = BasePrefills(prefills)
-        wanted.ask(TENANT, [(1,), (2,), (1,)])
+        ask(wanted, (1,), (2,), (1,))
         await settle()
         assert not prefills.begun, "nobody said that there is time"
         wanted.resume()
@@ -45,7 +50,7 @@ def test_one_after_the_other_once_there_is_time() -> None:
         prefills.go.set()
         await settle()
         assert prefills.done == [(1,), (2,)] and not len(wanted)
-        wanted.ask(TENANT, [(3,)])
+        ask(wanted, (3,))
         wanted.resume()
         await settle()
         assert prefills.done[-1] == (3,)
@@ -57,7 +62,7 @@ def test_a_request_that_comes_interrupts_and_nothing_is_lost() -> None:
     async def scene() -> None:
         prefills = Prefills()
         wanted = BasePrefills(prefills)
-        wanted.ask(TENANT, [(1,), (2,)])
+        ask(wanted, (1,), (2,))
         wanted.resume()
         await settle()
         wanted.pause()
@@ -77,11 +82,11 @@ def test_what_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.M
         prefills = Prefills()
         prefills.go.set()
         wanted = BasePrefills(prefills)
-        wanted.ask(TENANT, [(1,), (2,), (3,)])
+        ask(wanted, (1,), (2,), (3,))
         wanted.resume()
         await settle()
         assert prefills.done == [(3,), (2,)]
-        wanted.ask(TENANT, [(4,)])
+        ask(wanted, (4,))
         wanted.resume()
         await wanted.close()
         await settle()

@@ -1,4 +1,4 @@
-"""Base prefills that receipts ask for, one at a time, while the engine has nothing else to do.
+"""Base prefills that the plug-in asks for, one at a time, while no request waits for its first token.
 
 What was asked for last comes first: the plug-in keeps what it captured of a few prompts only, and base KV of one that
 it has let go teaches nothing. In the order of asking, an engine with more to do than time would never learn.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from kedge.types import TenantId, Tokens
 
 GRACE = 0.02
-"""Seconds that an idle engine waits: the next agent of a workflow comes within milliseconds."""
+"""Seconds that they wait: the next agent of a workflow comes within milliseconds."""
 MOST = 1024
 """Prompts that wait; what was asked for longest ago goes first."""
 
@@ -30,13 +30,12 @@ class BasePrefills:
     def __len__(self) -> int:
         return len(self._wanted)
 
-    def ask(self, tenant: TenantId, prompts: Iterable[Tokens]) -> None:
-        """These are wanted too."""
-        for tokens in prompts:
-            self._wanted[tenant, tokens] = None
-            self._wanted.move_to_end((tenant, tokens))
-            if len(self._wanted) > MOST:
-                self._wanted.popitem(last=False)
+    def ask(self, tenant: TenantId, tokens: Tokens) -> None:
+        """This one is wanted too."""
+        self._wanted[tenant, tokens] = None
+        self._wanted.move_to_end((tenant, tokens))
+        if len(self._wanted) > MOST:
+            self._wanted.popitem(last=False)
 
     def pause(self) -> None:
         """A request has come: what is under way is given up, and begun again later."""

@@ -31,7 +31,7 @@ from kedge.errors import TranslationRefused
 from kedge.integrations.vllm import compat
 from kedge.integrations.vllm.learner import Learner
 from kedge.integrations.vllm.messages import Orders, Reports
-from kedge.integrations.vllm.metrics import RECEIPTS, KedgePromMetrics, KedgeStats
+from kedge.integrations.vllm.metrics import NEEDS, RECEIPTS, KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.pages import Layer, Pages, RopeModule
 from kedge.integrations.vllm.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.settings import PluginSettings
@@ -189,6 +189,8 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         data: dict[str, Any] = dict(news)
         if untold := self._scheduler.take_untold():
             data[RECEIPTS] = untold
+        if needed := self._scheduler.translations.take_needed():
+            data[NEEDS] = needed
         return KedgeStats(data=data) if data else None
 
     @classmethod

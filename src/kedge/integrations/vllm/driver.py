@@ -27,7 +27,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.integrations.vllm.answer import Answer
 from kedge.integrations.vllm.bases import BasePrefills
-from kedge.integrations.vllm.metrics import RECEIPTS
+from kedge.integrations.vllm.metrics import NEEDS, RECEIPTS
 from kedge.integrations.vllm.requests import Message
 from kedge.types import RequestId, TenantId, Tokens
 
@@ -67,6 +67,8 @@ class Driver:
         self.figures = Figures()
         self._answers: dict[RequestId, asyncio.Task[Receipt | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
+        self._unbegun: set[RequestId] = set()
+        """Requests that wait for their first token"""
         self._late: dict[RequestId, asyncio.Future[Receipt]] = {}
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._numbers = itertools.count()
@@ -89,6 +91,7 @@ class Driver:
         self.bases.pause()
         generating = asyncio.create_task(self._generate(answer))
         self._answers[answer.request.request_id] = generating
+        self._unbegun.add(answer.request.request_id)
         serving = asyncio.create_task(self._serve(answer, generating))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -109,11 +112,18 @@ class Driver:
         async with aclosing(self.llm.generate(prompt, answer.params, request.request_id)) as outputs:
             async for output in outputs:
                 answer.take(output)
+                self._has_begun(request.request_id)
                 if output.finished:
                     return (output.kv_transfer_params or {}).get("kedge")
                 if answer.stopped:
                     return None
         return None
+
+    def _has_begun(self, request_id: RequestId) -> None:
+        """It waits no longer. While nobody does, base prefills delay no first token."""
+        self._unbegun.discard(request_id)
+        if not self._unbegun:
+            self.bases.resume()
 
     async def _serve(self, answer: Answer, generating: asyncio.Task[Receipt | None]) -> None:
         request_id = answer.request.request_id
@@ -125,10 +135,8 @@ class Driver:
         if error is not None:
             answer.fail(_told(error, request_id))
         else:
-            self.bases.ask(answer.request.tenant, [tuple(tokens) for tokens in said["base"]] if said else [])
             answer.end(said)
-        if not self._answers:
-            self.bases.resume()
+        self._has_begun(request_id)
 
     async def _said(
         self, answer: Answer, generating: asyncio.Task[Receipt | None], late: asyncio.Future[Receipt]
@@ -138,6 +146,13 @@ class Driver:
         if said is None and answer.has_begun and not self.is_dead:
             return await _within(late, LATE)
         return said
+
+    def needed(self, prompts: Iterable[tuple[TenantId, Tokens]]) -> None:
+        """Base prefills that would help those who call next."""
+        for tenant, tokens in prompts:
+            self.bases.ask(tenant, tuple(tokens))
+        if not self._unbegun:
+            self.bases.resume()
 
     def heard(self, receipts: Mapping[str, Receipt]) -> None:
         """Receipts of requests that were ended from outside, by vLLM's ids: ours, a hyphen and something random."""
@@ -215,6 +230,7 @@ class _Listener(StatLoggerBase):
             return
         figures, told = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         self._driver.heard(told.pop(RECEIPTS, {}))
+        self._driver.needed(told.pop(NEEDS, ()))
         figures.plugin.update(told)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
         figures.usage = scheduler_stats.kv_cache_usage

@@ -2,7 +2,7 @@
 
 vLLM's own processes run the model; here are an event loop on a thread of its own, the tokenizer and the streams. What
 is known of workflows goes to the plug-in: with a request, who calls and what the prompt is made of; between requests,
-forecasts, fixed prompts and the end of runs. Base prefills that receipts ask for are sent when nothing else runs.
+forecasts, fixed prompts and the end of runs. Base prefills are sent while no request waits for its first token.
 """
 
 from __future__ import annotations

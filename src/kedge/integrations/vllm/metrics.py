@@ -35,10 +35,13 @@ COUNTERS = {
 }
 RECEIPTS = "receipts"
 """Where no count but receipts are told: those of requests that were ended from outside, by vLLM's ids."""
+NEEDS = "needs"
+"""And base prefills that are wanted: pairs of a tenant and tokens. The receipt would tell of them when the answer ends,
+which is when the next agent calls that they would have been of use to."""
 
 
 class KedgeStats(KVConnectorStats):
-    """What was counted since the last report: names of `COUNTERS` to numbers; and `RECEIPTS`."""
+    """What was counted since the last report: names of `COUNTERS` to numbers; and `RECEIPTS` and `NEEDS`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -47,10 +50,12 @@ class KedgeStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        receipts = {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})}
+        told = {
+            RECEIPTS: {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})},
+            NEEDS: [*self.data.get(NEEDS, ()), *other.data.get(NEEDS, ())],
+        }
         self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
-        if receipts:
-            self.data[RECEIPTS] = receipts
+        self.data.update({name: value for name, value in told.items() if value})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -83,4 +88,4 @@ class KedgePromMetrics(KVConnectorPromMetrics):
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int | float]:
-    return {name: count for name, count in data.items() if name != RECEIPTS}
+    return {name: count for name, count in data.items() if name not in (RECEIPTS, NEEDS)}

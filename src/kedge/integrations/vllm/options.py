@@ -33,7 +33,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "max_batch_tokens": _SAME.format("max_num_batched_tokens"),
         "max_running": _SAME.format("max_num_seqs"),
     },
-    "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "max_skips"), _NONE),
+    "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NONE),
     "planner": dict.fromkeys(("recompute_head", "recompute_tail"), "vLLM computes nothing in the middle of a prompt"),
     "anchors": dict.fromkeys(("weak_error", "weak_leverage", "host_bytes", "host_base_bytes"), _NONE),
 }

@@ -17,10 +17,12 @@ from vllm.v1.request import Request
 
 from kedge.integrations.vllm.hints import Call
 from kedge.integrations.vllm.messages import Ask, Capture, Orders, Reports, Verdict, Write
-from kedge.types import Miss, RequestId, ReuseMode, Tokens
+from kedge.types import Miss, RequestId, ReuseMode, TenantId, Tokens
 from kedge.workflow.forecast import RunKey
 
 CacheBlocks = Callable[[Request, int], None]
+Need = tuple[TenantId, Tokens]
+"""A base prefill: for whom, and of what"""
 MOST_ASKS = 3
 """Times that a request is asked about, as its exact prefix was evicted meanwhile; then it is prefilled densely."""
 
@@ -89,6 +91,7 @@ class Translations:
         self._capture_ids = itertools.count()
         self._held: dict[int, tuple[int, list[KVCacheBlock]]] = {}
         self._learning = False
+        self._needed: list[Need] = []
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -204,8 +207,14 @@ class Translations:
         for request_id, verdict in reports.verdicts.items():
             if case := self._cases.get(request_id):
                 case.verdict, case.waits = verdict, False
+                self._needed += [(case.call.request.tenant, tokens) for tokens in verdict.needs]
         for capture_id, ranks in reports.captured.items():
             self._count(capture_id, ranks)
+
+    def take_needed(self) -> list[Need]:
+        """The base prefills that verdicts since the last call asked for."""
+        needed, self._needed = self._needed, []
+        return needed
 
     def _count(self, capture_id: int, ranks: int) -> None:
         done, blocks = self._held[capture_id]
