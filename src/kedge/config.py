@@ -175,6 +175,8 @@ class TierConfig(_Section):
     """Device blocks that a prefetch leaves free or evictable for running requests."""
     virtual_step: Seconds = 8.0
     """The step at which traffic without a forecast competes."""
+    status_aware: bool = True
+    """Whether a request that waits for KV from the host lets others go before it; else those behind it wait too."""
     max_skips: NonNegativeInt = 32
     """Requests that may go before one that waits for KV from the host; then it computes what it lacks."""
     max_wait: Seconds = 10.0

@@ -51,7 +51,10 @@ def test_every_policy_gives_the_same_tokens_and_the_promised_figures(figure: int
     result = measure(WorkflowSettings(figure, "tiny", seeds=2, load_ratio=0.1, shape=TINY)).as_json()
     assert result["tokens_identical"] is True
     assert result["figure"] == figure
-    assert list(result["policies"]) == ["lru_device", "lru_host", "evict_only", "prefetch_only", "full", "belady"]
+    blocking = ["lru_blocking"] if figure != 5 else []
+    policies = ["lru_device", "lru_host", *blocking, "evict_only", "prefetch_only", "full", "belady"]
+    assert list(result["policies"]) == policies
+    assert list(result["speedups"]) == ["lru_device", "lru_host", *blocking]
     for row in result["policies"].values():
         assert set(row) >= KEYS
         assert row["latency_s"] > 0

@@ -22,6 +22,8 @@ from kedge.engine.local.model import HFTokenizer, ModelRunner
 
 COMPARED = ("lru_device", "lru_host", "full")
 """Who runs in a control."""
+BASELINES = ("lru_device", "lru_host", "lru_blocking")
+"""What the others are compared with."""
 Progress = Callable[[str], None]
 
 
@@ -37,7 +39,6 @@ class WorkflowSettings:
     """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
     shape: Shape = field(default_factory=Shape)
     controls: bool = False
-    control_seeds: int = 3
     device: str = "auto"
     seed: int = 0
 
@@ -94,7 +95,8 @@ class Case:
         """By baseline and policy: the median over the trials, the least and the greatest."""
         return {
             baseline: {name: spread(self.speedup(name, baseline), 3) for name in self.trials if name != baseline}
-            for baseline in ("lru_device", "lru_host")
+            for baseline in BASELINES
+            if baseline in self.trials
         }
 
 
@@ -152,11 +154,16 @@ def measure(settings: WorkflowSettings, progress: Progress = lambda _: None) -> 
     bench = _Bench(settings, runner, tokenizer, progress)
     encode = tokenizer.encode
     done = [
-        bench.run(workload, tuple(POLICIES), settings.seeds)
+        bench.run(workload, policies(workload), settings.seeds)
         for workload in cases(settings.figure, settings.shape, runner.vocab_size, settings.seed, encode)
     ]
     asked = controls(settings.shape, runner.vocab_size, settings.seed) if settings.controls else {}
     return WorkflowResult(settings, done, {name: bench.control(name, one) for name, one in asked.items()})
+
+
+def policies(workload: Workload) -> tuple[str, ...]:
+    """Who runs in a figure. In a single flow nobody is behind a request that waits, so blocking changes nothing."""
+    return tuple(name for name in POLICIES if name != "lru_blocking" or len(workload.flows) > 1)
 
 
 @dataclass
@@ -170,7 +177,7 @@ class _Bench:
 
     def control(self, name: str, control: Control) -> Case:
         self.progress(f"control: {name}")
-        return self.run(control.workload, COMPARED, self.settings.control_seeds, control.hints)
+        return self.run(control.workload, COMPARED, self.settings.seeds, control.hints)
 
     def run(
         self, workload: Workload, names: Sequence[str], seeds: int, hints: Callable[[], Hints] = lambda: right

@@ -41,17 +41,21 @@ class Policy:
     evict: Literal["lru", "steps", "belady"] = "lru"
     host: bool = True
     prefetch: bool = False
+    status_aware: bool = True
+    """Whether others go before a request that waits for a load."""
 
 
 POLICIES: Mapping[str, Policy] = {
     "lru_device": Policy(host=False),
     "lru_host": Policy(),
+    "lru_blocking": Policy(status_aware=False),
     "evict_only": Policy("steps"),
     "prefetch_only": Policy(prefetch=True),
     "full": Policy("steps", prefetch=True),
     "belady": Policy("belady"),
 }
-"""All but the first have a host tier, which is reactive where nothing is prefetched: a request waits for its load."""
+"""All but the first have a host tier, which is reactive where nothing is prefetched: a request waits for its
+load, and with `lru_blocking` those behind it do."""
 
 
 def right(changes: Changes) -> Changes:
@@ -243,6 +247,7 @@ def engine_config(policy: Policy, workload: Workload, throttle: float) -> Engine
         host_blocks=host if policy.host else 0,
         policy="lru" if policy.evict == "lru" else "steps",
         prefetch_window=2.0 if policy.prefetch else -1.0,
+        status_aware=policy.status_aware,
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)

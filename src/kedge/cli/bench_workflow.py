@@ -13,8 +13,10 @@ from rich.table import Table
 from kedge.cli.results import save
 from kedge.errors import ConfigError
 
-COLUMNS = ("policy", "s", "x LRU", "x host", "device", "host", "MiB", "stall")
-"""x: times as fast as LRU without and with a host tier. Tokens found on the device, and waited for. MiB loaded."""
+GAINS = {"lru_device": "x LRU", "lru_host": "x host", "lru_blocking": "x block"}
+"""Times as fast as LRU without and with a host tier, and with one whose loads hold up the queue."""
+COUNTS = ("device", "host", "MiB", "stall")
+"""Tokens found on the device, and waited for. MiB loaded. Seconds waited."""
 
 
 def workflow(
@@ -40,7 +42,7 @@ def workflow(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
 ) -> None:
-    """Six policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
+    """Policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
     from kedge.bench.plots import workflow_plot
     from kedge.bench.workflow import WorkflowSettings, measure
     from kedge.bench.workflow_cases import QUICK, Shape
@@ -71,10 +73,11 @@ def workflow(
 def _table(case: dict[str, Any]) -> Table:
     ratio = case["load_ratio_measured"]
     table = Table(title=f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"])
-    for column in COLUMNS:
+    gained = case["speedups"]
+    for column in ("policy", "s", *(GAINS[base] for base in gained), *COUNTS):
         table.add_column(column, justify="right")
     for name, row in case["policies"].items():
-        gains = [case["speedups"][base].get(name) for base in ("lru_device", "lru_host")]
+        gains = [gained[base].get(name) for base in gained]
         table.add_row(
             name,
             f"{row['latency_s']:.2f}",

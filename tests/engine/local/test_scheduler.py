@@ -25,6 +25,7 @@ class World:
     """Says who waits for a load, who finds room, and keeps the order of admissions."""
 
     loading: set[str] = field(default_factory=set)
+    lets_pass: bool = True
     full: set[str] = field(default_factory=set)
     admitted: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
@@ -69,6 +70,17 @@ def test_others_go_before_who_waits_for_a_load() -> None:
     scheduler.schedule()
     assert (world.admitted, names(scheduler.loading)) == (["b", "d", "c"], "a")
     assert not scheduler.idle and scheduler.someone_waits
+
+
+def test_a_load_holds_up_the_queue_where_none_may_pass() -> None:
+    world = World(loading={"b"}, lets_pass=False)
+    scheduler = scheduler_of(world, "abc")
+    scheduler.schedule()
+    assert (world.admitted, names(scheduler.unadmitted), names(scheduler.loading)) == (["a"], "bc", "")
+    assert scheduler.someone_waits
+    world.loading = set()
+    scheduler.schedule()
+    assert world.admitted == ["a", "b", "c"]
 
 
 def test_who_has_loaded_goes_before_who_holds_nothing() -> None:

@@ -285,6 +285,17 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
         assert again.receipt.exact == FIXED
 
 
+def test_without_status_awareness_those_behind_a_load_wait_too() -> None:
+    with engine_with(host_blocks=AMPLE, throttle=0.02, num_blocks=60, status_aware=False) as engine:
+        put_on_host(engine, others=10)
+        first, second = engine.submit(ask(0, 1)), engine.submit(ask(1, 2))
+        done, behind = first.result(30), second.result(30)
+        assert (done.tokens, behind.tokens) == (expected(ask(0, 1).tokens), expected(ask(1, 2).tokens))
+        assert done.receipt.tokens(Source.HOST) == FIXED
+        assert behind.ttft_ms > 1e3 * 0.02 * FIXED / BLOCK, "it did not wait for the load of the other"
+        assert figures(engine)["loading"]["skips"] == 0
+
+
 @pytest.mark.parametrize("limit", [{"max_wait": 0.02}, {"max_skips": 0}])
 def test_waiting_is_bounded(limit: dict[str, object]) -> None:
     with engine_with(host_blocks=AMPLE, throttle=0.1, num_blocks=60, **limit) as engine:

@@ -99,7 +99,7 @@ def core(
         cache,
         storage,
         runtime,
-        Loading(cache, bool(copier), config.tiers.max_skips, config.tiers.max_wait),
+        Loading(cache, config.tiers, has_host=copier is not None),
         copier,
         parts.assembler(runner, storage),
         max_batch_tokens=config.max_batch_tokens,

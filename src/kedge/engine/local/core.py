@@ -370,7 +370,7 @@ class EngineCore:
             self._release(self._harvests.popleft().sequence)
         elif job := next((job for job in self.scheduler.jobs if job.admitted or not self.scheduler.unadmitted), None):
             self._drop_job(job)
-        elif (sequence := self.scheduler.unadmitted[0]) in self.scheduler.loading and not sequence.gave_up:
+        elif (sequence := self.scheduler.unadmitted[0]).load_asked is not None and not sequence.gave_up:
             self._loading.give_up(sequence)
         else:
             self.end(sequence, OutOfBlocks("request_id", sequence.key, "no room, though nothing else runs"))

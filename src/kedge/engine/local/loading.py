@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from kedge.cache import CacheManager, Readiness
+from kedge.config import TierConfig
 from kedge.engine.local.sequence import RequestSequence
 
 
@@ -26,9 +27,10 @@ class LoadStats:
 class Loading:
     """Asks the cache for what requests have on the host. Without a host tier nobody ever waits."""
 
-    def __init__(self, cache: CacheManager, has_host: bool, max_skips: int, max_wait: float) -> None:
-        """`max_wait` in seconds."""
-        self._cache, self._has_host, self._max_skips, self._max_wait = cache, has_host, max_skips, max_wait
+    def __init__(self, cache: CacheManager, tiers: TierConfig, has_host: bool) -> None:
+        self._cache, self._tiers, self._has_host = cache, tiers, has_host
+        self.lets_pass = tiers.status_aware
+        """Whether others go before who waits (KVFlow's status-aware scheduling)."""
         self._stats = LoadStats()
 
     def is_ready(self, sequence: RequestSequence) -> bool:
@@ -51,7 +53,8 @@ class Loading:
     def _has_waited_enough(self, sequence: RequestSequence) -> bool:
         if sequence.load_asked is None:
             return False
-        return sequence.skips > self._max_skips or time.monotonic() - sequence.load_asked > self._max_wait
+        waited = time.monotonic() - sequence.load_asked
+        return sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait
 
     def give_up(self, sequence: RequestSequence) -> None:
         """It waits no longer: what has come by now is used, the rest is computed."""

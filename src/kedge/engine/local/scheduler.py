@@ -37,7 +37,8 @@ class Scheduler:
     only in passes in which no request waits for its first token, so they cost nobody's TTFT. Prompts that are
     assembled ahead come after those, in small pieces; beside decodes only the few tokens that a translated one needs.
 
-    A request whose KV is being loaded steps aside, and others go before it. Once it is ready it goes before all that
+    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where `aside` lets none
+    pass). Once it is ready it goes before all that
     hold no blocks; at most `max_running` step aside at once, so those that do not are passed by few.
     """
 
@@ -89,6 +90,8 @@ class Scheduler:
             while self.waiting and self._has_place and len(self.loading) < self._max_running:
                 sequence = self.waiting[0]
                 if not self._aside.is_ready(sequence):
+                    if not self._aside.lets_pass:
+                        return
                     self.loading.append(self.waiting.popleft())
                 elif not self._start(sequence, self.waiting):
                     return
