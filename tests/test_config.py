@@ -189,7 +189,7 @@ def test_sections_and_what_is_built_from_them_agree() -> None:
     """The ground floor may not import those rooms, so names and defaults stand twice, but never differ."""
     anchors = AnchorSettings().model_dump(exclude={"max_base_bytes", "host_bytes", "host_base_bytes"})
     assert anchors == {field.name: field.default for field in fields(AnchorConfig)}
-    assert PlannerSettings().model_dump() == {field.name: field.default for field in fields(ReusePolicy)}
+    assert PlannerSettings().policy() == {field.name: field.default for field in fields(ReusePolicy)}
 
 
 def test_the_tiers_of_the_settings_are_those_of_the_cache_by_default() -> None:

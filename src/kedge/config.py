@@ -138,16 +138,25 @@ def estimator_settings(name: str) -> dict[str, Any]:
 
 
 class PlannerSettings(_Section):
-    """How the planner decides; the engine builds its `ReusePolicy` from these fields (same names)."""
+    """How the planner decides, and what belongs to a value."""
 
     section = "engine.planner"
 
     recompute_head: NonNegativeInt = 2
     """First tokens of every translated segment that are computed again."""
+    recompute_short: NonNegativeInt = 4
+    """Values of at most so many tokens are computed and never translated."""
+    trail: NonNegativeInt = 2
+    """Tokens of the template right behind a value from outside that are kept and translated with it, where all agents
+    have the same there: the model sums the value up in them."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
     min_translated: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
+
+    def policy(self) -> dict[str, Any]:
+        """The fields that a `ReusePolicy` has as well."""
+        return self.model_dump(exclude={"trail"})
 
 
 class TierConfig(_Section):

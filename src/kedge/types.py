@@ -72,6 +72,9 @@ class Segment:
     """Context in which a placeholder's base KV is prefilled when no producer left one (BOS, user header, lead-in)."""
     stand_in: Tokens = ()
     """The placeholder's name as text, which takes its place when the template itself is prefilled."""
+    trail: int = 0
+    """How many tokens of the segment after a placeholder are the same wherever the workflow has it, so that base KV of
+    its value with them serves all agents."""
 
     @property
     def is_placeholder(self) -> bool:

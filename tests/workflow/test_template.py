@@ -169,6 +169,19 @@ def test_lead_in_comes_from_the_first_agent_that_uses_the_placeholder() -> None:
     assert lead_in(both["b"].fill(filled), "x") == "["
 
 
+def test_a_trail_is_what_follows_a_value_in_every_agent() -> None:
+    agents = [
+        Prompt("a", "", "{q}\n\nSolve it."),
+        Prompt("b", "", "Read {q}\n\nSolver: {agent_a_current}\n\nand again {q}\n\n{condition_a_current}\n."),
+    ]
+    both = compile_agents(agents, Characters())
+    assert (both["a"].trails, both["b"].trails) == ((2,), (2, 0, 2, 3))
+    filled = values(q="?", agent_a_current="!", condition_a_current="3")
+    trails = [(segment.name, segment.trail) for segment in both["b"].fill(filled) if segment.is_placeholder]
+    assert trails == [("q", 2), ("agent_a_current", 0), ("q", 2), ("condition_a_current", 3)]
+    assert compile_agents([Prompt("a", "", "{q}{x} end")], Characters())["a"].trails == (0, 5)
+
+
 def test_stand_in_is_the_name_in_braces() -> None:
     agent = compile_agents([Prompt("a", "", "{agent_b_current}")], Characters())["a"]
     assert [text(tokens) for tokens in agent.stand_ins] == ["{agent_b_current}"]

@@ -18,8 +18,8 @@ from kedge.engine.local.parts import Parts
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
-_PAPER: Mapping[str, Any] = {"recompute_head": 0, "min_translated": 0.0}
-"""The paper recomputes one token and knows no least share"""
+_PAPER: Mapping[str, Any] = {"recompute_head": 0, "recompute_short": 0, "trail": 0, "min_translated": 0.0}
+"""The paper recomputes one token, keeps values without what follows them, and knows no least share"""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from kedge.types import GenerateRequest, Segment
 
@@ -32,6 +33,25 @@ def layout(request: GenerateRequest) -> tuple[Placed, ...]:
         placed.append(Placed(segment, index, start))
         start += len(segment.tokens)
     return tuple(placed)
+
+
+def with_trails(request: GenerateRequest, most: int) -> GenerateRequest:
+    """The same prompt, cut otherwise: up to `most` tokens of a placeholder's `trail` belong to its value.
+
+    A model sums a text up in the tokens right behind it. Their KV depends on the text more than on all before it, and
+    no other text's offset says what it is; base KV in which they have read the text does. A value that is yet to come
+    gets them when it comes.
+    """
+    if not most or not any(segment.trail for segment in request.segments):
+        return request
+    segments = list(request.segments)
+    for at, (here, after) in enumerate(pairwise(request.segments), 1):
+        if here.trail:
+            own, rest = after.tokens[: min(here.trail, most)], after.tokens[min(here.trail, most) :]
+            tokens = here.tokens + own if here.tokens else ()
+            segments[at - 1] = replace(here, tokens=tokens, stand_in=here.stand_in + own, trail=0)
+            segments[at] = replace(after, tokens=rest)
+    return replace(request, segments=tuple(one for one in segments if one.tokens or one.is_placeholder))
 
 
 def known_segments(request: GenerateRequest) -> int:

@@ -127,8 +127,8 @@ class Planner:
         prefixes: Mapping[int, KV],
     ) -> bool:
         """Drafts a placeholder and the prefix segment after it; True where dense prefill would teach something."""
-        if len(here) <= self._policy.recompute_head:
-            return False  # computing it costs no more than repairing its head
+        if len(here) <= self._policy.recompute_short:
+            return False
         sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))

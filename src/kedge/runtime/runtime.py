@@ -35,7 +35,7 @@ class Runtime:
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or Expected()
         self._planner = Planner(anchors, bases, policy, refusal)
-        self._short = policy.recompute_head
+        self._short = policy.recompute_short
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """The plan for a request whose leading tokens are `exact` on the device; counts the anchors it uses."""

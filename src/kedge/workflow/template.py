@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
@@ -145,6 +146,8 @@ class CompiledAgent:
     placeholders: tuple[Placeholder, ...]
     lead_ins: tuple[Tokens, ...]
     stand_ins: tuple[Tokens, ...]
+    trails: tuple[int, ...]
+    """Of each placeholder, how many of the tokens behind it stand there in all agents"""
 
     def fill(
         self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
@@ -156,12 +159,12 @@ class CompiledAgent:
 
     def _segments(self, values: Mapping[Placeholder, Value]) -> Iterator[Segment]:
         yield Segment(self.prefixes[0], "p0")
-        filled = zip(self.placeholders, self.lead_ins, self.stand_ins, self.prefixes[1:], strict=True)
-        for i, (placeholder, lead_in, stand_in, prefix) in enumerate(filled, 1):
+        filled = zip(self.placeholders, self.lead_ins, self.stand_ins, self.trails, self.prefixes[1:], strict=True)
+        for i, (placeholder, lead_in, stand_in, trail, prefix) in enumerate(filled, 1):
             if placeholder not in values:
                 raise UnknownPlaceholder(f"agent {self.agent}", placeholder.name, "has no value")
             tokens, sample = values[placeholder]
-            yield Segment(tokens, placeholder.name, sample, lead_in, stand_in)
+            yield Segment(tokens, placeholder.name, sample, lead_in, stand_in, trail)
             yield Segment(prefix, f"p{i}")
 
 
@@ -174,18 +177,43 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
     """
     lines = _last_lines(agents)
     lead_ins = {at: tokenizer.encode(_up_to_mark(tokenizer, line)) for at, line in lines.items()}
-    return {AgentId(agent.id): _compile(agent, tokenizer, lead_ins) for agent in agents}
+    cuts = {AgentId(agent.id): _cut(agent, tokenizer) for agent in agents}
+    trails = _trails(cuts.values())
+    return {
+        agent: CompiledAgent(
+            agent,
+            prefixes,
+            found,
+            tuple(lead_ins[placeholder] for placeholder in found),
+            tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
+            tuple(trails[placeholder] for placeholder in found),
+        )
+        for agent, (prefixes, found) in cuts.items()
+    }
 
 
-def _compile(agent: Prompt, tokenizer: ChatTokenizer, lead_ins: Mapping[Placeholder, Tokens]) -> CompiledAgent:
+Cut = tuple[tuple[Tokens, ...], tuple[Placeholder, ...]]
+"""An agent's prefix parts, and the placeholders between them"""
+
+
+def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     texts, found = _render(agent, tokenizer)
-    return CompiledAgent(
-        AgentId(agent.id),
-        tuple(tokenizer.encode(text) if text else () for text in texts),
-        found,
-        tuple(lead_ins[placeholder] for placeholder in found),
-        tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
-    )
+    return tuple(tokenizer.encode(text) if text else () for text in texts), found
+
+
+def _trails(cuts: Iterable[Cut]) -> dict[Placeholder, int]:
+    """How many tokens are the same wherever they come behind a placeholder; 0 for an agent's answer, whose base KV its
+    producer leaves without them.
+    """
+    behind: dict[Placeholder, list[Tokens]] = {}
+    for prefixes, found in cuts:
+        for placeholder, prefix in zip(found, prefixes[1:], strict=True):
+            behind.setdefault(placeholder, []).append(prefix)
+    return {at: 0 if at.kind is Kind.AGENT else _common(prefixes) for at, prefixes in behind.items()}
+
+
+def _common(prefixes: Iterable[Tokens]) -> int:
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prefixes, strict=False)))
 
 
 def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:

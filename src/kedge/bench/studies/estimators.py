@@ -10,10 +10,11 @@ from dataclasses import replace
 from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.methods import Method, method_named
 from kedge.bench.studies.study import Note, Plot, Row, Study, StudySettings, compared, picked
-from kedge.config import estimator_settings
+from kedge.config import PlannerSettings, estimator_settings
 from kedge.types import ReuseMode
 
 _CURVE, _QUICK_CURVE = (2, 5, 10, 20, 40), (2, 6)
+_TRAILING = ("rotation", "interpolate", "token", "linear")
 _QUICK = ("interpolate", "token", "linear+token")
 _COLUMNS = ("forced_reuse_rate", "kl", "top1", "judge_consistency", "accuracy", "same_final_answer")
 
@@ -21,7 +22,7 @@ _COLUMNS = ("forced_reuse_rate", "kl", "top1", "judge_consistency", "accuracy", 
 def alike(*estimators: str) -> dict[str, Method]:
     """Rotation without offsets, and estimators that share whatever two of their anchors are as long as.
 
-    `token` comes with offsets in 8 bits, too.
+    `token` comes with offsets in 8 bits, too, and some with what follows a value as part of it.
     """
     planner = method_named("kvcomm").planner
     methods = {"rotation": method_named("rotation")}
@@ -31,7 +32,9 @@ def alike(*estimators: str) -> dict[str, Method]:
     if "token" in methods:
         token = methods["token"]
         methods["token, 8 bits"] = replace(token, anchors={**token.anchors, "offset_bits": 8})
-    return methods
+    trailing = {name: methods[name] for name in _TRAILING if name in methods}
+    with_trail = {**planner, "trail": PlannerSettings().trail}
+    return methods | {f"{name}, trail": replace(one, planner=with_trail) for name, one in trailing.items()}
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:

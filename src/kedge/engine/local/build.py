@@ -88,7 +88,7 @@ def core(
         AnchorConfig(**config.anchors.stored()), host_bound(config.anchors.host_bytes, config.tiers, expected)
     )
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
-    runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.model_dump()), runner.refusal, expected)
+    runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.policy()), runner.refusal, expected)
     capacity = num_blocks * config.block_size
     settings = tier_settings(runner.spec, config)
     host = HostStorage(storage, settings.host_blocks)

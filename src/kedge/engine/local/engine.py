@@ -29,6 +29,7 @@ from kedge.engine.local.state import EngineState, SavedState
 from kedge.engine.local.text import TextStream
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong, RequestError
 from kedge.kv.spec import KVSpec
+from kedge.runtime.layout import with_trails
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -100,6 +101,7 @@ class LocalEngine:
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """`draw` takes the place of the request's own sampling: it sees all logits and may force an answer."""
+        request = with_trails(request, self.config.planner.trail)
         tokens = self._validated(request)
         room = min(self._runner.max_positions, self.capacity) - len(tokens)
         sequence = RequestSequence(
@@ -143,7 +145,7 @@ class LocalEngine:
         """Takes a hint: such a request is expected. One that could not be served, or comes after `close`, is none."""
         with suppress(EngineClosed, RequestError):
             self._validated(request)
-            self._post(partial(self._core.prepare, request))
+            self._post(partial(self._core.prepare, with_trails(request, self.config.planner.trail)))
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Returns once nothing runs, waits, is copied, can be assembled ahead or is left to be learned. Raises

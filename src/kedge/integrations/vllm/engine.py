@@ -25,6 +25,7 @@ from kedge.errors import ConfigError, EmptyPrompt, EngineClosed, InvalidToken, P
 from kedge.integrations.vllm.answer import Answer
 from kedge.integrations.vllm.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.requests import Forecasts, Message, end_of_run, sampling_arguments
+from kedge.runtime.layout import with_trails
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -80,6 +81,7 @@ class VLLMEngine:
 
     def submit(self, request: GenerateRequest) -> LocalStream:
         """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
+        request = with_trails(request, self.config.planner.trail)
         self._validate(request)
         room = self._longest - request.prompt_tokens
         answer = Answer(request, self.tokenizer, self._params(sampling_arguments(request, room)), room)

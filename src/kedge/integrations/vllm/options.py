@@ -23,6 +23,7 @@ TAKEN = {*OWN, "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "run
 
 _SAME = "vLLM has its own: set engine.vllm.{}"
 _NONE = "does nothing with vLLM"
+_MIDDLE = "vLLM computes nothing in the middle of a prompt"
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {
         "device": "vLLM runs on what it was built for",
@@ -34,7 +35,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "max_running": _SAME.format("max_num_seqs"),
     },
     "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NONE),
-    "planner": dict.fromkeys(("recompute_head", "recompute_tail"), "vLLM computes nothing in the middle of a prompt"),
+    "planner": dict.fromkeys(("recompute_head", "recompute_short", "recompute_tail"), _MIDDLE),
     "anchors": dict.fromkeys(("weak_error", "weak_leverage", "host_bytes", "host_base_bytes"), _NONE),
 }
 """Section of `engine` -> its settings that cannot be meant, and why."""
