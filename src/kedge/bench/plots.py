@@ -89,7 +89,7 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
         shown = [row for row in rows if row.get(y) is not None and (not plot.by or row[plot.by] == group)]
         points = [row[plot.x] for row in shown], [row[y] for row in shown]
         if plot.kind == "lines":
-            axes.plot(*_means(*points), marker="o", markersize=3, label=group)
+            axes.plot(*_means(*points), _STYLES[i // _COLOURS % len(_STYLES)], marker="o", markersize=3, label=group)
             continue
         places = [xs.index(x) + (i - (len(groups) - 1) / 2) * width for x in points[0]]
         whiskers = [row.get(f"{y}_sd") or 0 for row in shown]
@@ -102,6 +102,8 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+_COLOURS, _STYLES = 10, ("-", "--", ":")
+"""After so many lines matplotlib's colours begin again: the next ones are drawn otherwise"""
 _ROOM = 40
 """Letters under a panel that can stand side by side"""
 

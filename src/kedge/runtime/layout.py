@@ -46,7 +46,7 @@ def with_trails(request: GenerateRequest, most: int) -> GenerateRequest:
         return request
     segments = list(request.segments)
     for at, (here, after) in enumerate(pairwise(request.segments), 1):
-        if here.trail:
+        if here.trail and not after.is_placeholder:
             own, rest = after.tokens[: min(here.trail, most)], after.tokens[min(here.trail, most) :]
             tokens = here.tokens + own if here.tokens else ()
             segments[at - 1] = replace(here, tokens=tokens, stand_in=here.stand_in + own, trail=0)
