@@ -47,10 +47,11 @@ def with_trails(request: GenerateRequest, most: int) -> GenerateRequest:
     segments = list(request.segments)
     for at, (here, after) in enumerate(pairwise(request.segments), 1):
         if here.trail and not after.is_placeholder:
-            own, rest = after.tokens[: min(here.trail, most)], after.tokens[min(here.trail, most) :]
+            size = min(here.trail, most)
+            own = after.tokens[:size]
             tokens = here.tokens + own if here.tokens else ()
             segments[at - 1] = replace(here, tokens=tokens, stand_in=here.stand_in + own, trail=0)
-            segments[at] = replace(after, tokens=rest)
+            segments[at] = replace(after, tokens=after.tokens[size:])
     return replace(request, segments=tuple(one for one in segments if one.tokens or one.is_placeholder))
 
 

@@ -120,8 +120,12 @@ class Driver:
         return None
 
     def _has_begun(self, request_id: RequestId) -> None:
-        """It waits no longer. While nobody does, base prefills delay no first token."""
+        """It waits for its first token no longer."""
         self._unbegun.discard(request_id)
+        self._resume_bases()
+
+    def _resume_bases(self) -> None:
+        """While nobody waits for a first token, base prefills delay none."""
         if not self._unbegun:
             self.bases.resume()
 
@@ -151,8 +155,7 @@ class Driver:
         """Base prefills that would help those who call next."""
         for tenant, tokens in prompts:
             self.bases.ask(tenant, tuple(tokens))
-        if not self._unbegun:
-            self.bases.resume()
+        self._resume_bases()
 
     def heard(self, receipts: Mapping[str, Receipt]) -> None:
         """Receipts of requests that were ended from outside, by vLLM's ids: ours, a hyphen and something random."""
