@@ -103,8 +103,9 @@ class AnchorSettings(_Section):
     """How much `linear` holds its weights down, in units of the mean square of base KV."""
     max_error: PositiveFloat = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable."""
-    weak_error: PositiveFloat = 0.6
-    """Predicted relative error above which a single token of a shareable value is computed."""
+    weak_error: PositiveFloat = 0.25
+    """Predicted relative error above which a single token is computed, of a shareable value or of the template behind
+    it."""
     max_leverage: PositiveFloat = 2.0
     """Mean leverage of a value's tokens, in units of the anchors' own mean, up to which `leverage` shares it."""
     weak_leverage: PositiveFloat = 6.0
@@ -142,16 +143,16 @@ class PlannerSettings(_Section):
 
     section = "engine.planner"
 
-    recompute_head: NonNegativeInt = 2
+    recompute_head: NonNegativeInt = 0
     """First tokens of every translated segment that are computed again."""
     recompute_short: NonNegativeInt = 4
     """Values of at most so many tokens are computed and never translated."""
     trail: NonNegativeInt = 2
-    """Tokens of the template right behind a value from outside that are kept and translated with it, where all agents
-    have the same there: the model sums the value up in them."""
+    """Tokens of the template right behind a value that are kept and translated with it, where all agents have the same
+    there: the model sums the value up in them."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
-    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.5
+    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.4
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
 
     def policy(self) -> dict[str, Any]:

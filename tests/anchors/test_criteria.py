@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.criteria import Length, Leverage, Spread
 from kedge.anchors.estimators import Match, Token
 from kedge.anchors.keys import KeyBlock
-from kedge.anchors.shareability import Calibration
 from kedge.anchors.store import AnchorStore
 from tests.anchors.helpers import SLOT, filled, generator, observe, sample
 

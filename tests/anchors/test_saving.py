@@ -181,7 +181,9 @@ def damaged(change: str) -> Record:
         case "no anchors":
             data["anchors"] = []
         case "calibration":
-            tensors["0.calibration"] = tensors["0.calibration"][:, :3]
+            tensors["0.calibration.bins"] = tensors["0.calibration.bins"][:, :3]
+        case "other prefix":
+            tensors["0.calibration.prefix"] = torch.zeros(99)
         case "no name":
             return replace(record, name=("pool", "a"))
     return replace(record, data=data, tensors=tensors)
@@ -190,7 +192,7 @@ def damaged(change: str) -> Record:
 @pytest.mark.parametrize(
     "change",
     ["no keys", "other width", "fewer rows", "not finite", "unknown holder", "fewer holders", "no anchors",
-     "calibration", "no name"],
+     "calibration", "other prefix", "no name"],
 )  # fmt: skip
 def test_a_record_that_makes_no_sense_is_refused(change: str) -> None:
     store = filled(range(3), **OPEN)

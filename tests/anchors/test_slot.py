@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def test_both_parts_or_none() -> None:
     slot = SlotOffsets(random_kv(4, 1), PREFIX)
     observed = observation()
     slot.put(AnchorId(0), observed)
-    bad = Observation(observed.phi, torch.full_like(observed.prefix, float("nan")), observed.real)
+    bad = replace(observed, prefix=torch.full_like(observed.prefix, float("nan")))
     with pytest.raises(Exception, match="does not fit"):
         slot.put(AnchorId(1), bad)
     slot.check_integrity()
@@ -36,6 +38,6 @@ def test_both_parts_or_none() -> None:
     with pytest.raises(PlanError, match="before"):
         slot.put(AnchorId(0), observed)
     with pytest.raises(PlanError, match="prefix_tokens"):
-        slot.put(AnchorId(1), Observation(observed.phi, observed.prefix[:2], observed.real))
+        slot.put(AnchorId(1), replace(observed, prefix=observed.prefix[:2]))
     slot.check_integrity()
     assert slot.holders == [0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -141,8 +143,8 @@ def test_what_cannot_be_kept_changes_nothing(kind: type) -> None:
     bad = in_context(base, 3)
     bad.values[2, 1] = float("nan")
     broken = Observation.measure(base, bad, PREFIX_BASE, in_context(PREFIX_BASE, 2))
-    huge = Observation(1e6 * good.phi, good.prefix, good.real)
-    short = Observation(good.phi, good.prefix[:1], good.real)
+    huge = replace(good, phi=1e6 * good.phi)
+    short = replace(good, prefix=good.prefix[:1])
     wrong = [(AnchorId(1), broken, TranslationRefused), (AnchorId(1), short, PlanError), (AnchorId(0), good, PlanError)]
     if kind is CorrectedOffsets:
         wrong.append((AnchorId(1), huge, TranslationRefused))

@@ -146,6 +146,20 @@ def test_weak_tokens_are_those_that_resemble_nothing() -> None:
     assert estimate.weak_positions() == [11, 12]
 
 
+def test_weak_tokens_of_the_template_are_those_that_listen_to_the_value() -> None:
+    store = AnchorStore(AnchorConfig(max_error=1e9, weak_error=0.5))
+    same = in_context(PREFIX_BASE, 1)
+    for seed in range(6):
+        real = KVSegment(same.keys.clone(), same.values.clone())
+        other = random_kv(1, seed + 30)
+        real.keys[:, 2], real.values[:, 2] = 3 * other.keys[:, 0], 3 * other.values[:, 0]
+        value = sample(seed)
+        store.observe(SLOT, value, in_context(value.base, 1), PREFIX_BASE, real)
+    estimate = store.estimate(SLOT, sample(99))
+    assert estimate.shareable
+    assert estimate.weak_prefix_positions() == [2]
+
+
 def test_hits_count_only_anchors_that_are_used() -> None:
     store = filled(range(4), **TOKEN)
     repeat = store.estimate(SLOT, sample(2))

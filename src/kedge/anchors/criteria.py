@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match
 from kedge.anchors.keys import KeyBlock
 from kedge.anchors.lru import Lru
-from kedge.anchors.shareability import Calibration, Verdict, lacks_length
+from kedge.anchors.shareability import Verdict, lacks_length
 
 _RIDGE = 1e-3
 """In units of the mean square of a dimension of the key vectors"""

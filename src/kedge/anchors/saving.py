@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.base_store import BaseStore, TemplateBase
+from kedge.anchors.calibration import PARTS, Calibration
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.shareability import Calibration
 from kedge.anchors.slot import Observation, SlotOffsets
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, StateRefused
@@ -82,7 +82,8 @@ class _SlotView:
         phi, prefix = self.phi.copied(), self.prefix.copied()
         if phi is None or prefix is None:
             return None
-        return {"phi": phi, "prefix": prefix, "calibration": self.calibration.sums}
+        calibration = {f"calibration.{part}": tensor for part, tensor in self.calibration.tensors.items()}
+        return {"phi": phi, "prefix": prefix, **calibration}
 
     def data(self) -> dict[str, Any]:
         return {
@@ -232,7 +233,8 @@ def _pool(record: Record, pool: AnchorPool, like: KVSegment, bits: int) -> Ancho
     slots = {}
     for number, data in enumerate(record.data["slots"]):
         parts = {part: record.tensors[f"{number}.{part}"].to(like.device) for part in ("phi", "prefix")}
-        calibration = Calibration.restored(record.tensors[f"{number}.calibration"], data["observations"])
+        known = {part: record.tensors[f"{number}.calibration.{part}"] for part in PARTS}
+        calibration = Calibration.restored(known, data["observations"])
         slots[Slot(data["agent_key"], data["index"])] = _offsets(
             [AnchorId(i) for i in data["holders"]], dict(zip(ids, lengths, strict=True)), parts, calibration, like, bits
         )
@@ -255,5 +257,5 @@ def _offsets(
     phis = parts["phi"].split([lengths[holder] for holder in holders])
     prefixes = parts["prefix"].split([prefix_tokens] * len(holders))
     for holder, phi, prefix in zip(holders, phis, prefixes, strict=True):
-        offsets.put(holder, Observation(phi, prefix, phi[:0]))
+        offsets.put(holder, Observation(phi, prefix, phi[:0], prefix[:0]))
     return offsets

@@ -9,92 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
-from kedge.errors import PlanError, TranslationRefused
-
-_BINS = 12
-_FORGET = 0.9
-"""What an observation's weight is multiplied by at every later one"""
-_UNKNOWN = 1.0
-"""Relative error assumed beyond everything that was observed: as bad as no offset at all"""
-
-
-class Calibration:
-    """How large the error of a slot's estimates is at which distance of the best match: what `error` predicts with.
-
-    Relative errors are averaged in log-spaced bins of distance (exponentially forgetting), made monotone, and an empty
-    bin takes the error of the next larger distance.
-    """
-
-    __slots__ = ("_curve", "_edges", "_sum", "_weight", "observations")
-
-    def __init__(self) -> None:
-        self._edges = torch.logspace(-2, 0, _BINS - 1)
-        self._weight = torch.zeros(_BINS)
-        self._sum = torch.zeros(_BINS)
-        self._curve = torch.full((_BINS,), _UNKNOWN)
-        self.observations = 0
-
-    @classmethod
-    def restored(cls, sums: Tensor, observations: int) -> Calibration:
-        """The one that had these `sums`. Raises `PlanError` where they are none."""
-        result = cls()
-        if sums.shape != (2, _BINS) or not torch.isfinite(sums).all():
-            raise PlanError("sums", tuple(sums.shape), f"are not those of {_BINS} bins")
-        result._weight, result._sum = sums.clone()
-        result._curve = _monotone(result._weight, result._sum)
-        result.observations = observations
-        return result
-
-    @property
-    def sums(self) -> Tensor:
-        """float32 [2, bins], on the CPU: weights and errors by bin, from which everything else follows."""
-        return torch.stack([self._weight, self._sum])
-
-    def updated(self, distance: Tensor, error: Tensor) -> Calibration:
-        """With one more observation: distance and relative error of its tokens, each [tokens].
-
-        Raises `TranslationRefused` where an error is not finite.
-        """
-        if not torch.isfinite(error).all():
-            raise TranslationRefused("error", float(error.max()), "an observed offset is not finite")
-        bins = torch.bucketize(distance.cpu(), self._edges)
-        result = Calibration()
-        result._weight = (self._weight * _FORGET).index_add_(0, bins, torch.ones(len(bins)))
-        result._sum = (self._sum * _FORGET).index_add_(0, bins, error.cpu())
-        result._curve = _monotone(result._weight, result._sum)
-        result.observations = self.observations + 1
-        return result
-
-    def predict(self, distance: Tensor) -> Tensor:
-        """float32 [tokens], on the CPU: predicted relative error."""
-        return self._curve[torch.bucketize(distance.cpu(), self._edges)]
-
-
-def _monotone(weight: Tensor, total: Tensor) -> Tensor:
-    """Isotonic regression over the bins that hold a token or more (pool adjacent violators); others look upwards."""
-    pools: list[tuple[float, float, list[int]]] = []
-    for i in (weight >= 1).nonzero().flatten().tolist():
-        w, s, bins = float(weight[i]), float(total[i]), [i]
-        while pools and pools[-1][1] / pools[-1][0] > s / w:
-            before = pools.pop()
-            w, s, bins = w + before[0], s + before[1], before[2] + bins
-        pools.append((w, s, bins))
-    known = {i: s / w for w, s, bins in pools for i in bins}
-    curve = torch.empty(_BINS)
-    above = max(_UNKNOWN, *known.values()) if known else _UNKNOWN
-    for i in reversed(range(_BINS)):
-        curve[i] = above = known.get(i, above)
-    return curve
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` says why a value is not shareable; tokens that are `weak` (bool [tokens], CPU) should be computed."""
+    """`reason` says why a value is not shareable; tokens that are `weak` (bool [tokens], CPU) should be computed, of it
+    and of the prefix segment after it."""
 
     reason: str
     weak: Tensor
+    weak_prefix: Tensor | None = None
 
     @property
     def shareable(self) -> bool:
@@ -166,7 +93,7 @@ class Error:
         return "" if calibration.observations else "not calibrated yet"
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
-        error = calibration.predict(match.proposal.distance)
+        error = calibration.predict(match.proposal.distance, match.query.tokens)
         mean = float(error.mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
-        return Verdict(reason, error > self.weak_error)
+        return Verdict(reason, error > self.weak_error, calibration.prefix_error > self.weak_error)

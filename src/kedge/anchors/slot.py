@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
 from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.anchors.residence import Unit
-from kedge.anchors.shareability import Calibration
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 
@@ -23,11 +23,12 @@ from kedge.kv.segment import KVSegment
 @dataclass(frozen=True, slots=True)
 class Observation:
     """Offsets measured after a dense prefill: float32 rows [tokens, width] of the value and of the prefix segment
-    after it, and the real KV of the value as rows."""
+    after it, and the real KV of both as rows."""
 
     phi: Tensor
     prefix: Tensor
     real: Tensor
+    real_prefix: Tensor
 
     @classmethod
     def measure(
@@ -37,8 +38,9 @@ class Observation:
         rows = rows_of(real).float()
         phi = _offset(base, rows)
         if base_prefix is None or real_prefix is None:
-            return cls(phi, phi[:0], rows)
-        return cls(phi, _offset(base_prefix, rows_of(real_prefix).float()), rows)
+            return cls(phi, phi[:0], rows, rows[:0])
+        rows_after = rows_of(real_prefix).float()
+        return cls(phi, _offset(base_prefix, rows_after), rows, rows_after)
 
 
 def _offset(base: KVSegment, real: Tensor) -> Tensor:
@@ -87,7 +89,11 @@ class SlotOffsets(Unit):
         return sum(table.nbytes for table in self.tables)
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where a table is unsound, or the two hold different anchors."""
+        """Raises `PlanError` where a table is unsound, the two hold different anchors, or the calibration is of another
+        prefix segment.
+        """
+        if self.calibration.prefix_sums.shape not in {(), (self._prefix_tokens,)}:
+            raise PlanError("prefix_sums", len(self.calibration.prefix_sums), f"of {self._prefix_tokens} tokens")
         for table in self.tables:
             table.check_integrity()
             if table.anchors != set(self.holders):
@@ -140,10 +146,16 @@ class SlotOffsets(Unit):
 
     def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
         """float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
-        estimated = self.phi_offsets(match, base)
+        return self._error(self.phi_offsets(match, base), observed.phi, observed.real)
+
+    def prefix_error(self, match: Match, observed: Observation) -> Tensor:
+        """The same of the prefix segment after the value."""
+        return self._error(self.prefix_offsets(match), observed.prefix, observed.real_prefix)
+
+    def _error(self, estimated: Offsets, offsets: Tensor, real: Tensor) -> Tensor:
         estimate = estimated.table.blend(estimated.blend).float()
-        wrong, real = self._norms(estimate - observed.phi), self._norms(observed.real)
-        return (wrong / real.clamp_min(1e-12)).mean(1)
+        wrong, size = self._norms(estimate - offsets), self._norms(real)
+        return (wrong / size.clamp_min(1e-12)).mean(1)
 
     def _norms(self, rows: Tensor) -> Tensor:
         """[tokens, 2]: over all layers, of keys and of values."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators import Match
 from kedge.anchors.matcher import Matcher
@@ -18,7 +19,7 @@ from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.registry import make_criterion, make_slot
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
-from kedge.anchors.shareability import Calibration, Verdict
+from kedge.anchors.shareability import Verdict
 from kedge.anchors.slot import Observation, SlotOffsets
 from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import PoolKey, SampleView, Slot, TemplateOwner
@@ -45,6 +46,8 @@ class Estimate:
     """Over rows of `prefix_table`, one per token of the prefix segment after the value"""
     weak: Tensor | None = None
     """bool [tokens], on the CPU: tokens of the value that should be computed all the same"""
+    weak_prefix: Tensor | None = None
+    """The same of the prefix segment after the value"""
     phi_table: OffsetTable | None = None
     prefix_table: OffsetTable | None = None
     pool: PoolKey | None = None
@@ -52,7 +55,15 @@ class Estimate:
 
     def weak_positions(self) -> list[int]:
         """Tokens of the value that should be computed all the same, ascending."""
-        return [] if self.weak is None else self.weak.nonzero().flatten().tolist()
+        return _places(self.weak)
+
+    def weak_prefix_positions(self) -> list[int]:
+        """The same of the prefix segment after the value."""
+        return _places(self.weak_prefix)
+
+
+def _places(marked: Tensor | None) -> list[int]:
+    return [] if marked is None else marked.nonzero().flatten().tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +231,8 @@ class AnchorStore:
         if len(others) < len(offsets.holders) and not offsets.leaves_out:
             return offsets.calibration
         match = self._matcher.match(pool, others, sample)
-        return offsets.calibration.updated(match.proposal.distance, offsets.error(match, sample.base, observed))
+        error, after = offsets.error(match, sample.base, observed), offsets.prefix_error(match, observed)
+        return offsets.calibration.updated(match.proposal.distance, sample.tokens, error, after)
 
     def _touch(self, key: PoolKey, pool: AnchorPool) -> None:
         self._pools.pop(key, None)
@@ -374,6 +386,7 @@ def _shared(sample: SampleView, offsets: SlotOffsets, match: Match, verdict: Ver
         phi=phi.blend,
         prefix=prefix.blend,
         weak=verdict.weak,
+        weak_prefix=verdict.weak_prefix,
         phi_table=phi.table,
         prefix_table=prefix.table,
         pool=sample.pool,

@@ -88,6 +88,9 @@ class Estimate(Protocol):
     def weak_positions(self) -> list[int]:
         """Tokens of the value that should be computed all the same."""
 
+    def weak_prefix_positions(self) -> list[int]:
+        """The same of the prefix segment after it."""
+
 
 class Tiered(Protocol):
     """A store with a device tier and a host tier."""
@@ -161,13 +164,13 @@ class BaseNeed:
 class ReusePolicy:
     """How the planner decides.
 
-    `recompute_head` first tokens of every translated segment are computed again: they carry the largest error.
+    `recompute_head` first tokens of every translated segment are computed again.
     Values of at most `recompute_short` tokens are computed and never translated: that costs next to nothing.
     `recompute_tail` computes the whole last segment instead of only the last token.
     A prompt of which less than `min_translated` (of what is not exact) could be translated is prefilled densely.
     """
 
-    recompute_head: int = 2
+    recompute_head: int = 0
     recompute_short: int = 4
     recompute_tail: bool = False
-    min_translated: float = 0.5
+    min_translated: float = 0.4

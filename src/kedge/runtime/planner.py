@@ -144,6 +144,7 @@ class Planner:
         weak = [here.start + i for i in estimate.weak_positions()]
         if after is not None and not after.segment.is_placeholder and len(after):
             self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table)
+            weak += [after.start + i for i in estimate.weak_prefix_positions()]
         for position in weak:
             self._compute(draft, position)
         return False

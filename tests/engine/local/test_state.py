@@ -146,7 +146,7 @@ def damage(folder: Path, how: str) -> None:
         case "no entries":
             change(manifest, entries=None)
         case "other format":
-            change(manifest, format=2)
+            change(manifest, format=1)
         case "other tenant":
             entries[-1]["name"][1] = "another"
             change(manifest, entries=entries)

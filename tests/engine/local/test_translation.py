@@ -16,7 +16,6 @@ from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.text import TextStream
 from kedge.kv.segment import KVSegment
-from kedge.runtime.layout import with_trails
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -200,27 +199,6 @@ def test_recomputing_the_head_of_every_segment() -> None:
     starts = [20, 50, 59, 71]
     expected = {start + i for start in starts for i in range(3)} | {75} | set(range(20))
     assert set(again.plan.computed) == expected
-
-
-def _learned(asked: list[GenerateRequest], trail: int) -> tuple[list[Tokens], dict[str, int]]:
-    """What is answered to requests one after the other, and what base KV they left."""
-    planner = PlannerSettings(recompute_head=0, trail=trail)
-    with engine_of(tiny_model("llama"), **{**SETTINGS, "planner": planner}) as engine:
-        done = [_served(engine, item) for item in asked]
-        assert done[-1].receipt.translated
-        return [one.tokens for one in done], engine.inspect()["base_kv"]
-
-
-def test_a_value_is_kept_with_the_tokens_that_follow_it_everywhere() -> None:
-    def trailing(item: GenerateRequest, trail: int) -> GenerateRequest:
-        return replace(item, segments=tuple(replace(s, trail=trail * s.is_placeholder) for s in item.segments))
-
-    asked = [request(tokens(seed, 30), tokens(seed + 1, 12), run=f"{seed}") for seed in (50, 60, 50)]
-    plain, bases = _learned(asked, trail=2)
-    cut, longer = _learned([with_trails(trailing(item, 2), 2) for item in asked], trail=0)
-    assert _learned([trailing(item, 3) for item in asked], trail=2) == (cut, longer)
-    assert _learned([trailing(item, 3) for item in asked], trail=0) == (plain, bases)
-    assert bases != longer
 
 
 def test_a_cancelled_request_leaves_nothing() -> None:

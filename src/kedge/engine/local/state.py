@@ -38,7 +38,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 
 logger = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 MANIFEST, SUFFIX, PARTIAL = "manifest.json", ".safetensors", ".part"
 TRIES = 8
 """Views of a pool that is learning before a snapshot goes on with the one that it has of it."""
