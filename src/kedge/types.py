@@ -72,13 +72,25 @@ class Segment:
     """Context in which a placeholder's base KV is prefilled when no producer left one (BOS, user header, lead-in)."""
     stand_in: Tokens = ()
     """The placeholder's name as text, which takes its place when the template itself is prefilled."""
-    trail: int = 0
-    """How many tokens of the segment after a placeholder are the same wherever the workflow has it, so that base KV of
-    its value with them serves all agents."""
+    trail: Tokens = ()
+    """What the segment after a placeholder begins with wherever the workflow has it, so that base KV of its value with
+    these tokens serves all agents."""
+    held: Tokens = ()
+    """What of that belongs to the value: `tokens` end with it, where they are known."""
 
     @property
     def is_placeholder(self) -> bool:
         return self.sample is not None
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it is what an agent said."""
+        return self.is_placeholder and self.name.startswith("agent_")
+
+    @property
+    def value(self) -> Tokens:
+        """The tokens without what is `held`."""
+        return self.tokens[: len(self.tokens) - len(self.held)] if self.tokens else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,8 @@ class GenerateRequest:
     agent: AgentId = AgentId("")
     produces: SampleId | None = None
     """The sample that this response will be, where other agents are going to read it."""
+    trail: Tokens = ()
+    """What comes right behind this response wherever it is read."""
     fixed: int | None = None
     """How many leading tokens are the same in every call of this agent; None: Kedge finds out. A hint: a number that
     cannot be is no hint."""

@@ -85,6 +85,16 @@ def test_requests_say_whose_they_are(engine: Engine) -> None:
     assert (first.produces, second.produces) == ("agent_a@0", None)
 
 
+def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
+    workflow = flow(Agent("a", "sys", "{user_question}"), Agent("b", "sys", "{agent_a_current}\n\nNow you."))
+    run(engine, workflow, ASK)
+    first, second = engine.requests
+    behind = engine.tokenizer.decode(first.trail)
+    assert behind.startswith("\n\nNow you.")
+    assert second.trail == ()
+    assert [segment.trail for segment in second.segments if segment.is_answer] == [first.trail]
+
+
 def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
     run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
     a, b = (AgentKey(TenantId("t"), "c", RunId("r"), request.agent) for request in engine.requests)

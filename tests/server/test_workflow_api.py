@@ -13,7 +13,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.engine.run import run
 from kedge.server.config import ServerConfig
-from kedge.types import AgentId, ReuseMode, SampleId
+from kedge.types import AgentId, ReuseMode, SampleId, TenantId
 from kedge.workflow.spec import build_workflow
 from tests.server.conftest import FLOW, Served, serving, wait_until
 
@@ -277,6 +277,8 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
     call(http, "first", {"user_question": "what?"}, run="r", client="c")
     first = served.engine.requests[-1]
     assert (first.produces, first.run) == ("agent_first@0", "c/r")
+    assert first.trail == served.service.workflows.get(TenantId("default"), "pair").prompts["first"].trail
+    assert first.trail
     for bindings in ({"user_question": "what?"}, {"user_question": "what?", "agent_first_current": "one"}):
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
         segment = served.engine.requests[-1].segments[3]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -38,6 +40,10 @@ class Characters:
 
 def text(tokens: tuple[int, ...]) -> str:
     return "".join(map(chr, tokens))
+
+
+def texts(many: Iterable[tuple[int, ...]]) -> list[str]:
+    return list(map(text, many))
 
 
 def values(**by_name: str) -> dict[Placeholder, Value]:
@@ -175,11 +181,21 @@ def test_a_trail_is_what_follows_a_value_in_every_agent() -> None:
         Prompt("b", "", "Read {q}\n\nSolver: {agent_a_current}\n\nand again {q}\n\n{condition_a_current}\n."),
     ]
     both = compile_agents(agents, Characters())
-    assert (both["a"].trails, both["b"].trails) == ((2,), (2, 0, 2, 3))
+    assert texts(both["a"].trails) == ["\n\n"]
+    assert texts(both["b"].trails) == ["\n\n", "\n\nand again ", "\n\n", "\n.]"]
+    assert texts([both["a"].trail, both["b"].trail]) == ["\n\nand again ", ""]
     filled = values(q="?", agent_a_current="!", condition_a_current="3")
-    trails = [(segment.name, segment.trail) for segment in both["b"].fill(filled) if segment.is_placeholder]
-    assert trails == [("q", 2), ("agent_a_current", 0), ("q", 2), ("condition_a_current", 3)]
-    assert compile_agents([Prompt("a", "", "{q}{x} end")], Characters())["a"].trails == (0, 5)
+    segments = both["b"].fill(filled)
+    for value, behind in pairwise(segments):
+        assert not value.is_placeholder or (value.trail and behind.tokens[: len(value.trail)] == value.trail)
+    assert texts(compile_agents([Prompt("a", "", "{q}{x} end")], Characters())["a"].trails) == ["", " end]"]
+
+
+def test_an_answer_has_one_trail_in_all_turns() -> None:
+    agents = [Prompt("a", "", "{q}"), Prompt("b", "", "{agent_a_history_1}, then {agent_a_current}, now {q}")]
+    compiled = compile_agents(agents, Characters())
+    assert texts(compiled["b"].trails) == [", ", ", ", "]"]
+    assert texts([compiled["a"].trail]) == [", "]
 
 
 def test_stand_in_is_the_name_in_braces() -> None:

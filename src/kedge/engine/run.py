@@ -253,6 +253,7 @@ class _Run:
             agent=step.agent,
             fixed=len(prompt.prefixes[0]),
             produces=_sample(Kind.AGENT, step) if step in self.read else None,
+            trail=prompt.trail,
         )
 
     def _value(self, step: Step, placeholder: Placeholder) -> Value:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from kedge.types import GenerateRequest, Segment
+from kedge.types import GenerateRequest, Segment, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +34,27 @@ def layout(request: GenerateRequest) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
-def with_trails(request: GenerateRequest, most: int) -> GenerateRequest:
-    """The same prompt, cut otherwise: up to `most` tokens of a placeholder's `trail` belong to its value.
+def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
+    """The same prompt, cut otherwise: up to `most` tokens of a placeholder's `trail` belong to its value. Not of
+    agents' answers, unless `of_answers`: whoever says one has to leave KV of its trail behind.
 
     A model sums a text up in the tokens right behind it. Their KV depends on the text more than on all before it, and
     no other text's offset says what it is; base KV in which they have read the text does. A value that is yet to come
     gets them when it comes.
     """
-    if not most or not any(segment.trail for segment in request.segments):
-        return request
     segments = list(request.segments)
-    for at, (here, after) in enumerate(pairwise(request.segments), 1):
-        if here.trail and not after.is_placeholder:
-            size = min(here.trail, most)
-            own = after.tokens[:size]
-            tokens = here.tokens + own if here.tokens else ()
-            segments[at - 1] = replace(here, tokens=tokens, stand_in=here.stand_in + own, trail=0)
-            segments[at] = replace(after, tokens=after.tokens[size:])
-    return replace(request, segments=tuple(one for one in segments if one.tokens or one.is_placeholder))
+    for at, here in enumerate(request.segments[:-1]):
+        if own := () if here.is_answer and not of_answers else here.trail[:most]:
+            after = segments[at + 1]
+            segments[at] = _holding(here, own)
+            segments[at + 1] = replace(after, tokens=after.tokens[len(own) :])
+    kept = tuple(one for one in segments if one.tokens or one.is_placeholder)
+    return replace(request, segments=kept, trail=request.trail[:most] if of_answers else ())
+
+
+def _holding(value: Segment, own: Tokens) -> Segment:
+    tokens = value.tokens + own if value.tokens else ()
+    return replace(value, tokens=tokens, stand_in=value.stand_in + own, trail=(), held=own)
 
 
 def known_segments(request: GenerateRequest) -> int:

@@ -66,14 +66,15 @@ class Runtime:
 
     def needs(self, request: GenerateRequest) -> list[BaseNeed]:
         """Base prefills that this request's agents would profit from and that nobody has done yet."""
-        if not self._learns(request):
+        if not self.learns(request):
             return []
         self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
         placed = layout(request)
         missing = (self._placeholder_need(request, p) for p in placed if self._lacks_base(request, p))
         return [*self._template_need(request, placed), *missing]
 
-    def _learns(self, request: GenerateRequest) -> bool:
+    def learns(self, request: GenerateRequest) -> bool:
+        """Whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
@@ -106,13 +107,15 @@ class Runtime:
         return [BaseNeed(request.tenant, template_tokens(request), tuple(cuts))]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool) -> None:
-        """A response's own KV becomes the base KV of the placeholder that it fills."""
-        if self._learns(request) and request.produces is not None:
+        """A response's own KV, with that of what comes behind it everywhere, becomes the base KV of the placeholder
+        that it fills.
+        """
+        if self.learns(request) and request.produces is not None:
             self._bases.put_sample(request.tenant, request.run, request.produces, tokens, kv, exact_lineage=exact)
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
         """Offsets can be measured where the whole prompt was computed as if nothing could be translated."""
-        return self._learns(request) and not plan.translates and any(s.is_placeholder for s in request.segments)
+        return self.learns(request) and not plan.translates and any(s.is_placeholder for s in request.segments)
 
     def observe(self, request: GenerateRequest, read: ReadKV) -> Iterator[Placed]:
         """Measures the offsets of a densely prefilled prompt and feeds the anchor pools.

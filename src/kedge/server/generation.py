@@ -102,6 +102,7 @@ class Job:
             run=self.run.key.run_id if self.run else RunId(""),
             agent=self.hints.agent,
             produces=self._produces() if choice == 0 else None,
+            trail=self.registered.prompts[self.step.agent].trail if self.registered and self.step else (),
             fixed=self._fixed(segments),
             logprobs=self.body.likeliest,
             prompt_logprobs=self.body.likeliest_of_prompt,

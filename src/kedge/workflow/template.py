@@ -146,8 +146,10 @@ class CompiledAgent:
     placeholders: tuple[Placeholder, ...]
     lead_ins: tuple[Tokens, ...]
     stand_ins: tuple[Tokens, ...]
-    trails: tuple[int, ...]
-    """Of each placeholder, how many of the tokens behind it stand there in all agents"""
+    trails: tuple[Tokens, ...]
+    """Of each placeholder, those of the tokens behind it that stand there in all agents"""
+    trail: Tokens
+    """The tokens that stand behind this agent's own answers in all agents"""
 
     def fill(
         self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
@@ -186,7 +188,8 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
             found,
             tuple(lead_ins[placeholder] for placeholder in found),
             tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
-            tuple(trails[placeholder] for placeholder in found),
+            tuple(trails[_trailed(placeholder)] for placeholder in found),
+            trails.get((Kind.AGENT, agent), ()),
         )
         for agent, (prefixes, found) in cuts.items()
     }
@@ -201,19 +204,24 @@ def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     return tuple(tokenizer.encode(text) if text else () for text in texts), found
 
 
-def _trails(cuts: Iterable[Cut]) -> dict[Placeholder, int]:
-    """How many tokens are the same wherever they come behind a placeholder; 0 for an agent's answer, whose base KV its
-    producer leaves without them.
+def _trails(cuts: Iterable[Cut]) -> dict[tuple[Kind, str], Tokens]:
+    """The tokens that are the same wherever they come behind an input, or behind an agent's answer or tool result of
+    whatever turn: one sample has one base KV.
     """
-    behind: dict[Placeholder, list[Tokens]] = {}
+    behind: dict[tuple[Kind, str], list[Tokens]] = {}
     for prefixes, found in cuts:
         for placeholder, prefix in zip(found, prefixes[1:], strict=True):
-            behind.setdefault(placeholder, []).append(prefix)
-    return {at: 0 if at.kind is Kind.AGENT else _common(prefixes) for at, prefixes in behind.items()}
+            behind.setdefault(_trailed(placeholder), []).append(prefix)
+    return {of: _common(prefixes) for of, prefixes in behind.items()}
 
 
-def _common(prefixes: Iterable[Tokens]) -> int:
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prefixes, strict=False)))
+def _trailed(placeholder: Placeholder) -> tuple[Kind, str]:
+    return placeholder.kind, placeholder.of
+
+
+def _common(prefixes: Iterable[Tokens]) -> Tokens:
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prefixes, strict=False))
+    return tuple(tokens[0] for tokens in same)
 
 
 def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:

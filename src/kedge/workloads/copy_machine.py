@@ -13,6 +13,9 @@ from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Se
 
 LEAD, TAIL = 24, 16
 """Tokens of the prefix segment before an agent's answer, and of the last one."""
+TRAIL = 2
+"""With how many tokens all agents' prefix segments but the first begin alike, as templates do that end a value with a
+line break."""
 
 
 @dataclass
@@ -26,9 +29,11 @@ class CopyMachine:
     _prefixes: list[list[Tokens]] = field(init=False, repr=False)
     _names: list[Tokens] = field(init=False, repr=False)
     _lead_in: Tokens = field(init=False, repr=False)
+    _trail: Tokens = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
+        self._trail = self.tokens(TRAIL)
         self._prefixes = [self._prefix_segments(agent) for agent in range(self.agents)]
         self._names = [self.tokens(4) for _ in range(self.agents)]
         self._lead_in = self.tokens(4)
@@ -38,8 +43,8 @@ class CopyMachine:
         return tuple(self._rng.randrange(2, self.vocab) for _ in range(size))
 
     def _prefix_segments(self, agent: int) -> list[Tokens]:
-        sizes = [self.prefix, *[LEAD] * agent, TAIL]
-        return [self.tokens(size) for size in sizes]
+        later = [self._trail + self.tokens(size - TRAIL) for size in (*[LEAD] * agent, TAIL)]
+        return [self.tokens(self.prefix), *later]
 
     def request(
         self,
@@ -59,7 +64,7 @@ class CopyMachine:
             segments.append(Segment(prefix, f"p{i}"))
             if i < len(fills):
                 name, sample, tokens = fills[i]
-                segments.append(Segment(tokens, name, sample, lead_in=self._lead_in, stand_in=self._names[i]))
+                segments.append(Segment(tokens, name, sample, self._lead_in, self._names[i], self._trail))
         return GenerateRequest(
             tuple(segments),
             reuse=reuse,
@@ -67,4 +72,5 @@ class CopyMachine:
             workflow=WorkflowId("copy-machine"),
             agent=AgentId(str(agent)),
             produces=SampleId(f"agent_{agent}@0") if produces else None,
+            trail=self._trail,
         )

@@ -192,10 +192,8 @@ class EngineCore:
 
     def _admit_request(self, sequence: RequestSequence) -> bool:
         began = time.monotonic()
-        request = sequence.request
-        room = request.prompt_tokens + sequence.max_tokens
-        adopted = self._preassembly.adopt(sequence, room)
-        lease = adopted or self._lease(sequence, room)
+        adopted = self._preassembly.adopt(sequence, sequence.room)
+        lease = adopted or self._lease(sequence, sequence.room)
         if lease is None:
             return False
         sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
@@ -255,27 +253,33 @@ class EngineCore:
 
     def _next_token(self, sequence: RequestSequence, logits: Tensor) -> None:
         if sequence.finish:
-            return self._finish(sequence, sequence.finish)
+            return self._finish(sequence)
         if not sequence.max_tokens:
             self._note_first_token(sequence)
-            return self._finish(sequence, FinishReason.LENGTH)
+            return self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
         token = sequence.sampler(logits)
         sequence.logprobs.read_answer(token, logits)
         if sequence.first_token is None:
             self._note_first_token(sequence)
         if token in self._runner.eos_token_ids and not sequence.request.sampling.ignore_eos:
-            return self._finish(sequence, FinishReason.STOP)
+            return self._end_response(sequence, FinishReason.STOP, computed=len(sequence.tokens))
         sequence.tokens.append(token)
         sequence.tell(sequence.text.push(token), (token,))
+        last = len(sequence.tokens) - 1
         if sequence.text.stopped:
-            sequence.finish = FinishReason.STOP
-        elif len(sequence.response) >= sequence.max_tokens:
-            sequence.finish = FinishReason.LENGTH
-        if sequence.finish and sequence.request.produces is None:
-            return self._finish(sequence, sequence.finish)
-        # The last token's KV is left behind too where others are going to read this response.
-        sequence.todo = [len(sequence.tokens) - 1]
+            return self._end_response(sequence, FinishReason.STOP, computed=last)
+        if len(sequence.response) >= sequence.max_tokens:
+            return self._end_response(sequence, FinishReason.LENGTH, computed=last)
+        sequence.todo = [last]
         return None
+
+    def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
+        """Finishes, after one more pass where others are going to read the response and KV is left behind for them."""
+        request = sequence.request
+        is_read = request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
+        sequence.end_response(reason, computed, is_read=is_read)
+        if not sequence.todo:
+            self._finish(sequence)
 
     def _note_first_token(self, sequence: RequestSequence) -> None:
         sequence.first_token = time.monotonic()
@@ -288,13 +292,14 @@ class EngineCore:
             self._fixed.called(sequence.request)
         self._start_jobs(sequence)
 
-    def _finish(self, sequence: RequestSequence, reason: FinishReason) -> None:
-        request, table, plan = sequence.request, sequence.table, sequence.plan
-        assert table is not None and plan is not None
+    def _finish(self, sequence: RequestSequence) -> None:
+        request, table, plan, reason = sequence.request, sequence.table, sequence.plan, sequence.finish
+        assert table is not None and plan is not None and reason is not None
         self.scheduler.done(sequence)
         if request.produces is not None and sequence.response:
             kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
-            self._runtime.keep_response(request, tuple(sequence.response), kv, exact=not plan.translates)
+            said = tuple(sequence.tokens[request.prompt_tokens :])
+            self._runtime.keep_response(request, said, kv, exact=not plan.translates)
         if request.produces is not None:
             self._preassembly.answered(request.tenant, request.run, request.produces, tuple(sequence.response))
         if self._runtime.wants_harvest(request, plan):
@@ -308,7 +313,8 @@ class EngineCore:
     def _release(self, sequence: RequestSequence) -> None:
         """Exact tokens with KV enter the tree, all other blocks are freed."""
         assert sequence.plan is not None
-        computed = len(sequence.tokens) - 1 if not sequence.plan.translates else sequence.plan.exact_tokens
+        last = sequence.request.prompt_tokens + len(sequence.response) - 1
+        computed = last if not sequence.plan.translates else sequence.plan.exact_tokens
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else computed
         self._cache.finish(sequence.key, sequence.tokens[:exact])
         self._preassembly.wake()

@@ -104,6 +104,7 @@ class LocalEngine:
         request = with_trails(request, self.config.planner.trail)
         tokens = self._validated(request)
         room = min(self._runner.max_positions, self.capacity) - len(tokens)
+        max_tokens = min(request.sampling.max_tokens, room)
         sequence = RequestSequence(
             key=request.request_id,
             tenant=request.tenant,
@@ -112,7 +113,8 @@ class LocalEngine:
             stream=LocalStream(request.request_id),
             sampler=draw or Sampler(request.sampling),
             text=TextStream(self.tokenizer, request.sampling.stop),
-            max_tokens=min(request.sampling.max_tokens, room),
+            max_tokens=max_tokens,
+            trail=request.trail if max_tokens + len(request.trail) <= room else (),
         )
         self._post(partial(self._core.submit, sequence))
         return sequence.stream

@@ -101,7 +101,7 @@ class Preassembly:
         key = _agent_key(request)
         old = self._expected.get(key)
         if old is not None:
-            request = _filled(request, {one.sample: one.tokens for one in old.request.segments})
+            request = _filled(request, {one.sample: one.value for one in old.request.segments})
             if old.agrees(request):
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
@@ -341,8 +341,9 @@ def _agent_key(request: GenerateRequest) -> AgentKey:
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:
     """The request with these values in all places that wait for them."""
-    segments = (
-        replace(one, tokens=values.get(one.sample, ())) if one.is_placeholder and not one.tokens else one
-        for one in request.segments
+    waiting = (one.is_placeholder and not one.tokens for one in request.segments)
+    filled = (
+        replace(one, tokens=value + one.held) if waits and (value := values.get(one.sample)) else one
+        for one, waits in zip(request.segments, waiting, strict=True)
     )
-    return replace(request, segments=tuple(segments))
+    return replace(request, segments=tuple(filled))

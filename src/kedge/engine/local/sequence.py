@@ -205,8 +205,12 @@ class RequestSequence(Sequence):
     logprobs: Logprobs = field(init=False)
     preparation: Preparation | None = None
     """What was assembled of its prompt before it arrived."""
+    trail: Tokens = ()
+    """What follows the response wherever it is read."""
     finish: FinishReason | None = None
-    """Set when the response is complete; one more pass may follow, to leave the last token's KV behind."""
+    """Set when the response is complete; one more pass may follow, for KV that is left behind."""
+    response_stop: int | None = None
+    """The response ends here. `tokens` that follow are its trail."""
 
     def __post_init__(self) -> None:
         self.logprobs = Logprobs(self.request)
@@ -221,7 +225,21 @@ class RequestSequence(Sequence):
 
     @property
     def response(self) -> list[int]:
-        return self.tokens[self.request.prompt_tokens :]
+        return self.tokens[self.request.prompt_tokens : self.response_stop]
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may come to have."""
+        return self.request.prompt_tokens + self.max_tokens + len(self.trail)
+
+    def end_response(self, reason: FinishReason, computed: int, *, is_read: bool) -> None:
+        """The response is complete, and the KV of the first `computed` tokens is there. Where others are going to read
+        it, that of the rest and of the trail is still to be computed.
+        """
+        self.finish, self.response_stop = reason, len(self.tokens)
+        if is_read:
+            self.tokens += self.trail
+            self.todo = list(range(computed, len(self.tokens)))
 
     @property
     def is_prepared(self) -> bool:

@@ -81,7 +81,7 @@ class VLLMEngine:
 
     def submit(self, request: GenerateRequest) -> LocalStream:
         """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
-        request = with_trails(request, self.config.planner.trail)
+        request = with_trails(request, self.config.planner.trail, of_answers=False)
         self._validate(request)
         room = self._longest - request.prompt_tokens
         answer = Answer(request, self.tokenizer, self._params(sampling_arguments(request, room)), room)

@@ -57,7 +57,7 @@ class PluginSettings:
     @property
     def reuse_policy(self) -> ReusePolicy:
         """What vLLM can do: it computes the tokens after a prefix, so nothing is computed again in the middle."""
-        return ReusePolicy(recompute_head=0, recompute_short=0, min_translated=self.planner.min_translated)
+        return ReusePolicy(0, 0, min_translated=self.planner.min_translated)
 
     @property
     def anchor_config(self) -> AnchorConfig:
