@@ -75,8 +75,7 @@ def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:
     with Lab(CHOICE, {}, LabSettings(agents=4, judged=True, engine=CPU)) as lab:
         seen = []
         lab._judge, inner = lambda *args: seen.append(inner(*args)), lab._judge  # type: ignore[method-assign]
-        for number, question in enumerate(islice(TASKS["choice"].questions("test", 5), 3)):
-            lab.ask(number, question)
+        lab.ask(list(enumerate(islice(TASKS["choice"].questions("test", 5), 3))))
         decode = lab._dense.engine.tokenizer.decode
     said = 0
     for judge in seen:
@@ -93,8 +92,7 @@ def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:
 def test_nothing_is_written_past_a_methods_assembler() -> None:
     """Work ahead of a request is the engine's own translation: an ablation would not be one."""
     with Lab(CHOICE, {"rotation": METHODS["rotation"]}, LabSettings(agents=3, forced=False, engine=CPU)) as lab:
-        for number, question in enumerate(islice(TASKS["choice"].questions("test", 6), 2)):
-            lab.ask(number, question)
+        lab.ask(list(enumerate(islice(TASKS["choice"].questions("test", 6), 2))))
         bench = lab._benches["rotation"]
         preassembled = bench.engine.inspect()["preassembly"]
     assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)

@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 
 from kedge.bench.probe import Sight
 from kedge.kv.segment import KVSegment
-from kedge.types import GenerateRequest, Segment
+from kedge.types import GenerateRequest
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,13 @@ def _first_placeholder(request: GenerateRequest) -> int:
 
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
     """The judge's request with the other agents' answers in another order; everything else stays where it is."""
-    places = [i for i, segment in enumerate(request.segments) if is_answer(segment)]
+    places = [i for i, segment in enumerate(request.segments) if segment.is_answer]
     order = rng.sample(places, len(places))
     segments = list(request.segments)
     for place, source in zip(places, order, strict=True):
         given = request.segments[source]
         segments[place] = replace(segments[place], tokens=given.tokens, sample=given.sample)
     return replace(request, segments=tuple(segments))
-
-
-def is_answer(segment: Segment) -> bool:
-    """Whether a segment is what another agent said."""
-    return segment.sample is not None and segment.name.startswith("agent_")
 
 
 def consistency(choices: Iterable[tuple[str | None, str | None]]) -> float:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Self
 
-from kedge.bench.fidelity import compare, is_answer, shuffled
+from kedge.bench.fidelity import compare, shuffled
 from kedge.bench.methods import Loaded, Method, load_model, method_named, open_engine
 from kedge.bench.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.probe import Probe, Recorder, Sight
@@ -32,6 +34,8 @@ from kedge.workloads.base import QUESTION, Question, Workload
 FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
 WRONG = 0.5
 """How often a candidate is made wrong before it is judged"""
+AT_ONCE = 8
+"""Questions that dense prefill answers side by side: it learns nothing, so their order does not matter to it"""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,10 @@ def run_pairs(
         asked = iter(questions)
         for question in islice(asked, settings.taught):
             lab.teach(question)
-        for number, question in enumerate(asked):
-            lab.ask(number, question)
-            on_question(number)
+        numbered = enumerate(asked)
+        while some := list(islice(numbered, AT_ONCE)):
+            lab.ask(some)
+            on_question(some[-1][0])
     return lab.runs
 
 
@@ -104,10 +109,11 @@ class Lab:
         self._flow = workload.workflow(settings.agents, settings.topology)
         self._school = settings.taught_as(self._flow)
         self._stack = ExitStack()
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
         loaded = load_model(settings.model, EngineConfig(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
         self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
-        self._asked = 0
+        self._asked = count(1)
         self.runs = {name: MethodRuns() for name in methods}
 
     def _open(self, method: Method, loaded: Loaded) -> Bench:
@@ -125,71 +131,79 @@ class Lab:
         """All methods learn from dense prefills of a question; nothing is counted."""
         for bench in self._benches.values():
             bench.probe.teaching = True
-        self._serve(question, lambda _: MethodRuns(), 0, self._school)
+        self._serve([(0, question)], self._school)
         for bench in self._benches.values():
             bench.probe.teaching = False
 
-    def ask(self, number: int, question: Question) -> None:
-        """One question that counts."""
-        self._serve(question, self.runs.__getitem__, number, self._flow)
+    def ask(self, questions: Sequence[tuple[int, Question]]) -> None:
+        """Questions that count, with their numbers, at most `AT_ONCE`."""
+        for name, runs in self._serve(questions, self._flow):
+            self.runs[name].add(runs)
 
-    def _serve(self, question: Question, runs_of: Callable[[str], MethodRuns], number: int, flow: Workflow) -> None:
-        self._asked += 1
+    def _serve(self, questions: Sequence[tuple[int, Question]], flow: Workflow) -> list[tuple[str, MethodRuns]]:
+        shown = list(self._pool.map(partial(self._show, flow), questions))
+        served = []
+        for name, bench in self._benches.items():
+            each = self._pool.map if bench.reuse is ReuseMode.OFF else map
+            served += [(name, runs) for runs in each(partial(self._compare, bench, flow), shown)]
+        return served
+
+    def _show(self, flow: Workflow, numbered: tuple[int, Question]) -> Shown:
+        number, question = numbered
+        run_id = RunId(f"question-{next(self._asked)}")
         recorder = Recorder(self._dense.engine, self._dense.probe, kv=self._settings.kv and self._settings.forced)
         dense = _run(recorder, flow, question, ReuseMode.OFF, TenantId("dense"))
         sights = [pending.result() for pending in recorder.pending]
-        judge = self._judge(sights, question) if self._settings.judged else None
+        judge = self._judge(sights, question, run_id) if self._settings.judged else None
         choice = self._choice(judge, self._dense) if judge else None
-        for name, bench in self._benches.items():
-            runs = runs_of(name)
-            if self._settings.forced:
-                runs.forced += self._force(bench, sights, number)
-            if self._settings.closed:
-                self._close_loop(bench, flow, question, dense, runs, number)
-            if judge:
-                runs.choices.append((choice, self._choice(judge, bench)))
+        return Shown(number, question, run_id, dense, sights, judge, choice)
 
-    def _run_id(self) -> RunId:
-        return RunId(f"question-{self._asked}")
+    def _compare(self, bench: Bench, flow: Workflow, shown: Shown) -> MethodRuns:
+        runs = MethodRuns()
+        if self._settings.forced:
+            runs.forced += self._force(bench, shown)
+        if self._settings.closed:
+            self._close_loop(bench, flow, shown, runs)
+        if shown.judge:
+            runs.choices.append((shown.choice, self._choice(shown.judge, bench)))
+        return runs
 
-    def _force(self, bench: Bench, sights: list[Sight], number: int) -> list[ForcedPair]:
+    def _force(self, bench: Bench, shown: Shown) -> list[ForcedPair]:
         pairs = []
-        for dense in sights:
+        for dense in shown.sights:
             answer, kv = dense.completion.tokens, self._settings.kv
-            other = bench.look(dense.request, FORCED, self._run_id(), answer, kv=kv)
+            other = bench.look(dense.request, FORCED, shown.run_id, answer, kv=kv)
             translated = other.completion.receipt.translated > 0
-            pairs.append(ForcedPair(number, dense.request.agent, translated, compare(dense, other)))
-        bench.engine.end_run(FORCED, self._run_id())
+            pairs.append(ForcedPair(shown.number, dense.request.agent, translated, compare(dense, other)))
+        bench.engine.end_run(FORCED, shown.run_id)
         bench.engine.wait_idle()
         return pairs
 
-    def _close_loop(
-        self, bench: Bench, flow: Workflow, question: Question, dense: RunResult, runs: MethodRuns, number: int
-    ) -> None:
+    def _close_loop(self, bench: Bench, flow: Workflow, shown: Shown, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
-        result = _run(recorder, flow, question, bench.reuse, CLOSED)
+        result = _run(recorder, flow, shown.question, bench.reuse, CLOSED)
         for pending in recorder.pending:
             pending.result()
         right, final = self._workload.right, self._workload.final
-        for ours, theirs in zip(dense.results, result.results, strict=True):
-            rights = (right(one.agent, one.text, question) for one in (ours, theirs))
-            runs.answers.append(AnswerPair(number, ours.agent, ours, theirs, *rights))
-        runs.finals.append((final(dense.text), final(result.text)))
+        for ours, theirs in zip(shown.dense.results, result.results, strict=True):
+            rights = (right(one.agent, one.text, shown.question) for one in (ours, theirs))
+            runs.answers.append(AnswerPair(shown.number, ours.agent, ours, theirs, *rights))
+        runs.finals.append((final(shown.dense.text), final(result.text)))
         bench.engine.wait_idle()
 
-    def _judge(self, sights: list[Sight], question: Question) -> Judge:
+    def _judge(self, sights: list[Sight], question: Question, run_id: RunId) -> Judge:
         rng = random.Random(f"{self._settings.seed}/{question.text}")
         encode = self._dense.engine.tokenizer.encode
         last = next(s.request for s in sights if s.request.agent == self._flow.agents[-1].id)
-        read = {segment.sample for segment in last.segments if is_answer(segment)}
+        read = {segment.sample for segment in last.segments if segment.is_answer}
         candidates = {}
         for sight in (s for s in sights if s.request.produces in read):
             said = sight.completion
             wrong = self._workload.corrupt(rng, said.text) if rng.random() < WRONG else said.text
             tokens = said.tokens if wrong == said.text else encode(wrong, special=False)
             candidates[sight.request] = tokens
-        return Judge(candidates, shuffled(_reading(last, candidates), rng), self._run_id())
+        return Judge(candidates, shuffled(_reading(last, candidates), rng), run_id)
 
     def _choice(self, judge: Judge, bench: Bench) -> str | None:
         for producer, answer in judge.candidates.items():
@@ -205,6 +219,20 @@ def _run(engine: Any, flow: Workflow, question: Question, reuse: ReuseMode, tena
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A question, and how it went with dense prefill."""
+
+    number: int
+    question: Question
+    run_id: RunId
+    dense: RunResult
+    sights: list[Sight]
+    judge: Judge | None
+    choice: str | None
+    """The judge's"""
+
+
+@dataclass(frozen=True)
 class Judge:
     """What the last agent is to choose from: who says what, and the request that reads it in another order."""
 
@@ -217,7 +245,7 @@ def _reading(request: GenerateRequest, candidates: Mapping[GenerateRequest, Toke
     """`request` where every producer has given its candidate for an answer."""
     said = {producer.produces: answer for producer, answer in candidates.items()}
     segments = tuple(
-        replace(segment, tokens=said[segment.sample]) if is_answer(segment) and segment.sample in said else segment
+        replace(segment, tokens=said[segment.sample]) if segment.is_answer and segment.sample in said else segment
         for segment in request.segments
     )
     return replace(request, segments=segments)

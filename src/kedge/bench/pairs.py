@@ -49,6 +49,13 @@ class MethodRuns:
     choices: list[Choice] = field(default_factory=list)
     """The last agent's, from shuffled candidates"""
 
+    def add(self, more: MethodRuns) -> None:
+        """What it did on further questions."""
+        self.answers += more.answers
+        self.forced += more.forced
+        self.finals += more.finals
+        self.choices += more.choices
+
     def summary(self) -> Summary:
         return Summary.of(self)
 
