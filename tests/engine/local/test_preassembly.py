@@ -753,7 +753,7 @@ def test_anchors_and_base_kv_behind_the_device_change_no_token() -> None:
 
 
 def test_the_anchors_of_who_runs_next_are_fetched_in_spare_time() -> None:
-    stage = Stage(anchors=AnchorSettings(**OPEN, **{**SMALL, "max_bytes": 150_000}))
+    stage = Stage(anchors=AnchorSettings(**OPEN, **{**SMALL, "max_bytes": 140_000}))
     stage.teach("reader", "critic")
     reader, critic, writer = (AgentKey(TENANT, "client", RUN, AgentId(name)) for name in ("reader", "critic", "writer"))
     before = told_tiers(stage)[0]["bytes_loaded"]
