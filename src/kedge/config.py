@@ -102,7 +102,8 @@ class AnchorSettings(_Section):
     ridge: PositiveFloat = 0.005
     """How much `linear` holds its weights down, in units of the mean square of base KV."""
     max_error: PositiveFloat = 0.35
-    """Mean predicted relative error of a value's offsets, up to which it is shareable."""
+    """Mean predicted relative error of a value's offsets, up to which it is shareable: of all its tokens until as many
+    values as a pool holds were observed, then of those that are not computed."""
     weak_error: PositiveFloat = 0.25
     """Predicted relative error above which a single token is computed, of a shareable value or of the template behind
     it."""

@@ -19,6 +19,7 @@ from kedge.anchors.residence import HostBound, ResidenceStats
 from kedge.bench.studies import catalog
 from kedge.bench.studies.catalog import STUDIES
 from kedge.bench.studies.contexts import Contexts
+from kedge.bench.studies.estimators import alike
 from kedge.bench.studies.offload import Link
 from kedge.bench.studies.proximity import nearest_pairs, spearman
 from kedge.bench.studies.report import write_report
@@ -84,6 +85,24 @@ def test_accuracy_has_every_method_and_team() -> None:
     ]  # fmt: skip
     dense = [row for row in rows if row["method"] == "dense"]
     assert all(row["accuracy"] == row["accuracy_dense"] and row["same_final_answer"] == 1 for row in dense)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "order"])
+def test_methods_can_be_chosen(name: str, tmp_path: Path) -> None:
+    command = ["bench", name, "--quick", "--questions", "1", "--agents", "2", "--methods", "exact,nearest"]
+    ran = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "rows.json")])
+    assert ran.exit_code == 0, ran.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["method"] for row in rows[:4]] == ["exact", "nearest"] * 2
+
+
+def test_weak_tokens_are_computed_by_a_variant_that_shares_as_much() -> None:
+    methods = alike("interpolate", "token")
+    assert {"token, trail, weak", "interpolate, trail, weak"} <= methods.keys()
+    for name in ("token, trail", "token, trail, weak"):
+        config = methods[name].config({}, {})
+        assert (config.anchors.estimator, config.planner.trail) == ("token", 2)
+        assert (config.anchors.criterion == "error") == name.endswith("weak")
 
 
 def test_a_role_never_seen_is_not_translated() -> None:

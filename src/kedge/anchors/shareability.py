@@ -80,11 +80,15 @@ def entropy(weights: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Shareable if the mean predicted relative error of its offsets is small, from enough anchors."""
+    """Shareable, from enough anchors, if the mean predicted relative error of its offsets is small but for weak tokens,
+    which are computed. As long as fewer values were observed than a pool holds, these count, too: there is something to
+    learn.
+    """
 
     min_anchors: int
     max_error: float
     weak_error: float
+    capacity: int
     calibrates: bool = True
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
@@ -94,6 +98,8 @@ class Error:
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
         error = calibration.predict(match.proposal.distance, match.query.tokens)
-        mean = float(error.mean())
+        weak = error > self.weak_error
+        learns = calibration.observations < self.capacity or bool(weak.all())
+        mean = float((error if learns else error[~weak]).mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
-        return Verdict(reason, error > self.weak_error, calibration.prefix_error > self.weak_error)
+        return Verdict(reason, weak, calibration.prefix_error > self.weak_error)

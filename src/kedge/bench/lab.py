@@ -173,8 +173,8 @@ class Lab:
         for dense in shown.sights:
             answer, kv = dense.completion.tokens, self._settings.kv
             other = bench.look(dense.request, FORCED, shown.run_id, answer, kv=kv)
-            translated = other.completion.receipt.translated > 0
-            pairs.append(ForcedPair(shown.number, dense.request.agent, translated, compare(dense, other)))
+            receipt = other.completion.receipt
+            pairs.append(ForcedPair(shown.number, dense.request.agent, receipt, compare(dense, other)))
         bench.engine.end_run(FORCED, shown.run_id)
         bench.engine.wait_idle()
         return pairs

@@ -9,7 +9,7 @@ from typing import Any
 
 from kedge.bench.fidelity import Fidelity, Layers, consistency
 from kedge.engine.run import AgentResult
-from kedge.types import AgentId
+from kedge.types import AgentId, Receipt
 
 Choice = tuple[str | None, str | None]
 """Decisions of the last agent, by dense prefill and by the method; None is no decision"""
@@ -34,8 +34,8 @@ class ForcedPair:
 
     question: int
     agent: AgentId
-    translated: bool
-    """Whether the method translated anything of the prompt"""
+    receipt: Receipt
+    """The method's"""
     fidelity: Fidelity
 
 
@@ -77,6 +77,8 @@ class Summary:
     """Share of prompt tokens that were not computed"""
     forced_reuse_rate: float | None
     """Share of forced calls that translated"""
+    forced_reused_tokens: float | None
+    """Share of their prompt tokens that were not computed"""
     kl: float | None
     top1: float | None
     error: Layers | None
@@ -99,8 +101,9 @@ class Summary:
             agents=other,
             same_final_answer=consistency(runs.finals) if runs.finals else None,
             reuse_rate=_mean(receipt.translated > 0 for receipt in receipts),
-            reused_tokens=_mean(1 - receipt.computed / receipt.prompt_tokens for receipt in receipts),
-            forced_reuse_rate=_mean(pair.translated for pair in runs.forced),
+            reused_tokens=_mean(map(_reused, receipts)),
+            forced_reuse_rate=_mean(pair.receipt.translated > 0 for pair in runs.forced),
+            forced_reused_tokens=_mean(_reused(pair.receipt) for pair in runs.forced),
             kl=_mean(one.kl for one in seen),
             top1=_mean(one.top1 for one in seen),
             error=_layers(one.error for one in seen),
@@ -110,6 +113,10 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _reused(receipt: Receipt) -> float:
+    return 1 - receipt.computed / receipt.prompt_tokens
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -38,6 +38,7 @@ Questions = Annotated[int | None, typer.Option(min=1, help="Questions that count
 Taught = Annotated[int | None, typer.Option(min=0, help="Questions learned from before, in some; default 20.")]
 Agents = Annotated[int | None, typer.Option(min=2, help="Default 4.")]
 Seeds = Annotated[int | None, typer.Option(min=1, help="Repetitions with other questions; default 3.")]
+Methods = Annotated[str | None, typer.Option(help="Methods to compare, separated by commas, in some.")]
 Model = Annotated[Path | None, typer.Option(help="Folder of a model; default: the bundled one.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A minute or two: the choice task, few questions, one seed.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
@@ -59,6 +60,7 @@ def _command(name: str) -> Callable[..., None]:
         taught: Taught = None,
         agents: Agents = None,
         seeds: Seeds = None,
+        methods: Methods = None,
         model: Model = None,
         quick: Quick = False,
         json_file: Json = None,
@@ -66,8 +68,14 @@ def _command(name: str) -> Callable[..., None]:
     ) -> None:
         from kedge.bench.studies.catalog import STUDIES
 
-        given = {"task": task, "dataset": dataset, "questions": questions, "taught": taught, "agents": agents}
-        given |= {"seeds": seeds, "model": model}
+        given: dict[str, Any] = {
+            "task": task,
+            "dataset": dataset,
+            "questions": questions,
+            "taught": taught,
+            "agents": agents,
+        }
+        given |= {"seeds": seeds, "model": model, "methods": tuple(methods.split(",")) if methods else None}
         _run(Console(), STUDIES[name], given, json_file, plot_file, quick=quick)
 
     return command

@@ -20,7 +20,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
             note(f"{agents} agents, {what}")
 
         team = replace(settings, agents=agents)
-        summaries = compared(team, seed, METHODS, note_team, forced=False)
+        summaries = compared(team, seed, settings.methods or METHODS, note_team, forced=False)
         rows += [
             {"agents": agents, "method": name, "accuracy_dense": one.accuracy_dense, **picked(one, *_COLUMNS)}
             for name, one in summaries.items()

@@ -1,6 +1,7 @@
 """KVCOMM, Table A.4, and learning curves: estimators that share the same values, so that only offsets differ.
 
 Every method holds the same samples, shares by length alone and recomputes one token: the reuse rate is one for all.
+Those that compute `weak` tokens learn which these are, as Kedge does, and share whatever comes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ from kedge.types import ReuseMode
 
 _CURVE, _QUICK_CURVE = (2, 5, 10, 20, 40), (2, 6)
 _TRAILING = ("rotation", "interpolate", "token", "linear")
+_WEAK = {"criterion": "error", "max_error": 1e9, "min_anchors": 2}
 _QUICK = ("interpolate", "token", "linear+token")
-_COLUMNS = ("forced_reuse_rate", "kl", "top1", "judge_consistency", "accuracy", "same_final_answer")
+_COLUMNS = (
+    "forced_reuse_rate",
+    "forced_reused_tokens",
+    "kl",
+    "top1",
+    "judge_consistency",
+    "accuracy",
+    "same_final_answer",
+)
 
 
 def alike(*estimators: str) -> dict[str, Method]:
     """Rotation without offsets, and estimators that share whatever two of their anchors are as long as.
 
-    `token` comes with offsets in 8 bits, too, and some with what follows a value as part of it.
+    `token` comes with offsets in 8 bits, too, and some with what follows a value as part of it; the paper's and ours,
+    then, also with weak tokens computed.
     """
     planner = method_named("kvcomm").planner
     methods = {"rotation": method_named("rotation")}
@@ -34,7 +45,13 @@ def alike(*estimators: str) -> dict[str, Method]:
         methods["token, 8 bits"] = replace(token, anchors={**token.anchors, "offset_bits": 8})
     trailing = {name: methods[name] for name in _TRAILING if name in methods}
     with_trail = {**planner, "trail": PlannerSettings().trail}
-    return methods | {f"{name}, trail": replace(one, planner=with_trail) for name, one in trailing.items()}
+    kept = {f"{name}, trail": replace(one, planner=with_trail) for name, one in trailing.items()}
+    weak = {
+        f"{name}, trail, weak": replace(kept[f"{name}, trail"], anchors={**methods[name].anchors, **_WEAK})
+        for name in ("interpolate", "token")
+        if name in methods
+    }
+    return methods | kept | weak
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:

@@ -20,7 +20,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     rows: list[Row] = []
     for name, order in _orders(seed).items():
         note(name)
-        runs = run_pairs(workload, order(questions), METHODS, lab)
+        runs = run_pairs(workload, order(questions), settings.methods or METHODS, lab)
         rows += [{"order": name, "method": method, **picked(one.summary(), *_COLUMNS)} for method, one in runs.items()]
     return rows
 

@@ -36,6 +36,8 @@ class StudySettings:
     """Questions before them, which every method prefills densely and learns from, where a study says so"""
     agents: int = 4
     seeds: int = 3
+    methods: tuple[str, ...] | None = None
+    """Those of `kedge.bench.methods` that are compared, where whole methods are; None: the study's own"""
     model: Path | None = None
     """None: the bundled one"""
     quick: bool = False

@@ -58,7 +58,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
             kv=False,
             seed=seed,
         )
-        runs = run_pairs(workload, gap.order(questions), METHODS, lab)
+        runs = run_pairs(workload, gap.order(questions), settings.methods or METHODS, lab)
         rows += [{"asked": name, "method": method, **picked(one.summary(), *_COLUMNS)} for method, one in runs.items()]
     return rows
 
