@@ -20,7 +20,7 @@ ABOUT = {
     "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
     "order": "Accuracy and reuse by order of the questions (KVCOMM, Table 4).",
     "ablation": "Rotation, offsets of placeholders and of prefix segments, in all combinations (KVCOMM, Table 5).",
-    "sensitivity": "The entropy threshold and the pool size (KVCOMM, Table 6).",
+    "sensitivity": "The entropy threshold, the pool size (KVCOMM, Table 6), and what is computed of a value.",
     "criterion": "What makes a value shareable (KVCOMM, Table A.3).",
     "estimators": "Estimators at the same reuse rate, with learning curves (KVCOMM, Table A.4).",
     "memory": "What anchors weigh, by length and number (KVCOMM, figure A.1).",
