@@ -274,12 +274,15 @@ class EngineCore:
         return None
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """Finishes, after one more pass where others are going to read the response and KV is left behind for them."""
-        request = sequence.request
-        is_read = request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
-        sequence.end_response(reason, computed, is_read=is_read)
+        """Finishes, after one more pass where KV is left behind for others."""
+        sequence.end_response(reason, computed, is_read=self._is_read(sequence))
         if not sequence.todo:
             self._finish(sequence)
+
+    def _is_read(self, sequence: RequestSequence) -> bool:
+        """Whether others are going to read the response and may have its KV translated."""
+        request = sequence.request
+        return request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
 
     def _note_first_token(self, sequence: RequestSequence) -> None:
         sequence.first_token = time.monotonic()
@@ -296,7 +299,7 @@ class EngineCore:
         request, table, plan, reason = sequence.request, sequence.table, sequence.plan, sequence.finish
         assert table is not None and plan is not None and reason is not None
         self.scheduler.done(sequence)
-        if request.produces is not None and sequence.response:
+        if self._is_read(sequence):
             kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
             said = tuple(sequence.tokens[request.prompt_tokens :])
             self._runtime.keep_response(request, said, kv, exact=not plan.translates)
