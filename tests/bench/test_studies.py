@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,36 @@ def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> N
     assert data["paper"].split(":")[0] in page
     assert "data:image/png;base64," in page
     assert page.count("<tr>") == len(data["rows"]) + 1
+
+
+def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
+        seeds.append(seed)
+        return [{"tokens": 1.0 + seed}]
+
+    memory = replace(STUDIES["memory"], measure=measure)
+    monkeypatch.setattr(catalog, "STUDIES", {**STUDIES, "memory": memory})
+    file = tmp_path / "rows.json"
+
+    def run(*more: str) -> tuple[int, list[dict[str, float]]]:
+        ran = CliRunner().invoke(app, ["bench", "memory", "--json", str(file), *more])
+        return ran.exit_code, json.loads(file.read_text())["rows"]
+
+    assert run("--seeds", "1", "--resume") == (0, [{"tokens": 1.0}])
+    assert run("--seeds", "3", "--resume") == (0, [{"tokens": 2.0, "tokens_sd": 1.0}])
+    assert seeds == [0, 1, 2]
+    code, rows = run("--seeds", "3", "--resume", "--agents", "2")
+    assert (code != 0, rows) == (True, [{"tokens": 2.0, "tokens_sd": 1.0}]), "another study's file is left alone"
+    assert run("--seeds", "1") == (0, [{"tokens": 1.0}])
+    assert seeds == [0, 1, 2, 0]
+
+
+def test_resuming_needs_a_file() -> None:
+    ran = CliRunner().invoke(app, ["bench", "memory", "--resume"])
+    assert ran.exit_code != 0
+    assert "--json" in ran.output
 
 
 def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.results import save
+from kedge.cli.results import write
+from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kedge.bench.studies.study import Row, Study
+    from kedge.bench.studies.study import Row, Study, StudySettings, Trial
 
 ABOUT = {
     "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
@@ -32,6 +35,8 @@ ABOUT = {
     "unseen": "Lengths outside what was observed, and roles never seen.",
 }
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({"seconds": 0.0, "trials": ()})
+"""What a file of results has before there is one"""
 Task = Annotated[str | None, typer.Option(help="math, choice or code, or a data set such as gsm8k; default math.")]
 Dataset = Annotated[Path | None, typer.Option(help="A JSONL file with the questions of a data set.")]
 Questions = Annotated[int | None, typer.Option(min=1, help="Questions that count, per seed; default 200.")]
@@ -41,7 +46,8 @@ Seeds = Annotated[int | None, typer.Option(min=1, help="Repetitions with other q
 Methods = Annotated[str | None, typer.Option(help="Methods to compare, separated by commas, in some.")]
 Model = Annotated[Path | None, typer.Option(help="Folder of a model; default: the bundled one.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A minute or two: the choice task, few questions, one seed.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, after every seed.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep the seeds that the file of --json has, and go on.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write the figure to this file (extra `plot`).")]
 
 
@@ -64,6 +70,7 @@ def _command(name: str) -> Callable[..., None]:
         model: Model = None,
         quick: Quick = False,
         json_file: Json = None,
+        resume: Resume = False,
         plot_file: PlotFile = None,
     ) -> None:
         from kedge.bench.studies.catalog import STUDIES
@@ -76,7 +83,7 @@ def _command(name: str) -> Callable[..., None]:
             "agents": agents,
         }
         given |= {"seeds": seeds, "model": model, "methods": tuple(methods.split(",")) if methods else None}
-        _run(Console(), STUDIES[name], given, json_file, plot_file, quick=quick)
+        _run(Console(), STUDIES[name], given, json_file, plot_file, quick=quick, resume=resume)
 
     return command
 
@@ -115,24 +122,55 @@ def _run(
     plot_file: Path | None,
     *,
     quick: bool,
+    resume: bool = False,
 ) -> None:
     import torch
 
     from kedge.bench.plots import study_plot
+    from kedge.bench.studies.study import averaged
 
     settings = study.settings(quick=quick, **given)
     if settings.model is None:
         torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
-    began = time.perf_counter()
+    saved = _saved(json_file, study, settings) if resume else _NOTHING
     with console.status(study.name) as status:
-        rows = study.run(settings, lambda what: status.update(f"{study.name}, {what}"))
+        trials = _measured(study, settings, saved, json_file, lambda what: status.update(f"{study.name}, {what}"))
+    rows = averaged(trials)
     console.print(_table(study, rows), f"The paper: {study.paper}\n", highlight=False)
     if json_file:
-        about = {"study": study.name, "title": study.title, "paper": study.paper, "settings": settings.as_json()}
-        save(console, json_file, {**about, "seconds": round(time.perf_counter() - began, 1), "rows": rows})
+        console.print(f"results: {json_file}")
     if plot_file:
         study_plot(study.plot, rows, study.title, plot_file)
         console.print(f"figure: {plot_file}")
+
+
+def _measured(
+    study: Study, settings: StudySettings, saved: Mapping[str, Any], file: Path | None, note: Callable[[str], None]
+) -> list[Trial]:
+    """The trials of all seeds, those that are saved first; the file has all of them after each."""
+    from kedge.bench.studies.study import averaged
+
+    began, trials = time.perf_counter() - saved["seconds"], list[Any]()
+    about = {"study": study.name, "title": study.title, "paper": study.paper, "settings": settings.as_json()}
+    for trial in study.trials(settings, note, saved["trials"]):
+        trials.append(trial)
+        if file:
+            seconds = round(time.perf_counter() - began, 1)
+            write(file, {**about, "seconds": seconds, "rows": averaged(trials), "trials": trials})
+    return trials
+
+
+def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[str, Any]:
+    """What the file has of this study. Raises `ConfigError` where it has something else."""
+    if file is None:
+        raise ConfigError("resume", True, "needs --json, the file with the seeds that there are")
+    if not file.exists():
+        return _NOTHING
+    saved: dict[str, Any] = json.loads(file.read_text())
+    wanted = json.loads(json.dumps({"study": study.name, "settings": {**settings.as_json(), "seeds": 0}}))
+    if {"study": saved.get("study"), "settings": {**saved.get("settings", {}), "seeds": 0}} != wanted:
+        raise ConfigError("json", str(file), "holds results of another study or of other settings")
+    return saved
 
 
 def _table(study: Study, rows: list[Row]) -> Table:

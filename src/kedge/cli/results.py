@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 
-def save(console: Console, file: Path, results: dict[str, object]) -> None:
-    """Writes results with the machine that they were measured on."""
-    file.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
+def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
+    """Writes results with the machine that they were measured on, and says where."""
+    write(file, results)
     console.print(f"results: {file}")
+
+
+def write(file: Path, results: Mapping[str, object]) -> None:
+    """The same, without a word."""
+    file.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
 
 
 def _machine() -> dict[str, object]:

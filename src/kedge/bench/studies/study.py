@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,8 @@ from kedge.workloads.catalog import load
 
 Row = dict[str, Any]
 """One line of a table: texts and integers say what was measured, floats (or None) are the measurements"""
+Trial = list[Row]
+"""What one seed gave"""
 Note = Callable[[str], None]
 """Told what is being done"""
 
@@ -78,12 +80,15 @@ class Study:
 
     def run(self, settings: StudySettings, note: Note = lambda _: None) -> list[Row]:
         """Means over all seeds. Raises `ConfigError` for an unknown workload or fewer than one seed."""
+        return averaged(list(self.trials(settings, note)))
+
+    def trials(self, settings: StudySettings, note: Note, done: Sequence[Trial] = ()) -> Iterator[Trial]:
+        """The rows of each seed in turn; the first ones are `done`. Raises as `run` does."""
         if settings.seeds < 1:
             raise ConfigError("seeds", settings.seeds, "is less than 1")
-        trials = []
-        for seed in range(settings.seeds):
-            trials.append(self.measure(settings, seed, lambda what, seed=seed: note(f"seed {seed}: {what}")))  # type: ignore[misc]
-        return averaged(trials)
+        yield from done[: settings.seeds]
+        for seed in range(len(done), settings.seeds):
+            yield self.measure(settings, seed, lambda what, seed=seed: note(f"seed {seed}: {what}"))  # type: ignore[misc]
 
 
 QUICK = {"task": "choice", "questions": 4, "taught": 5, "agents": 3, "seeds": 1}
