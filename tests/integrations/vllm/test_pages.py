@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.pages import Layer, Pages, RopeModule, memory_order, rotation_error
+from kedge.integrations.vllm.pages import BlockLayout, Layer, Pages, RopeModule, memory_order, rotation_error
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 
@@ -31,10 +31,12 @@ def keys_transposed(pages: Tensor) -> tuple[Tensor, Tensor]:
     return keys.view(-1, HEADS, DIM, SIZE).permute(0, 3, 1, 2), values.view(-1, HEADS, SIZE, DIM).transpose(1, 2)
 
 
-def layer_of(view: View, dtype: torch.dtype = torch.float32) -> Layer:
+def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int] = range(DIM)) -> Layer:
+    """`order`: of the dimensions, as the backend keeps them."""
+
     def write(_: object, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
         for target, source in zip(view(pages), (keys, values), strict=True):
-            target[slots // SIZE, slots % SIZE] = source
+            target[slots // SIZE, slots % SIZE] = source[..., list(order)]
 
     impl = SimpleNamespace(do_kv_cache_update=write)
     pages = torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM).to(dtype)
@@ -58,6 +60,19 @@ def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype) -> N
         expected = rotary().unrotate(keys[None], slice(2, 11))[0]
         torch.testing.assert_close(read.keys[number], expected)
         torch.testing.assert_close(read.values[number], values)
+
+
+def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
+    order = [0, 2, 1, 3, 7, 5, 4, 6]
+    layer = layer_of(side_by_side, order=order)
+    assert BlockLayout.probe(layer_of(side_by_side), SIZE).keys.strides is not None
+    assert BlockLayout.probe(layer, SIZE).keys.strides is None
+    pages, kv = Pages([layer], SIZE, rotary()), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
+    pages.put(table := pages.table([4, 1]), 2, kv)
+    read = pages.read(table, 2, 7)
+    torch.testing.assert_close(read.keys, kv.keys)
+    assert torch.equal(read.values, kv.values)
+    assert torch.equal(side_by_side(layer.pages)[1][4, 2], kv.values[0, 0][:, order])
 
 
 @pytest.mark.parametrize("view", [side_by_side, keys_transposed])
