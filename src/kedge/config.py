@@ -104,7 +104,7 @@ class AnchorSettings(_Section):
     max_error: PositiveFloat = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable: of all its tokens until as many
     values as a pool holds were observed, then of those that are not computed."""
-    weak_error: PositiveFloat = 0.25
+    weak_error: PositiveFloat = 0.15
     """Predicted relative error above which a single token is computed, of a shareable value or of the template behind
     it."""
     max_leverage: PositiveFloat = 2.0
@@ -153,7 +153,7 @@ class PlannerSettings(_Section):
     there: the model sums the value up in them."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
-    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.4
+    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
 
     def policy(self) -> dict[str, Any]:

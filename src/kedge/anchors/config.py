@@ -41,7 +41,7 @@ class AnchorConfig:
     """How much `linear` holds its weights down, in units of the mean square of base KV"""
     max_error: float = 0.35
     """Mean predicted relative error of a value's offsets, up to which it is shareable"""
-    weak_error: float = 0.25
+    weak_error: float = 0.15
     """Predicted relative error, above which a single token is to be computed"""
     max_leverage: float = 2.0
     """Mean leverage of a value's tokens, in units of the anchors' own mean, up to which `leverage` shares it"""

@@ -13,6 +13,9 @@ from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
 
+_STILL = 16
+"""One unshareable value in so many goes on teaching a slot that has seen enough of them"""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -22,6 +25,8 @@ class Verdict:
     reason: str
     weak: Tensor
     weak_prefix: Tensor | None = None
+    learnable: bool = True
+    """Whether dense prefill of the prompt is worth its time, if it is not shareable"""
 
     @property
     def shareable(self) -> bool:
@@ -82,7 +87,8 @@ def entropy(weights: Tensor) -> float:
 class Error:
     """Shareable, from enough anchors, if the mean predicted relative error of its offsets is small but for weak tokens,
     which are computed. As long as fewer values were observed than a pool holds, these count, too: there is something to
-    learn.
+    learn. After that a value that is not shareable is computed and the rest of its prompt translated, but for a few, by
+    which the slot follows what changes.
     """
 
     min_anchors: int
@@ -99,7 +105,9 @@ class Error:
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
         error = calibration.predict(match.proposal.distance, match.query.tokens)
         weak = error > self.weak_error
-        learns = calibration.observations < self.capacity or bool(weak.all())
-        mean = float((error if learns else error[~weak]).mean())
+        learns = calibration.observations < self.capacity
+        mean = float((error if learns or weak.all() else error[~weak]).mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
-        return Verdict(reason, weak, calibration.prefix_error > self.weak_error)
+        # By its tokens, so that every rank and every agent who reads it decides alike.
+        learnable = learns or hash(match.query.tokens) % _STILL == 0
+        return Verdict(reason, weak, calibration.prefix_error > self.weak_error, learnable)

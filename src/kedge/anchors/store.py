@@ -162,7 +162,7 @@ class AnchorStore:
         match = self._matcher.match(pool, ids, sample)
         verdict = self._criterion.judge(match, offsets.calibration)
         if not verdict.shareable:
-            return Estimate(False, verdict.reason, learnable=match.same is None)
+            return Estimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
         return _shared(sample, offsets, match, verdict)
 
     def _lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int, calibration: Calibration) -> str:

@@ -12,7 +12,7 @@ from kedge.bench.studies.study import Note, Plot, Row, Study, StudySettings, com
 
 _GAMMAS, _QUICK_GAMMAS = (0.1, 0.3, 0.5, 0.7, 0.9), (0.1, 0.3, 0.7)
 _SIZES, _QUICK_SIZES = (5, 10, 15, 20, 25), (5, 10)
-_WEAK, _QUICK_WEAK = (0.15, 0.25, 0.4, 0.6, 1e9), (0.25, 1e9)
+_WEAK, _QUICK_WEAK = (0.1, 0.15, 0.2, 0.25, 0.4, 1e9), (0.15, 1e9)
 _COLUMNS = ("accuracy", "same_final_answer", "reuse_rate", "reused_tokens")
 
 
