@@ -50,14 +50,16 @@ def rotary() -> Rotary:
 
 @pytest.mark.parametrize("view", [side_by_side, keys_transposed])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("blocks", [[4, 1, 3], [5]])
+def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, blocks: list[int]) -> None:
     layers = [layer_of(view, dtype) for _ in range(LAYERS)]
     pages = Pages(layers, SIZE, rotary())
-    blocks = [4, 1, 3]
-    read = pages.read(pages.table(blocks), 2, 11)
+    start, stop = 1, SIZE * len(blocks) - 1
+    read = pages.read(pages.table(blocks), start, stop)
+    assert read.keys.is_contiguous() and read.values.is_contiguous(), "vLLM's ops want it so"
     for number, layer in enumerate(layers):
-        keys, values = (side[blocks].flatten(0, 1)[2:11] for side in view(layer.pages))
-        expected = rotary().unrotate(keys[None], slice(2, 11))[0]
+        keys, values = (side[blocks].flatten(0, 1)[start:stop] for side in view(layer.pages))
+        expected = rotary().unrotate(keys[None], slice(start, stop))[0]
         torch.testing.assert_close(read.keys[number], expected)
         torch.testing.assert_close(read.values[number], values)
 

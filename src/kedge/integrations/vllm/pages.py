@@ -87,7 +87,7 @@ class BlockLayout:
         return cls(Places.of(keys), Places.of(values))
 
     def read(self, pages: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """A copy of the keys (rotated) and values of `blocks`, each [blocks, block_size, kv_heads, head_dim]."""
+        """The keys (rotated) and values of `blocks`, each [blocks, block_size, kv_heads, head_dim]."""
         rows = pages[blocks].reshape(len(blocks), -1)
         return self.keys.read(rows), self.values.read(rows)
 
@@ -111,8 +111,11 @@ class Pages:
         first = start // size
         blocks = (table.slots[first * size : stop : size] // size).to(self._device)
         part = slice(start - first * size, stop - first * size)
-        sides = zip(*(self._layout.read(layer.pages, blocks) for layer in self._layers), strict=True)
-        keys, values = (torch.stack(side).flatten(1, 2)[:, part] for side in sides)
+        shape = (2, len(self._layers), len(blocks), *self._layout.keys.index.shape)
+        read = self._layers[0].pages.new_empty(shape)  # torch.stack would hand on the strides of what it is given
+        for number, layer in enumerate(self._layers):
+            read[0, number], read[1, number] = self._layout.read(layer.pages, blocks)
+        keys, values = read.flatten(2, 3)[:, :, part]
         return KVSegment(self._rotary.unrotate(keys, slice(start, stop)), values.contiguous())
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
