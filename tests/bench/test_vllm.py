@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.bench import vllm as bench
-from kedge.bench.vllm import CASES, KEDGE, STOCK, Case, VllmSettings, measure, plugin, summary, workload
+from kedge.bench.vllm import AGAIN, CASES, KEDGE, STOCK, Case, VllmSettings, measure, plugin, summary, workload
 from kedge.bench.vllm_lane import BLOCK, Call, Crowd, Room, Trial
 from kedge.bench.vllm_team import AgentTimes, TeamSettings
 from kedge.bench.workflow_cases import QUICK, Shape
@@ -52,6 +52,10 @@ def test_trials_are_compared_in_pairs() -> None:
     case = Case("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
     assert case.speedups() == {"median": 2.5, "min": 2.0, "max": 3.0}
     assert not case.tokens_identical
+    assert case.as_json()["control"] is None
+    again = Case("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
+    assert again.as_json()["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not again.tokens_identical
     assert Case("cycle", work, 0.1, {STOCK: stock, KEDGE: stock}).tokens_identical
 
 

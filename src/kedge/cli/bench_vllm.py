@@ -73,8 +73,9 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 def _case_table(case: Case) -> Table:
     said = case.as_json()
     table = _table(f"{case.name}: {case.workload.name}", CASE_COLUMNS)
+    gains = {"kedge": said["speedup"], "stock again": said["control"]}
     for name, row in said["engines"].items():
-        gain = f"{said['speedup']['median']:.2f}" if name == "kedge" else ""
+        gain = f"{gains[name]['median']:.2f}" if name in gains else ""
         table.add_row(name, f"{row['seconds']['median']:.2f}", gain, *_cells(row))
     return table
 
