@@ -108,7 +108,7 @@ def test_weak_tokens_are_computed_by_a_variant_that_shares_as_much() -> None:
 
 def test_a_role_never_seen_is_not_translated() -> None:
     study = STUDIES["unseen"]
-    rows = study.run(study.settings(quick=True, taught=5, questions=1, agents=2))
+    rows = study.run(study.settings(quick=True, task="math", taught=5, questions=1, agents=2))
     assert [row["asked"] for row in rows[::3]] == ["none", "longer", "shorter", "new roles"]
     reuse = {(row["asked"], row["method"]): row["reuse_rate"] for row in rows}
     assert reuse["none", "token"] > 0
