@@ -71,11 +71,11 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _case_table(case: Case) -> Table:
-    said = case.as_json()
+    from kedge.bench.vllm import STOCK
+
     table = _table(f"{case.name}: {case.workload.name}", CASE_COLUMNS)
-    gains = {"kedge": said["speedup"], "stock again": said["control"]}
-    for name, row in said["engines"].items():
-        gain = f"{gains[name]['median']:.2f}" if name in gains else ""
+    for name, row in case.as_json()["engines"].items():
+        gain = f"{case.speedups(name)['median']:.2f}" if name != STOCK else ""
         table.add_row(name, f"{row['seconds']['median']:.2f}", gain, *_cells(row))
     return table
 
