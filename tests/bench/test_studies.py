@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from kedge.bench.studies.proximity import nearest_pairs, spearman
 from kedge.bench.studies.report import write_report
 from kedge.bench.studies.study import QUICK, StudySettings, averaged
 from kedge.cli.bench_lab import ABOUT
-from kedge.cli.main import app
+from kedge.cli.main import EXIT_BAD_INPUT, app
+from kedge.cli.results import write
 from kedge.errors import ConfigError
 
 TINY = {"questions": 1, "taught": 0, "agents": 2}
@@ -206,6 +208,31 @@ def test_resuming_needs_a_file() -> None:
     ran = CliRunner().invoke(app, ["bench", "memory", "--resume"])
     assert ran.exit_code != 0
     assert "--json" in ran.output
+
+
+@pytest.mark.parametrize(("held", "said"), [("{", "is no JSON"), ("[]", "holds results of another study")])
+def test_a_file_that_cannot_be_resumed_is_named(held: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(held)
+    ran = CliRunner().invoke(app, ["bench", "memory", "--resume", "--json", str(file)])
+    assert ran.exit_code == EXIT_BAD_INPUT
+    assert f"error: json={str(file)!r}: {said}" in ran.output
+    assert file.read_text() == held
+
+
+def test_a_write_that_fails_leaves_the_results_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.json"
+    write(file, {"rows": [1]})
+    whole = Path.write_text
+
+    def fill_the_disk(self: Path, text: str, **how: str) -> int:
+        whole(self, text[:9], **how)
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_the_disk)
+    with pytest.raises(OSError, match="No space"):
+        write(file, {"rows": [1, 2]})
+    assert json.loads(file.read_text())["rows"] == [1]
 
 
 def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,19 @@ def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[
         raise ConfigError("resume", True, "needs --json, the file with the seeds that there are")
     if not file.exists():
         return _NOTHING
-    saved: dict[str, Any] = json.loads(file.read_text())
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("json", str(file), f"is no JSON: {error}") from error
     wanted = json.loads(json.dumps({"study": study.name, "settings": {**settings.as_json(), "seeds": 0}}))
-    if {"study": saved.get("study"), "settings": {**saved.get("settings", {}), "seeds": 0}} != wanted:
+    if (
+        not isinstance(saved, dict)
+        or {
+            "study": saved.get("study"),
+            "settings": {**saved.get("settings", {}), "seeds": 0},
+        }
+        != wanted
+    ):
         raise ConfigError("json", str(file), "holds results of another study or of other settings")
     return saved
 

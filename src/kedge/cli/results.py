@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +18,10 @@ def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
 
 
 def write(file: Path, results: Mapping[str, object]) -> None:
-    """The same, without a word."""
-    file.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
+    """The same, without a word. Whoever is killed meanwhile leaves what the file had before."""
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
 
 
 def _machine() -> dict[str, object]:
@@ -30,5 +33,6 @@ def _machine() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": gpu,
-        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("kedge", "torch", "transformers")},
     }
