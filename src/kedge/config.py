@@ -102,8 +102,8 @@ class AnchorSettings(_Section):
     ridge: PositiveFloat = 0.005
     """How much `linear` holds its weights down, in units of the mean square of base KV."""
     max_error: PositiveFloat = 0.35
-    """Mean predicted relative error of a value's offsets, up to which it is shareable: of all its tokens until as many
-    values as a pool holds were observed, then of those that are not computed."""
+    """Mean predicted relative error of a value's offsets, up to which it is shareable: of all its tokens until twice
+    `min_anchors` values were observed, then of those that are not computed."""
     weak_error: PositiveFloat = 0.15
     """Predicted relative error above which a single token is computed, of a shareable value or of the template behind
     it."""
@@ -153,7 +153,7 @@ class PlannerSettings(_Section):
     there: the model sums the value up in them."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
-    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.25
+    min_translated: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
 
     def policy(self) -> dict[str, Any]:

@@ -20,8 +20,11 @@ def at_distances(*distances: float, tokens: int = 1) -> Match:
     return Match(query, block, None, Interpolate(10.0).propose(query, block, None))
 
 
-def learned(distance: torch.Tensor, error: torch.Tensor, *prefix: float) -> Calibration:
-    return NONE.updated(distance, tuple(range(9, 9 + len(distance))), error, torch.tensor(prefix))
+def learned(distance: torch.Tensor, error: torch.Tensor, *prefix: float, times: int = 1) -> Calibration:
+    calibration = NONE
+    for _ in range(times):
+        calibration = calibration.updated(distance, tuple(range(9, 9 + len(distance))), error, torch.tensor(prefix))
+    return calibration
 
 
 def entropy_verdict(match: Match) -> Verdict:
@@ -47,7 +50,7 @@ def test_entropy_never_shares_from_one_anchor_or_from_shorter_ones() -> None:
 
 
 def test_error_needs_anchors_and_a_calibration() -> None:
-    criterion, block = Error(3, 0.3, 0.6, 20), at_distances(1, 2, 3).block
+    criterion, block = Error(3, 0.3, 0.6), at_distances(1, 2, 3).block
     assert criterion.lacks(1, at_distances(1, 2).block, NONE) == "2 anchors of 3"
     assert criterion.lacks(1, block, NONE) == "not calibrated yet"
     assert criterion.lacks(1, block, learned(torch.ones(1), torch.ones(1))) == ""
@@ -65,14 +68,15 @@ def test_error_marks_weak_tokens_and_refuses_a_bad_mean() -> None:
         None,
         type(proposal)(proposal.columns, proposal.weights, distance, proposal.mass, proposal.after),
     )
-    fine = Error(3, 0.3, 0.6, 20).judge(case, calibration)
+    fine = Error(3, 0.3, 0.6).judge(case, calibration)
     assert fine.shareable
     assert fine.weak.tolist() == [False, False, False, True]
-    bad = Error(3, 0.2, 0.6, 20).judge(case, calibration)
+    bad = Error(3, 0.2, 0.6).judge(case, learned(known, known, times=5))
     assert bad.reason == "predicted error is 0.24, above 0.2"
-    learned_enough = Error(3, 0.2, 0.6, 1).judge(case, calibration)
+    calibration = learned(known, known, times=6)
+    learned_enough = Error(3, 0.2, 0.6).judge(case, calibration)
     assert learned_enough.shareable, "and what is weak is computed"
     assert learned_enough.weak.tolist() == bad.weak.tolist()
-    assert not Error(3, 0.01, 0.6, 1).judge(case, calibration).shareable
-    assert not Error(3, 0.2, 1.0, 1).judge(case, calibration).shareable, "nothing of it is weak"
-    assert not Error(3, 0.2, 0.001, 1).judge(case, calibration).shareable, "all of it is weak"
+    assert not Error(3, 0.01, 0.6).judge(case, calibration).shareable
+    assert not Error(3, 0.2, 1.0).judge(case, calibration).shareable, "nothing of it is weak"
+    assert not Error(3, 0.2, 0.001).judge(case, calibration).shareable, "all of it is weak"

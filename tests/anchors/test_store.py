@@ -406,13 +406,13 @@ def test_a_full_pool_takes_a_value_that_is_not_shareable() -> None:
 
 
 def test_what_stays_unshareable_goes_on_teaching_only_now_and_then() -> None:
-    store, others = filled(range(3), capacity=5, **{**OPEN, "max_error": 1e-9}), range(100, 260)
+    store, others = filled(range(3), capacity=5, **{**OPEN, "max_error": 1e-9}), range(100, 740)
     assert all(store.estimate(SLOT, sample(seed)).learnable for seed in others), "little was observed"
     for seed in range(3, 9):
         observe(store, sample(seed))
     estimates = [store.estimate(SLOT, sample(seed)) for seed in others]
     assert not any(estimate.shareable for estimate in estimates)
-    assert 1 <= sum(estimate.learnable for estimate in estimates) <= 25, "one in sixteen, more or less"
+    assert 1 <= sum(estimate.learnable for estimate in estimates) <= 25, "one in sixty-four, more or less"
     again = [store.estimate(SLOT, sample(seed)).learnable for seed in others]
     assert again == [estimate.learnable for estimate in estimates], "the value decides"
 

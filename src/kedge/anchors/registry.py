@@ -30,7 +30,7 @@ SLOTS: Mapping[str, Callable[[AnchorConfig], MakeSlot]] = {
 """What a slot keeps, where that is something else than the rows of its anchors"""
 CRITERIA: Mapping[str, Callable[[AnchorConfig], Criterion]] = {
     "entropy": lambda config: Entropy(config.gamma, config.temperature),
-    "error": lambda config: Error(config.min_anchors, config.max_error, config.weak_error, config.capacity),
+    "error": lambda config: Error(config.min_anchors, config.max_error, config.weak_error),
     "length": lambda _: Length(),
     "leverage": lambda config: Leverage(config.min_anchors, config.max_leverage, config.weak_leverage),
 }

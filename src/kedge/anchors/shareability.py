@@ -13,7 +13,7 @@ from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
 
-_STILL = 16
+_STILL = 64
 """One unshareable value in so many goes on teaching a slot that has seen enough of them"""
 
 
@@ -86,15 +86,14 @@ def entropy(weights: Tensor) -> float:
 @dataclass(frozen=True, slots=True)
 class Error:
     """Shareable, from enough anchors, if the mean predicted relative error of its offsets is small but for weak tokens,
-    which are computed. As long as fewer values were observed than a pool holds, these count, too: there is something to
-    learn. After that a value that is not shareable is computed and the rest of its prompt translated, but for a few, by
-    which the slot follows what changes.
+    which are computed. Until twice as many values were observed as it takes to share one, these count, too: there is
+    something to learn. After that a value that is not shareable is computed and the rest of its prompt translated, but
+    for a few, by which the slot follows what changes.
     """
 
     min_anchors: int
     max_error: float
     weak_error: float
-    capacity: int
     calibrates: bool = True
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
@@ -105,7 +104,7 @@ class Error:
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
         error = calibration.predict(match.proposal.distance, match.query.tokens)
         weak = error > self.weak_error
-        learns = calibration.observations < self.capacity
+        learns = calibration.observations < 2 * self.min_anchors
         mean = float((error if learns or weak.all() else error[~weak]).mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
         # By its tokens, so that every rank and every agent who reads it decides alike.

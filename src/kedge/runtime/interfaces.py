@@ -173,4 +173,4 @@ class ReusePolicy:
     recompute_head: int = 0
     recompute_short: int = 4
     recompute_tail: bool = False
-    min_translated: float = 0.25
+    min_translated: float = 0.2
