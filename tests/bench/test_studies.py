@@ -24,7 +24,7 @@ from kedge.bench.studies.contexts import Contexts
 from kedge.bench.studies.estimators import alike
 from kedge.bench.studies.offload import Link
 from kedge.bench.studies.proximity import nearest_pairs, spearman
-from kedge.bench.studies.report import write_report
+from kedge.bench.studies.report import shown, write_report
 from kedge.bench.studies.study import QUICK, StudySettings, averaged
 from kedge.cli.bench_lab import ABOUT
 from kedge.cli.main import EXIT_BAD_INPUT, app
@@ -178,6 +178,22 @@ def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> N
     assert data["paper"].split(":")[0] in page
     assert "data:image/png;base64," in page
     assert page.count("<tr>") == len(data["rows"]) + 1
+
+
+def test_a_narrow_table_loses_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
+        return [{f"what_was_measured_{column}": 0.123 for column in range(12)}]
+
+    monkeypatch.setattr(catalog, "STUDIES", {"memory": replace(STUDIES["memory"], measure=measure)})
+    ran = CliRunner().invoke(app, ["bench", "memory", "--seeds", "1"], env={"COLUMNS": "60"})
+    table = ran.output.split("The paper")[0]
+    assert "…" not in table
+    assert [table.count(digit) for digit in "23"] == [12 + 1, 12 + 1], "and once in a heading"
+
+
+def test_rows_are_shown_with_their_spread() -> None:
+    rows = [{"kl": 0.12345, "kl_sd": 0.0678, "reuse_rate": 0.5, "reuse_rate_sd": None, "accuracy": None, "agents": 3}]
+    assert shown(rows) == [{"kl": "0.123 ±0.068", "reuse rate": "0.5", "accuracy": "", "agents": "3"}]
 
 
 def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

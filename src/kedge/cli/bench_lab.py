@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -184,11 +185,11 @@ def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[
 
 
 def _table(study: Study, rows: list[Row]) -> Table:
-    from kedge.bench.studies.report import cell, heading
+    from kedge.bench.studies.report import shown
 
-    table = Table(title=study.title)
-    for column in rows[0]:
-        table.add_column(heading(column), justify="right")
-    for row in rows:
-        table.add_row(*(cell(value) for value in row.values()))
+    table, cells = Table(title=study.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False), shown(rows)
+    for heading in cells[0]:
+        table.add_column(heading, justify="right", overflow="fold")  # in a narrow terminal no digit is lost
+    for row in cells:
+        table.add_row(*row.values())
     return table

@@ -55,18 +55,22 @@ def _section(file: Path, result: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{escape(heading(key))}</th>" for key in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell(v))}</td>" for v in row.values()) + "</tr>" for row in rows)
+    table = shown(rows)
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in table[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in table)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def heading(column: str) -> str:
-    """A column's name as people read it."""
-    return column.replace("_sd", " ±").replace("_", " ")
+def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Rows as people read them: cells by heading, a mean with its spread; empty for what was not measured."""
+    return [
+        {key.replace("_", " "): _cell(value, row.get(f"{key}_sd")) for key, value in row.items() if key[-3:] != "_sd"}
+        for row in rows
+    ]
 
 
-def cell(value: object) -> str:
-    """A value as it stands in a table; empty for what was not measured."""
+def _cell(value: object, spread: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return text if spread is None else f"{text} ±{spread:.2g}"
