@@ -175,6 +175,7 @@ def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> N
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
     page = (tmp_path / "report.html").read_text()
+    assert f"<h2>{data['title']}: code</h2>" in page
     assert data["paper"].split(":")[0] in page
     assert "data:image/png;base64," in page
     assert page.count("<tr>") == len(data["rows"]) + 1

@@ -48,7 +48,8 @@ def _section(file: Path, result: Mapping[str, Any]) -> str:
         picture = f'<p><img alt="{escape(result["title"])}" src="data:image/png;base64,{data}"></p>'
     about = ", ".join(f"{key} {value}" for part in ("settings", "machine") for key, value in result[part].items())
     return (
-        f"<h2>{escape(result['title'])}</h2><p><code>kedge bench {escape(result['study'])}</code>, "
+        f"<h2>{escape(result['title'])}: {escape(result['settings']['task'])}</h2>"
+        f"<p><code>kedge bench {escape(result['study'])}</code>, {escape(file.name)}, "
         f"{result['seconds']:.0f} s; {escape(about)}</p>{picture}{_table(result['rows'])}"
         f"<p class=paper>The paper: {escape(result['paper'])}</p>"
     )
