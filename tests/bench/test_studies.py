@@ -221,6 +221,20 @@ def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.M
     assert seeds == [0, 1, 2, 0]
 
 
+def test_all_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
+        seeds.append(seed)
+        return [{"anchors": 5, "estimator": "token", "mib": 1.0}]
+
+    monkeypatch.setattr(catalog, "STUDIES", {"memory": replace(STUDIES["memory"], measure=measure)})
+    for more in (["--seeds", "2"], ["--seeds", "3", "--resume"]):
+        done = CliRunner().invoke(app, ["bench", "all", "--out", str(tmp_path), *more])
+        assert done.exit_code == 0, done.output
+    assert seeds == [0, 1, 2]
+
+
 def test_resuming_needs_a_file() -> None:
     ran = CliRunner().invoke(app, ["bench", "memory", "--resume"])
     assert ran.exit_code != 0

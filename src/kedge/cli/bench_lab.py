@@ -96,6 +96,7 @@ def run_all(
     seeds: Seeds = None,
     model: Model = None,
     quick: Quick = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the seeds that the files in --out have.")] = False,
 ) -> None:
     """All of the papers' experiments on quality, each with its results and figure in one folder, and `kedge report`."""
     from kedge.bench.studies.catalog import STUDIES
@@ -104,7 +105,7 @@ def run_all(
     console = Console()
     given = {"task": task, "questions": questions, "seeds": seeds, "model": model}
     for name, study in STUDIES.items():
-        _run(console, study, given, out / f"{name}.json", out / f"{name}.png", quick=quick)
+        _run(console, study, given, out / f"{name}.json", out / f"{name}.png", quick=quick, resume=resume)
     report(out)
 
 
