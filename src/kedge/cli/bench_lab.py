@@ -124,7 +124,7 @@ def _run(
     plot_file: Path | None,
     *,
     quick: bool,
-    resume: bool = False,
+    resume: bool,
 ) -> None:
     import torch
 
@@ -172,17 +172,15 @@ def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[
         saved = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError("json", str(file), f"is no JSON: {error}") from error
-    wanted = json.loads(json.dumps({"study": study.name, "settings": {**settings.as_json(), "seeds": 0}}))
-    if (
-        not isinstance(saved, dict)
-        or {
-            "study": saved.get("study"),
-            "settings": {**saved.get("settings", {}), "seeds": 0},
-        }
-        != wanted
-    ):
+    wanted = json.loads(json.dumps({"study": study.name, "settings": settings.as_json()}))
+    if not isinstance(saved, dict) or _asked(saved) != _asked(wanted):
         raise ConfigError("json", str(file), "holds results of another study or of other settings")
     return saved
+
+
+def _asked(results: Mapping[str, Any]) -> tuple[object, ...]:
+    """The study and its settings, but for the number of seeds."""
+    return results.get("study"), {**results.get("settings", {}), "seeds": None}
 
 
 def _table(study: Study, rows: list[Row]) -> Table:
