@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kedge import __version__
+
 
 def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
     """Writes results with the machine that they were measured on, and says where."""
@@ -34,5 +36,7 @@ def _machine() -> dict[str, object]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": gpu,
         "python": platform.python_version(),
-        **{package: version(package) for package in ("kedge", "torch", "transformers")},
+        "kedge": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
     }
