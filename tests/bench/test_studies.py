@@ -193,8 +193,18 @@ def test_a_narrow_table_loses_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_are_shown_with_their_spread() -> None:
-    rows = [{"kl": 0.12345, "kl_sd": 0.0678, "reuse_rate": 0.5, "reuse_rate_sd": None, "accuracy": None, "agents": 3}]
-    assert shown(rows) == [{"kl": "0.123 ±0.068", "reuse rate": "0.5", "accuracy": "", "agents": "3"}]
+    rows = [
+        {
+            "mib": 1234.5,
+            "kl": 0.12345,
+            "kl_sd": 0.0678,
+            "reuse_rate": 0.5,
+            "reuse_rate_sd": None,
+            "accuracy": None,
+            "agents": 3,
+        }
+    ]
+    assert shown(rows) == [{"mib": "1234", "kl": "0.1235 ±0.068", "reuse rate": "0.5", "accuracy": "", "agents": "3"}]
 
 
 def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Rows as people read them: cells by heading, a mean with its spread; empty for what was not measured."""
     return [
-        {key.replace("_", " "): _cell(value, row.get(f"{key}_sd")) for key, value in row.items() if key[-3:] != "_sd"}
+        {
+            key.replace("_", " "): _cell(value, row.get(f"{key}_sd"))
+            for key, value in row.items()
+            if not key.endswith("_sd")
+        }
         for row in rows
     ]
 
@@ -73,5 +77,5 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 def _cell(value: object, spread: float | None) -> str:
     if value is None:
         return ""
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if spread is None else f"{text} ±{spread:.2g}"
