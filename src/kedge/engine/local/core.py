@@ -415,11 +415,17 @@ class EngineCore:
         return [*self.scheduler.unadmitted, *self.scheduler.running]
 
     def stats(self) -> dict[str, object]:
-        """Figures of the cache, of waiting for loads, and of the anchors."""
+        """Return the figures of the cache, of waiting for loads, of the queues and of the anchors."""
         return {
             "cache": asdict(self._cache.stats()),
             "loading": self._loading.stats(),
             "preassembly": self._preassembly.stats(),
+            "scheduler": {
+                "running": len(self.scheduler.running),
+                "waiting": len(self.scheduler.unadmitted),
+                "jobs": len(self.scheduler.jobs),
+                "to_learn": len(self._harvests),
+            },
             **self._runtime.stats(),
         }
 
