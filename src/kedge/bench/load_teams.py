@@ -19,7 +19,7 @@ from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.errors import ConfigError
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
-from kedge.workloads.miniature import MATH, workflow
+from kedge.workloads.miniature import TASKS, workflow
 
 NANO = "nano"
 LONG = "-long"
@@ -70,7 +70,7 @@ def team(case: str, model_size: str, device: str, seed: int) -> Team:
 def nano_team(device: str, seed: int) -> Team:
     """Return the math team of the bundled model, which is too small for two threads: they would wait for each other."""
     runner, tokenizer = load_model(None, EngineConfig(device=device))
-    return Team(runner, tokenizer, workflow(MATH), partial(_word_problems, seed), threads=1)
+    return Team(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
 
 
 def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
@@ -82,7 +82,7 @@ def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
-    """Return a tokenizer of `vocab` words, so that a text has as many tokens as it has words; any other is the first."""
+    """Return a tokenizer of `vocab` words, so that a text has as many tokens as words; an unknown one is the first."""
     raw = Tokenizer(WordLevel({_word(token): token for token in range(vocab)}, unk_token=_word(0)))
     raw.pre_tokenizer = WhitespaceSplit()
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
@@ -107,7 +107,7 @@ def random_flow(vocab: int, answer: int) -> Workflow:
 
 def _word_problems(seed: int, client: str) -> Iterator[str]:
     rng = Random(f"load/{seed}/{client}")
-    return (question.text for question in MATH.questions("test", rng.getrandbits(64)))
+    return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
 
 
 def _words(vocab: int, shape: Shape, seed: int, client: str) -> Iterator[str]:
