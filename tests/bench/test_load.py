@@ -144,6 +144,11 @@ def test_two_clients_run_the_team_of_the_bundled_model(nano: Team, mode: ReuseMo
     assert (shares["exact"] > 0) == (mode is not ReuseMode.OFF)
 
 
+def test_random_weights_are_translated_once_enough_has_been_learned(tiny: Team) -> None:
+    figures = load(some(tiny, 12), LONG, 1, ReuseMode.TRANSLATE).as_json()
+    assert figures["translated_share"] > 0
+
+
 def test_all_modes_are_asked_the_same(tiny: Team) -> None:
     heard: list[list[str]] = []
     for mode in ReuseMode:
@@ -185,7 +190,7 @@ def test_a_bug_in_a_client_is_not_hidden(tiny: Team) -> None:
 
 def test_no_call_is_taken_after_the_window(tiny: Team) -> None:
     calls: list[Call] = []
-    with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine) as inner:
+    with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
         watched = WatchedEngine(inner, now(), calls)
         with pytest.raises(EngineClosed, match="window"):
             watched.submit(GenerateRequest((Segment((1, 2, 3), "p0"),)))

@@ -13,6 +13,7 @@ waited for, as long as the window was; no new ones are taken. Calls of runs that
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +27,7 @@ import torch
 
 from kedge.bench.load_teams import Team, case_names, team
 from kedge.bench.load_watch import Call, WatchedEngine, now
-from kedge.config import EngineConfig
+from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.run import run
 from kedge.errors import ConfigError, EngineClosed, KedgeError
@@ -55,11 +56,10 @@ class LoadSettings:
     device: str = "auto"
     seed: int = 0
 
-    @property
-    def engine(self) -> EngineConfig:
-        """The engine's settings. Raises `ConfigError`."""
+    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineConfig:  # noqa: B008 (it is frozen)
+        """Return the settings of an engine. Raises `ConfigError`."""
         given = {} if self.kv_memory is None else {"kv_memory": self.kv_memory}
-        return EngineConfig.model_validate({"device": self.device, **given})
+        return EngineConfig.model_validate({"device": self.device, "anchors": anchors, **given})
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,10 @@ def measure(
         progress(f"{case}: loading and warming up")
         asked = team(case, settings.model_size, settings.device, settings.seed)
         with _threads(asked.threads):
-            _warm(asked, settings.engine)
+            _warm(asked, settings)
             for key in keys:
                 progress(f"{case}: {key[1]} clients, {key[2]}")
+                _free(asked)
                 yield key, load(asked, settings, key[1], key[2]).as_json()
 
 
@@ -189,7 +190,7 @@ def _check(settings: LoadSettings, selection: Selection) -> None:
     for clients in selection.clients:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
-    _ = settings.engine
+    settings.engine()
 
 
 @contextmanager
@@ -203,17 +204,28 @@ def _threads(wanted: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _warm(asked: Team, config: EngineConfig) -> None:
+def _warm(asked: Team, settings: LoadSettings) -> None:
     """Run one team without reuse, for the first use of kernels, memory and tools."""
-    with LocalEngine.from_runner(asked.runner, asked.tokenizer, config) as engine:
+    with _engine(asked, settings) as engine:
         inputs = {QUESTION: next(asked.questions("warm-up"))}
         run(engine, asked.flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
+
+
+def _engine(asked: Team, settings: LoadSettings) -> LocalEngine:
+    """Return an engine that has cached and learned nothing."""
+    return LocalEngine.from_runner(asked.runner, asked.tokenizer, settings.engine(asked.anchors))
+
+
+def _free(asked: Team) -> None:
+    """Free the KV of the engines before: each is a circle of objects, and CUDA graphs hold the storage of theirs."""
+    asked.runner.graphs = None
+    gc.collect()
 
 
 def load(asked: Team, settings: LoadSettings, clients: int, mode: ReuseMode) -> Record:
     """Measure one combination on an engine of its own."""
     with ThreadPoolExecutor(clients, "kedge-client") as pool:
-        with LocalEngine.from_runner(asked.runner, asked.tokenizer, settings.engine) as inner:
+        with _engine(asked, settings) as inner:
             record = Record(now(), settings.seconds, len(asked.flow.steps))
             engine = WatchedEngine(inner, record.deadline, record.calls)
             loops = [pool.submit(_client, engine, asked, f"client-{i}", mode, record) for i in range(clients)]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kedge.bench.methods import load_model
 from kedge.bench.shapes import SHAPES, random_runner
-from kedge.config import EngineConfig
+from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.errors import ConfigError
 from kedge.workflow.graph import Agent, Workflow
@@ -28,6 +28,8 @@ PREFIX, LEAD, TAIL = 512, 24, 16
 LEAD_IN, TRAIL = 4, 2
 """Tokens of the line before the question, and those with which everything behind a value begins."""
 AGENTS = 5
+OPEN = AnchorSettings(gamma=2.0, max_error=1e9, weak_error=1e9)
+"""Thresholds for random weights, which have no meaning to keep; the criterion's work stays in the clock."""
 
 Questions = Callable[[str], Iterator[str]]
 """The endless questions of a client, by its name: the same whenever they are asked for."""
@@ -41,6 +43,7 @@ class Team:
     tokenizer: HFTokenizer
     flow: Workflow
     questions: Questions
+    anchors: AnchorSettings = AnchorSettings()
     threads: int | None = None
     """Threads of one operation on a CPU; None: as many as torch takes by itself."""
 
@@ -78,7 +81,8 @@ def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
     runner, _ = random_runner(model_size, device)
     runner.eos_token_ids = frozenset()
     vocab = SHAPES[model_size]["vocab_size"]
-    return Team(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), partial(_words, vocab, shape, seed))
+    questions = partial(_words, vocab, shape, seed)
+    return Team(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
