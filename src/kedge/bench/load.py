@@ -6,17 +6,18 @@ number of clients and mode has an engine of its own, with nothing cached and not
 The clock starts with the first request: whatever a mode has to learn, it learns within the measured time. Only the
 process is warmed up, by one team without reuse before the first measurement.
 
-A call counts when it ends within the window, as its share of a team; so nothing is lost of the runs that are still on
-when the window ends. They are cancelled then. Calls of runs that failed do not count.
+Each call counts as its share of a team, and one that the end of the window finds under way counts by the share of its
+time that lies within: whole runs alone would lose as many as there are clients. For that, calls under way then are
+waited for, as long as the window was; no new ones are taken. Calls of runs that failed do not count.
 """
 
 from __future__ import annotations
 
-import time
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
@@ -24,9 +25,9 @@ from typing import Any
 
 import torch
 
-from kedge.bench.load_teams import NANO, Team, case_names, team
+from kedge.bench.load_teams import Team, case_names, team
 from kedge.bench.load_watch import Call, WatchedEngine, now
-from kedge.config import EngineConfig
+from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.run import run
 from kedge.errors import ConfigError, EngineClosed, KedgeError
@@ -55,18 +56,17 @@ class LoadSettings:
     device: str = "auto"
     seed: int = 0
 
-    @property
-    def engine(self) -> EngineConfig:
-        """The engine's settings. Raises `ConfigError`."""
+    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineConfig:  # noqa: B008 (it is frozen)
+        """Return the settings of an engine. Raises `ConfigError`."""
         given = {} if self.kv_memory is None else {"kv_memory": self.kv_memory}
-        return EngineConfig.model_validate({"device": self.device, **given})
+        return EngineConfig.model_validate({"device": self.device, "anchors": anchors, **given})
 
 
 @dataclass(frozen=True)
 class Selection:
     """What is measured: every mode with every number of clients in every case."""
 
-    cases: tuple[str, ...] = (NANO, "32m", "32m-long")
+    cases: tuple[str, ...]
     clients: tuple[int, ...] = (1, 8, 32)
     modes: tuple[ReuseMode, ...] = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.TRANSLATE)
 
@@ -106,12 +106,13 @@ class Record:
         runs = [one for one in self.runs if one.ended <= self.deadline]
         failed = Counter(one.error for one in runs if one.error)
         spoiled = {one.id for one in runs if one.error}
-        calls = [one for one in self.calls if one.ended <= self.deadline and one.run not in spoiled]
+        good = [one for one in self.calls if one.run not in spoiled]
+        calls = [one for one in good if one.ended <= self.deadline]
         ttft = [one.completion.ttft_ms for one in calls]
         latency = [one.seconds for one in runs if not one.error]
         return {
-            "teams_per_min": round(self._teams_per_min(calls, 0.0), 3),
-            "teams_per_min_last_third": round(self._teams_per_min(calls, 2 / 3), 3),
+            "teams_per_min": round(self._teams_per_min(good, 0.0), 3),
+            "teams_per_min_last_third": round(self._teams_per_min(good, 2 / 3), 3),
             "ttft_p50_ms": percentile(ttft, 0.5, 2),
             "ttft_p99_ms": percentile(ttft, 0.99, 2),
             "latency_p50_s": percentile(latency, 0.5, 4),
@@ -127,16 +128,22 @@ class Record:
         }
 
     def _teams_per_min(self, calls: list[Call], start: float) -> float:
-        """`start`: the share of the window before the first call that counts."""
-        after = self.began + start * self.seconds
-        ended = sum(one.ended >= after for one in calls)
-        return 60 * ended / self.calls_per_run / (self.seconds * (1 - start))
+        """Return the rate within the window from a share `start` of it on."""
+        first = self.began + start * self.seconds
+        done = sum(_overlap(one, first, self.deadline) for one in calls)
+        return 60 * done / self.calls_per_run / (self.deadline - first)
 
     def _batch(self, start: float, stop: float) -> float | None:
         """The mean within a part of the window, given by shares of it."""
         first, last = (self.began + share * self.seconds for share in (start, stop))
         seen = [running for at, running in self.batch if first <= at < last]
         return round(fmean(seen), 3) if seen else None
+
+
+def _overlap(call: Call, start: float, stop: float) -> float:
+    """Return the share of a call's time that lies between two moments."""
+    within = min(call.ended, stop) - max(call.began, start)
+    return max(0.0, within) / (call.ended - call.began)
 
 
 def _shares(calls: list[Call]) -> dict[str, float | None]:
@@ -168,9 +175,10 @@ def measure(
         progress(f"{case}: loading and warming up")
         asked = team(case, settings.model_size, settings.device, settings.seed)
         with _threads(asked.threads):
-            _warm(asked, settings.engine)
+            _warm(asked, settings)
             for key in keys:
                 progress(f"{case}: {key[1]} clients, {key[2]}")
+                _free(asked)
                 yield key, load(asked, settings, key[1], key[2]).as_json()
 
 
@@ -182,7 +190,7 @@ def _check(settings: LoadSettings, selection: Selection) -> None:
     for clients in selection.clients:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
-    _ = settings.engine
+    settings.engine()
 
 
 @contextmanager
@@ -196,48 +204,57 @@ def _threads(wanted: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _warm(asked: Team, config: EngineConfig) -> None:
+def _warm(asked: Team, settings: LoadSettings) -> None:
     """Run one team without reuse, for the first use of kernels, memory and tools."""
-    with LocalEngine.from_runner(asked.runner, asked.tokenizer, config) as engine:
+    with _engine(asked, settings) as engine:
         inputs = {QUESTION: next(asked.questions("warm-up"))}
         run(engine, asked.flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
 
 
+def _engine(asked: Team, settings: LoadSettings) -> LocalEngine:
+    """Return an engine that has cached and learned nothing."""
+    return LocalEngine.from_runner(asked.runner, asked.tokenizer, settings.engine(asked.anchors))
+
+
+def _free(asked: Team) -> None:
+    """Free the KV of the engines before: each is a circle of objects, and CUDA graphs hold the storage of theirs."""
+    asked.runner.graphs = None
+    gc.collect()
+
+
 def load(asked: Team, settings: LoadSettings, clients: int, mode: ReuseMode) -> Record:
     """Measure one combination on an engine of its own."""
-    with (
-        LocalEngine.from_runner(asked.runner, asked.tokenizer, settings.engine) as inner,
-        ThreadPoolExecutor(clients, "kedge-client") as pool,
-    ):
-        engine = WatchedEngine(inner)
-        record = Record(now(), settings.seconds, len(asked.flow.steps), engine.calls)
-        loops = [pool.submit(_client, engine, asked, f"client-{i}", mode, record) for i in range(clients)]
-        _look(engine, record)
-        engine.close()
+    with ThreadPoolExecutor(clients, "kedge-client") as pool:
+        with _engine(asked, settings) as inner:
+            record = Record(now(), settings.seconds, len(asked.flow.steps))
+            engine = WatchedEngine(inner, record.deadline, record.calls)
+            loops = [pool.submit(_client, engine, asked, f"client-{i}", mode, record) for i in range(clients)]
+            _look(engine, record, loops)
+            wait(loops, timeout=record.deadline - now() + settings.seconds)
         for loop in loops:
             loop.result()
     return record
 
 
-def _look(engine: WatchedEngine, record: Record) -> None:
-    """Note at regular times how many requests run, until the window ends."""
-    due = record.began + PERIOD
-    while due < record.deadline:
-        time.sleep(max(0.0, due - now()))
-        running = engine.running()
-        record.batch.append((now(), running))
-        due = max(due + PERIOD, now())
-    time.sleep(max(0.0, record.deadline - now()))
+def _look(engine: WatchedEngine, record: Record, clients: list[Future[None]]) -> None:
+    """Note at regular times how many requests run, until the window, the clients or the engine end."""
+    due = record.began
+    with suppress(EngineClosed):
+        while (due := max(due + PERIOD, now())) < record.deadline:
+            if not wait(clients, timeout=due - now()).not_done:
+                return
+            running = engine.running()
+            record.batch.append((now(), running))
 
 
 def _client(engine: WatchedEngine, asked: Team, name: str, mode: ReuseMode, record: Record) -> None:
-    """Run the team with one question after the other until the window ends; a run that fails is only counted."""
+    """Run the team with one question after the other until the window ends; one that fails is only counted."""
     for number, question in enumerate(asked.questions(name)):
         began, run_id = now(), RunId(f"{name}-{number}")
         if began >= record.deadline:
             return
         error = _run(engine, asked, question, run_id, mode)
-        record.runs.append(Run(run_id, now(), now() - began, error and type(error).__name__))
+        record.runs.append(Run(run_id, now(), now() - began, type(error).__name__ if error else None))
         if isinstance(error, EngineClosed):
             return
 

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from kedge.bench.methods import load_model
 from kedge.bench.shapes import SHAPES, random_runner
-from kedge.config import EngineConfig
+from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.errors import ConfigError
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
-from kedge.workloads.miniature import MATH, workflow
+from kedge.workloads.miniature import TASKS, workflow
 
 NANO = "nano"
 LONG = "-long"
@@ -28,6 +28,8 @@ PREFIX, LEAD, TAIL = 512, 24, 16
 LEAD_IN, TRAIL = 4, 2
 """Tokens of the line before the question, and those with which everything behind a value begins."""
 AGENTS = 5
+OPEN = AnchorSettings(gamma=2.0, max_error=1e9, weak_error=1e9)
+"""Thresholds for random weights, which have no meaning to keep; the criterion's work stays in the clock."""
 
 Questions = Callable[[str], Iterator[str]]
 """The endless questions of a client, by its name: the same whenever they are asked for."""
@@ -41,6 +43,7 @@ class Team:
     tokenizer: HFTokenizer
     flow: Workflow
     questions: Questions
+    anchors: AnchorSettings = AnchorSettings()
     threads: int | None = None
     """Threads of one operation on a CPU; None: as many as torch takes by itself."""
 
@@ -70,7 +73,7 @@ def team(case: str, model_size: str, device: str, seed: int) -> Team:
 def nano_team(device: str, seed: int) -> Team:
     """Return the math team of the bundled model, which is too small for two threads: they would wait for each other."""
     runner, tokenizer = load_model(None, EngineConfig(device=device))
-    return Team(runner, tokenizer, workflow(MATH), partial(_word_problems, seed), threads=1)
+    return Team(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
 
 
 def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
@@ -78,11 +81,12 @@ def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
     runner, _ = random_runner(model_size, device)
     runner.eos_token_ids = frozenset()
     vocab = SHAPES[model_size]["vocab_size"]
-    return Team(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), partial(_words, vocab, shape, seed))
+    questions = partial(_words, vocab, shape, seed)
+    return Team(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
-    """Return a tokenizer of `vocab` words, so that a text has as many tokens as it has words; any other is the first."""
+    """Return a tokenizer of `vocab` words, so that a text has as many tokens as words; an unknown one is the first."""
     raw = Tokenizer(WordLevel({_word(token): token for token in range(vocab)}, unk_token=_word(0)))
     raw.pre_tokenizer = WhitespaceSplit()
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
@@ -107,7 +111,7 @@ def random_flow(vocab: int, answer: int) -> Workflow:
 
 def _word_problems(seed: int, client: str) -> Iterator[str]:
     rng = Random(f"load/{seed}/{client}")
-    return (question.text for question in MATH.questions("test", rng.getrandbits(64)))
+    return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
 
 
 def _words(vocab: int, shape: Shape, seed: int, client: str) -> Iterator[str]:

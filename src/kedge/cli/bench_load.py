@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 QUICK_SECONDS, QUICK_CLIENTS = 10.0, (1, 8)
 COLUMNS = {
-    "teams/min": ("teams_per_min", ".1f"),
-    "TTFT p50": ("ttft_p50_ms", ".0f"),
-    "p99, ms": ("ttft_p99_ms", ".0f"),
-    "run p50": ("latency_p50_s", ".2f"),
-    "p99, s": ("latency_p99_s", ".2f"),
-    "batch": ("batch_mean", ".1f"),
-    "last 1/3": ("batch_mean_last_third", ".1f"),
-    "transl.": ("translated_share", ".0%"),
+    "teams\n/min": ("teams_per_min", ".1f"),
+    "TTFT\np50": ("ttft_p50_ms", ".0f"),
+    "TTFT\np99": ("ttft_p99_ms", ".0f"),
+    "run\np50": ("latency_p50_s", ".2f"),
+    "run\np99": ("latency_p99_s", ".2f"),
+    "batch\nmean": ("batch_mean", ".1f"),
+    "last\n1/3": ("batch_mean_last_third", ".1f"),
+    "trans\nlated": ("translated_share", ".0%"),
 }
 """Heading -> figure and its format."""
 
@@ -100,11 +100,10 @@ def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
 
 
 def _table(case: str, settings: LoadSettings, clients: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(title=f"{case}, {settings.seconds:g} s each", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("clients", justify="right")
-    table.add_column("mode")
-    for heading in (*COLUMNS, "errors"):
-        table.add_column(heading, justify="right", overflow="fold")
+    title = f"{case}, {settings.seconds:g} s each; TTFT in ms, runs in s"
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for heading in ("\nclients", "\nmode", *COLUMNS, "\nerr"):
+        table.add_column(heading, justify="left" if heading == "\nmode" else "right", no_wrap=True)
     for count, modes in clients.items():
         for mode, figures in modes.items():
             cells = (_cell(figures[name], shown) for name, shown in COLUMNS.values())
