@@ -156,9 +156,25 @@ class PlannerSettings(_Section):
     min_translated: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
 
+    by_cost: bool = True
+    """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
+
     def policy(self) -> dict[str, Any]:
         """The fields that a `ReusePolicy` has as well."""
-        return self.model_dump(exclude={"trail"})
+        return self.model_dump(exclude={"trail", "by_cost"})
+
+
+class LearningSettings(_Section):
+    """How much the engine learns while it is busy."""
+
+    section = "engine.learning"
+
+    budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of each pass that base prefills and learning may take while requests wait for their first token."""
+    max_pending: PositiveInt = 64
+    """Finished requests whose KV may be kept until they are learned from; the oldest is given up first."""
+    max_base_prefills: PositiveInt = 64
+    """Base prefills that may be queued; the oldest is given up first."""
 
 
 class TierConfig(_Section):
@@ -235,10 +251,13 @@ class EngineConfig(_Section):
     """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks."""
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""
+    max_waiting: PositiveInt = 4096
+    """Requests in flight, running or waiting, beyond which another one is refused."""
     cuda_graphs: bool = True
     """On a GPU, passes of up to 64 tokens are launched as a whole. A model that cannot be captured goes without."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
+    learning: LearningSettings = LearningSettings()
     tiers: TierConfig = TierConfig()
     vllm: VLLMConfig = VLLMConfig()
 

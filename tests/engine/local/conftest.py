@@ -63,7 +63,9 @@ def tiny_tokenizer() -> HFTokenizer:
 
 
 def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
-    config = EngineConfig(**{"num_blocks": 256, "block_size": 16, "device": "cpu", **settings})
+    """An engine that translates whatever it can: on models as small as these, computing is always cheaper."""
+    fixed = {"num_blocks": 256, "block_size": 16, "device": "cpu", "planner": {"by_cost": False}}
+    config = EngineConfig(**{**fixed, **settings})
     return LocalEngine.from_runner(ModelRunner(model), tiny_tokenizer(), config)
 
 

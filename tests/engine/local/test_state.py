@@ -23,7 +23,10 @@ from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
 ROOT = Path(__file__).parents[3]
-SETTINGS: dict[str, object] = {"anchors": AnchorSettings(**OPEN), "planner": PlannerSettings(recompute_head=0)}
+SETTINGS: dict[str, object] = {
+    "anchors": AnchorSettings(**OPEN),
+    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+}
 
 
 def engine(family: str = "llama", **settings: object) -> LocalEngine:
