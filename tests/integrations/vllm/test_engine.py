@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,13 @@ class TestVLLMEngine(EngineConformance):
     """Its last test closes the engine."""
 
     timeout_s = PATIENCE
+    small_capacity = 1280
+    """It holds little more than its longest prompt."""
+
+    def small_engine(self, engine: VLLMEngine) -> AbstractContextManager[VLLMEngine]:
+        return nullcontext(engine)
+
+    def check_at_rest(self, engine: VLLMEngine) -> None:
+        """vLLM's figures come with its steps: a last request shows what all before it have left."""
+        self.serves(engine)
+        wait_until(lambda: engine.inspect()["requests"] == {"running": 0, "waiting": 0, "base_prefills": 0})
