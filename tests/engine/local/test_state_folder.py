@@ -116,6 +116,20 @@ def test_files_that_are_gone_or_of_another_size_are_known(tmp_path: Path) -> Non
     assert not folder.has(two)
 
 
+def test_whatever_lies_in_the_place_of_a_file_is_swept(tmp_path: Path) -> None:
+    old = saved(tmp_path, FIRST, SECOND)[0]
+    damage(tmp_path / old.file, "a folder")
+    (tmp_path / old.file / "inside").touch()
+    for kept in named(tmp_path, PREVIOUS) - named(tmp_path, MANIFEST):
+        damage(tmp_path / kept, "a link to nothing")
+    folder = StateFolder(tmp_path, OURS)
+    for values in (THIRD, {"a": 31}, {"a": 41}):
+        save(folder, values)
+    folder.close()
+    assert loaded(tmp_path) == ({"a": 41}, [])
+    assert {file.name for file in record_files(tmp_path)} == named(tmp_path, MANIFEST, PREVIOUS)
+
+
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path, OURS)
     with pytest.raises(ConfigError, match="another process"):

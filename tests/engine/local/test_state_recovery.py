@@ -53,7 +53,7 @@ def test_a_pool_that_is_damaged_is_taken_from_the_snapshot_before(
     (found,) = damages
     assert (found.file, found.name[-1], found.lost) == (file.name, "a", False)
     assert file.name in caplog.text
-    assert "pool tenant flow a is taken from the snapshot before" in caplog.text
+    assert "'pool tenant flow a' is taken from the snapshot before" in caplog.text
     assert put_aside(tmp_path) == ([] if how == "missing" else [file.name])
     assert loaded(tmp_path)[0] == values, "and the next process finds the same"
 
@@ -68,7 +68,7 @@ def test_a_pool_that_has_no_other_copy_is_lost_alone(
     values, damages = loaded(tmp_path)
     assert values == {key: value for key, value in NEW.items() if key != pool}
     assert [(one.name[-1], one.lost) for one in damages] == [(pool, True)]
-    assert f"pool tenant flow {pool} is lost" in caplog.text
+    assert f"'pool tenant flow {pool}' is lost" in caplog.text
 
 
 @pytest.mark.parametrize("how", DAMAGES)

@@ -32,7 +32,7 @@ class Damage:
     def put_aside(self, folder: Path, *, rename: bool) -> None:
         """Log the damage and, where `rename` asks for it, give the file a name that nobody reads."""
         aside = _renamed(folder / self.file) if rename else None
-        held = " ".join(self.name) or "what it lists or holds"
+        held = repr(" ".join(self.name)) if self.name else "what it lists or holds"
         cost = f"is taken from {self.replacement}" if self.replacement else "is lost"
         where = f"put aside as {aside}" if aside else "it was not put aside"
         logger.error("damaged state in %s: %s %s (%s); %s %s", folder, self.file, self.reason, where, held, cost)

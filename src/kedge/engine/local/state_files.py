@@ -118,7 +118,7 @@ def _parsed(path: Path, name: Name, identity: str) -> Record:
     with safe_open(path, "pt") as file:
         head = _head(file.metadata(), path, identity)
         if tuple(head["name"]) != name:
-            raise StateDamaged("state", str(path), f"holds {head['name']}, not {name}")
+            raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {name}")
         return Record(name, head["data"], {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
 
 

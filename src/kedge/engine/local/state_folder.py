@@ -125,10 +125,8 @@ class StateFolder:
 
     def _sweep(self, kept: set[str]) -> None:
         for path in self._path.iterdir():
-            if path.suffix == PARTIAL and path.is_dir():
-                shutil.rmtree(path)
-            elif path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
-                path.unlink()
+            if path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
+                _remove(path)
 
     def _move_refused(self, refusal: StateRefused) -> None:
         """Move state of another model or format to a folder of its own, which appears there complete.
@@ -139,9 +137,10 @@ class StateFolder:
         partial = aside.with_name(f"{aside.name}{PARTIAL}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        manifests = [path for name in (MANIFEST, PREVIOUS) if (path := self._path / name).exists()]
+        manifests = [path for name in (MANIFEST, PREVIOUS) if (path := self._path / name).is_file()]
         for path in [*self._path.glob(f"*{SUFFIX}"), *manifests]:
-            _link(path, partial / path.name)
+            if path.is_file():
+                _link(path, partial / path.name)
         self._force(partial)
         partial.rename(aside)
         self._force()
@@ -156,3 +155,10 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
