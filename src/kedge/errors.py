@@ -16,7 +16,8 @@ KedgeError
 │   ├── InvalidToken         a token id outside the vocabulary
 │   └── MissingInput         a run lacks the value of an input, or it is empty
 ├── TranslationRefused       this model's attention cannot be translated
-├── StateRefused             saved state is damaged, or of another model or format
+├── StateRefused             saved state is of another model or format
+├── StateDamaged             a file of saved state is damaged (internal: the rest is loaded)
 ├── ToolError                a tool raised or ran out of time
 ├── ForwardFailed            the model raised on a batch; the requests in it end, the engine goes on
 ├── GenerationFailed         one request's own part raised (planning, sampling, text); it ends, the engine goes on
@@ -107,7 +108,11 @@ class TranslationRefused(KedgeError):
 
 
 class StateRefused(KedgeError):
-    """Saved state is damaged, or of another model or format."""
+    """Saved state is of another model or format."""
+
+
+class StateDamaged(KedgeError):
+    """A file of saved state is damaged (internal: the rest is loaded)."""
 
 
 class ToolError(KedgeError):

@@ -310,6 +310,10 @@ class AnchorStore:
         """Of every number of an offset that is kept."""
         return self._config.offset_bits
 
+    def key_width(self, base: KVSegment) -> int:
+        """Return how many numbers an anchor's key vectors have for base KV of this shape."""
+        return self._matcher.key_width(base)
+
     def empty_pool(self) -> AnchorPool:
         """A pool with this store's bounds that is not part of it."""
         return AnchorPool(self._config.capacity, self._config.max_slots, self._make_slot)
