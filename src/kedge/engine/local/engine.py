@@ -22,7 +22,7 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.config import EngineConfig
-from kedge.engine.base import Quota, require_sensible
+from kedge.engine.base import Quota
 from kedge.engine.local import build
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.engine.local.parts import Parts
@@ -30,11 +30,10 @@ from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.state import EngineState, SavedState
 from kedge.engine.local.text import TextStream
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import (
-    EmptyPrompt,
     EngineClosed,
     GenerationFailed,
-    InvalidToken,
     Overloaded,
     PromptTooLong,
     RequestError,
@@ -118,8 +117,9 @@ class LocalEngine:
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """`draw` takes the place of the request's own sampling: it sees all logits and may force an answer."""
+        self._validate(request)
         request = with_trails(request, self.config.planner.trail)
-        tokens = self._validated(request)
+        tokens = list(request.tokens)
         room = min(self._runner.max_positions, self.capacity) - len(tokens)
         max_tokens = min(request.sampling.max_tokens, room)
         sequence = RequestSequence(
@@ -140,8 +140,7 @@ class LocalEngine:
         """Post a request's command, with its id among those in flight."""
         with self._lock:
             self._refuse_closed()
-            if request_id in self._in_flight:
-                raise RequestError("request_id", request_id, "duplicate: a request of this id is in flight")
+            require_new_id(request_id, self._in_flight)
             if len(self._in_flight) >= self.config.max_waiting:
                 raise Overloaded("max_waiting", self.config.max_waiting, "so many requests are in flight")
             self._in_flight.add(request_id)
@@ -155,17 +154,10 @@ class LocalEngine:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
-    def _validated(self, request: GenerateRequest) -> list[int]:
-        require_sensible(request)
-        tokens = list(request.tokens)
-        if not tokens:
-            raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
-        if (longest := min(self._runner.max_positions, self.capacity)) <= len(tokens):
-            raise PromptTooLong("prompt_tokens", len(tokens), f"the model and the cache hold less than {longest}")
-        if min(tokens) < 0 or max(tokens) >= self._runner.vocab_size:
-            bad = next(token for token in tokens if not 0 <= token < self._runner.vocab_size)
-            raise InvalidToken("token", bad, f"outside the vocabulary of {self._runner.vocab_size}")
-        return tokens
+    def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request, self._runner.vocab_size)
+        if (longest := min(self._runner.max_positions, self.capacity)) <= request.prompt_tokens:
+            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
 
     def cancel(self, request_id: RequestId) -> bool:
         return self._ask(lambda: self._core.cancel(request_id))
@@ -177,12 +169,12 @@ class LocalEngine:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""
         with suppress(EngineClosed):
-            self._post(partial(self._core.forecast, changes, prompts))
+            self._post(partial(self._core.forecast, *sensible_hints(changes, prompts)))
 
     def prepare(self, request: GenerateRequest) -> None:
         """Takes a hint: such a request is expected. One that could not be served, or comes after `close`, is none."""
         with suppress(EngineClosed, RequestError):
-            self._validated(request)
+            self._validate(request)
             self._post(partial(self._core.prepare, with_trails(request, self.config.planner.trail)))
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -224,8 +216,9 @@ class LocalEngine:
     def load(self, folder: str | Path) -> SavedState:
         """Puts what `save` wrote in the place of all anchors and base KV; an empty folder holds nothing.
 
-        Raises `StateRefused`, having changed nothing, for state that is damaged or of another model or format;
-        `ConfigError` where another process has the folder, and `OSError`.
+        What is damaged is put aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
+        `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` where another
+        process has the folder, and `OSError`.
         """
         return self._state(Path(folder)).load()
 

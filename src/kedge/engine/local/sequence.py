@@ -181,7 +181,7 @@ class Preparation(Sequence):
         if self.draft is None:
             return 0
         sources = self.draft.sources
-        return min(self.ready, sources.index(Source.TRANSLATED) if self.translates else len(sources))
+        return min(self.ready, sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources))
 
     @property
     def made(self) -> int:
