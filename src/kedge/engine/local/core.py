@@ -202,15 +202,22 @@ class EngineCore:
                     item.sequence.logprobs.read_prompt(item.positions, rows)
 
     def _fail(self, work: list[Work], error: Exception) -> None:
-        """End what was in a pass that raised."""
+        """Give up what nobody waits for of a pass that raised, and run the rest again; else end what was in it."""
+        asked = [item for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
-            if isinstance(item.sequence, RequestSequence):
-                request_id = item.sequence.request.request_id
-                self.end(item.sequence, ForwardFailed("request_id", request_id, f"the model raised {error!r}"))
-            elif isinstance(item.sequence, Preparation):
+            if isinstance(item.sequence, Preparation):
                 self._preassembly.failed(item.sequence)
             elif isinstance(item.sequence, BaseJob):
                 self._learning.drop(item.sequence)
+        if asked and len(asked) < len(work):
+            return self._run(asked)
+        for item in asked:
+            self._end_failed(item.sequence, f"the model raised {error!r}")
+        return None
+
+    def _end_failed(self, sequence: Sequence, why: str) -> None:
+        assert isinstance(sequence, RequestSequence)
+        self.end(sequence, ForwardFailed("request_id", sequence.request.request_id, why))
 
     def recover(self, error: Exception) -> None:
         """End the batch after an error of the engine's own, so that it can go on.
@@ -218,8 +225,7 @@ class EngineCore:
         Raises `PlanError` where its books are not in order even then.
         """
         for sequence in tuple(self.scheduler.running):
-            request_id = sequence.request.request_id
-            self.end(sequence, ForwardFailed("request_id", request_id, f"the engine raised {error!r}"))
+            self._end_failed(sequence, f"the engine raised {error!r}")
         self._preassembly.clear()
         self._learning.clear()
         self.check_integrity()
