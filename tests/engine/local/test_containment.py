@@ -35,7 +35,6 @@ from kedge.types import (  # noqa: E402
     SampleId,
     SamplingParams,
     Segment,
-    Tokens,
     WorkflowId,
     new_request_id,
 )
@@ -44,7 +43,7 @@ from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 T = TypeVar("T")
 PATIENCE = 20.0
 MARK = 200
-"""A token that is in a victim's prompt or answer, and nowhere else."""
+"""A token that is in a victim's prompt, and in no other."""
 VICTIM = AgentId("victim")
 FAULTS = [RuntimeError("a fault"), torch.OutOfMemoryError("out of memory"), KeyError("a fault"), MemoryError()]
 
@@ -213,10 +212,10 @@ def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) ->
 def test_a_detokenizer_that_raises_ends_its_request(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    drawn_before = chr(10 + 33) + chr(11 + 33)
-    fails = fails_for(lambda text, token: token == MARK and text.text == drawn_before, error, TextStream.push)
-    monkeypatch.setattr(TextStream, "push", fails)
-    drawn = iter([10, 11, MARK, 12])
+    spoken = engine.submit(call(count=30)).result(PATIENCE).tokens
+    marked = next(token for token in range(256) if token not in spoken)
+    monkeypatch.setattr(TextStream, "push", fails_for(lambda _, token: token == marked, error, TextStream.push))
+    drawn = iter([10, 11, marked, 12])
     ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: next(drawn)))
     assert isinstance(ended, KedgeError)
 
@@ -300,9 +299,8 @@ def test_a_base_prefill_that_raises_costs_nobody_anything(
     """It computes the victim's value behind its lead-in, while nobody waits."""
 
     def is_base(_: ModelRunner, batch: Batch) -> bool:
-        tokens: Tokens = tuple(batch.tokens.tolist())
-        begins = [at for at in range(len(tokens)) if tokens[at : at + 3] == (1, 2, 3)]
-        return any(MARK in tokens[at : at + 50] for at in begins)
+        tokens: list[int] = batch.tokens.tolist()
+        return MARK in tokens and any(tokens[at : at + 4] == [1, 2, 3, 100] for at in range(len(tokens)))
 
     forward = ModelRunner.forward
     seen: list[Batch] = []
