@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from kedge.engine.base import Engine
     from kedge.server.config import ServerConfig
     from kedge.server.tenancy import KeyRing
+
+EXIT_ENGINE_ENDED = 70
+"""The exit code where the engine ended by itself (`EX_SOFTWARE`): a supervisor is to start the server again."""
+HANG_SECONDS = 20.0
+"""Seconds that the server may take to end then."""
 
 
 def serve(
@@ -140,7 +146,17 @@ def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSet
     url = f"http://{told.host}:{told.port}"
     console.print(f"{config.model_name} on {url}/v1, API page at /docs", markup=False, highlight=False)
     # The log is configured, and the application writes a line of its own for every call.
-    GracefulServer(app, host=told.host, port=told.port, log_config=None, access_log=False).run()
+    options = {"host": told.host, "port": told.port, "log_config": None, "access_log": False}
+    GracefulServer(app, on_failure=_exit_soon, **options).run()
+    if engine.failure is not None:
+        raise typer.Exit(EXIT_ENGINE_ENDED)
+
+
+def _exit_soon() -> None:
+    """End the process in a while, whatever hangs in it by then: a tool, a snapshot, the engine's own end."""
+    timer = threading.Timer(HANG_SECONDS, os._exit, (EXIT_ENGINE_ENDED,))
+    timer.daemon = True
+    timer.start()
 
 
 def _require_extra() -> None:

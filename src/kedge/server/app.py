@@ -85,8 +85,9 @@ _router = APIRouter(tags=["Operation"], responses=ERRORS)
 
 
 @_router.get("/health", response_model=None)
-async def health() -> Response:
-    """The server answers."""
+async def health(service: TheService) -> Response:
+    """The server answers, and its engine has not ended by itself: after a 503 the process is to be started again."""
+    service.require_engine()
     return JSONAnswer({"status": "ok"})
 
 
@@ -94,6 +95,7 @@ async def health() -> Response:
 async def ready(service: TheService) -> Response:
     """The engine answers too: 503 where it was closed, died, or does not come round to it in time, and at the end."""
     service.refuse_at_the_end()
+    service.require_engine()
     try:
         async with asyncio.timeout(READY_SECONDS):
             await service.threads.work(lambda: service.engine.cancel(RequestId("ready?")))

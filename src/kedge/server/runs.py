@@ -200,6 +200,8 @@ class _Execution:
         error = ended.exception()
         if error is None:
             return RunStatus.FINISHED, _result(ended.result())
+        if died := self.service.engine_error:
+            return RunStatus.FAILED, told(died)
         if self.served.is_cancelled:
             return RunStatus.CANCELLED, {}
         if isinstance(error, KedgeError):

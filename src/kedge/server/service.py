@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
-from kedge.errors import KedgeError, NotFound, Overloaded, Unauthenticated
+from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.server.agent_runs import AgentRuns
 from kedge.server.calls import Call, Threads, submit_all
 from kedge.server.config import ServerConfig
@@ -57,6 +57,17 @@ class Service:
         """Raises `Overloaded` once the server has been told to end."""
         if self.is_ending:
             raise Overloaded("server", "ending", "it takes nothing new")
+
+    @property
+    def engine_error(self) -> EngineClosed | None:
+        """What everyone is answered once the engine has ended by itself; None while it works."""
+        failure = self.engine.failure
+        return None if failure is None else EngineClosed("engine", failure, "it ended by itself")
+
+    def require_engine(self) -> None:
+        """Raise `EngineClosed` once the engine has ended by itself."""
+        if error := self.engine_error:
+            raise error
 
     def fail_all(self, error: KedgeError) -> None:
         """Ends every call that goes on with an error."""
