@@ -88,6 +88,10 @@ KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
     (WorkflowError, Problem(400, BAD, None)),
 )
 """The first that fits is told; anything else is the server's own failure."""
+SOURCES = frozenset({"body", "query", "path", "header"})
+"""Where FastAPI found a wrong value: the first part of its place, and no field's name."""
+NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""Pydantic's errors that speak of Python's types."""
 INTERNAL = Problem(500, "server_error", "internal_error")
 
 
@@ -143,9 +147,10 @@ def _headers(error: KedgeError, status: int) -> dict[str, str]:
 async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
     is_json = first["type"] != "json_invalid"
-    message = f"{'.'.join(place) or 'body'}: {first['msg']}" if is_json else "the body is not JSON"
+    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body is not JSON"
     param = place[0] if is_json and place else None
     return _answer(request, body_of(message, Problem(400, BAD, None), param), 400)
 
