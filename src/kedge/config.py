@@ -54,7 +54,13 @@ Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), F
 """A size in bytes; a text such as `512MiB` is understood."""
 BytesOrNone = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(ge=0)]
 """The same, where 0 is a size too."""
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: _split(value) if isinstance(value, str) else value)]
+"""Several names; a text has them with commas or spaces between."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _split(text: str) -> list[str]:
+    return text.replace(",", " ").split()
 
 
 class _Section(BaseModel):
@@ -289,6 +295,9 @@ class ServerSettings(_Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes any that is free."""
+    allowed_hosts: Names = ()
+    """Names and addresses, besides `host` and those of the loopback interface, that calls may have in `Host`: a list,
+    or a text with commas. `*` is any, for a server behind a proxy that checks them."""
     model_name: str | None = None
     """What clients call the model; None is its folder's name."""
     reuse: ReuseMode | None = None
@@ -299,8 +308,8 @@ class ServerSettings(_Section):
     """Generations and runs of all tenants together."""
     max_body_bytes: Bytes = 4 << 20
     limits: LimitSettings = LimitSettings()
-    tools: bool | None = None
-    """Whether workflows may run tools; None: only on a loopback address."""
+    tools: bool = False
+    """Whether workflows may run tools, which run code on this machine."""
     tool_call_parser: str | None = None
     """The format in which the model writes tool calls, `hermes` or `llama3_json`; None: it is not told of any tools."""
     api_keys: Path | None = None

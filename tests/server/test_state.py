@@ -26,7 +26,7 @@ from kedge.server.state import Snapshots
 from tests.engine.local.conftest import tiny_model
 from tests.engine.local.state_helpers import change, damage, record_files
 from tests.engine.local.test_state import ask, engine, files_of
-from tests.server.conftest import serving, wait_until
+from tests.server.conftest import YAML, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,7 +221,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     with process(model_folder, state) as running:
-        running.http.post("/v1/workflows", content=FLOW).raise_for_status()
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         for question in ("one and two", "three and four"):
             run_flow(running.http, question)
         running.until(r"saved 2 pools")
@@ -230,7 +230,7 @@ def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path,
     shutil.copytree(state, tmp_path / "copy")
     with process(model_folder, state) as running:
         assert any("loaded 2 pools" in str(line["message"]) for line in running.lines)
-        running.http.post("/v1/workflows", content=FLOW).raise_for_status()
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         with running.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
         ) as answer:

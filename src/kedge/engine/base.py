@@ -99,6 +99,10 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; the same for the engine's whole life."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine ended by itself; None while it works, and after a `close` of an engine that worked."""
+
     def submit(self, request: GenerateRequest) -> Stream:
         """Queue a request. Raises `RequestError` where it can never be served or its id is in flight already, and
         `EngineClosed` after `close`.

@@ -174,6 +174,8 @@ class EchoEngine:
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
         self._closed = False
+        self.failure: BaseException | None = None
+        """See `fail`."""
         self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
         self._worker.start()
 
@@ -220,6 +222,11 @@ class EchoEngine:
             self._changed.notify()
         self._worker.join()
 
+    def fail(self, error: BaseException) -> None:
+        """End the engine as if its thread had died of `error`: what runs or waits ends, nothing new is accepted."""
+        self.failure = error
+        self.close()
+
     def __enter__(self) -> EchoEngine:
         return self
 
@@ -228,7 +235,7 @@ class EchoEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosed("engine", "echo", "was closed")
+            raise EngineClosed("engine", self.failure or "echo", "was closed, or has failed")
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self.tokenizer.vocab_size)

@@ -59,11 +59,11 @@ class Threads:
 class Account(Protocol):
     """Who keeps the books of a call. Called on the event loop."""
 
-    def begun(self) -> None:
-        """A generation's first token has come."""
+    def begun(self, at: int) -> None:
+        """Take note that a generation's first token has come; `at` is its number in the call."""
 
-    def finished(self, completion: Completion) -> None:
-        """A generation has ended with a completion, cancelled ones too."""
+    def finished(self, at: int, completion: Completion) -> None:
+        """Take note that a generation has ended with a completion, cancelled ones too."""
 
     def over(self, call: Call) -> None:
         """Nothing of the call is left in the engine."""
@@ -100,10 +100,10 @@ class Call:
     def _take(self, at: int, delta: TokenDelta) -> None:
         if at not in self._begun and delta.tokens:
             self._begun.add(at)
-            self._account.begun()
+            self._account.begun(at)
         if delta.completion:
             self.completions[at] = delta.completion
-            self._account.finished(delta.completion)
+            self._account.finished(at, delta.completion)
         self._arrived.put_nowait((at, delta))
 
     def _take_end(self, error: BaseException | None) -> None:
@@ -112,11 +112,6 @@ class Call:
             self._arrived.put_nowait(error)
         if not self._following:
             self._account.over(self)
-
-    @property
-    def begun(self) -> int:
-        """How many generations have had a token."""
-        return len(self._begun)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
         """Deltas as they come, each with the number of its generation. Raises the first error of any of them, and

@@ -115,6 +115,11 @@ class LocalEngine:
 
     # any thread -----------------------------------------------------------------------------------------------
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread; None while it works, and after a `close` of an engine that worked."""
+        return self._dead
+
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """`draw` takes the place of the request's own sampling: it sees all logits and may force an answer."""
         self._validate(request)

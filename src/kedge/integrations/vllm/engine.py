@@ -48,6 +48,7 @@ class VLLMEngine:
         self.tokenizer = HFTokenizer.load(path)
         arguments = _engine_arguments(self.config, path)
         self._lock, self._is_closed = threading.Lock(), False
+        self._failure: EngineClosed | None = None
         self._has_loop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="kedge-vllm", daemon=True)
         self._thread.start()
@@ -78,6 +79,13 @@ class VLLMEngine:
         self._most_logprobs: int = known.max_logprobs
 
     # any thread -------------------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> EngineClosed | None:
+        """That vLLM's engine core has died; None while it works, and where only `close` ended it."""
+        if self._failure is None and not self._is_closed and self._driver.is_dead:
+            self._failure = _died()
+        return self._failure
 
     def submit(self, request: GenerateRequest) -> LocalStream:
         """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
@@ -153,8 +161,8 @@ class VLLMEngine:
         """Asked on the loop's thread. Raises `EngineClosed` where the engine was closed, or vLLM's has died."""
 
         async def ask() -> T:
-            if self._driver.is_dead:
-                raise EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
+            if self.failure is not None:
+                raise _died()
             return question()
 
         with self._lock:  # so that nothing is asked after the loop's end
@@ -168,6 +176,10 @@ class VLLMEngine:
         with self._lock:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(lambda: self._driver.tell(messages()))
+
+
+def _died() -> EngineClosed:
+    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
 
 def _engine_arguments(config: EngineConfig, path: Path) -> Any:
