@@ -302,7 +302,8 @@ def machine(device: str) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path, default=Path("src/kedge/models/nano"))
@@ -329,7 +330,11 @@ def main() -> None:
     parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear nobody")
     parser.add_argument("--compile", action="store_true", help="through torch.compile (needs a C++ compiler)")
     parser.add_argument("--warm-start", type=Path, help="begin with the weights in this folder")
-    train(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    train(arguments().parse_args())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,14 @@ DONE = ("complete", "failed")
 class Call:
     """One call: the stages that are left, as far as its time goes."""
 
-    def __init__(self, out: Path, device: str, seconds: float, *, only: str | None, retry: bool) -> None:
+    def __init__(self, out: Path, chosen: Sequence[Stage], device: str, seconds: float, *, retry: bool = False) -> None:
         self._out, self._end, self._retry = out, time.monotonic() + seconds - SPARE, retry
-        self._device, self._sources = device, version()
-        self._stages = [stage for stage in stages(device) if only in (None, stage.name)]
-        self._records = {stage.name: Record(out, stage, self._sources, device) for stage in stages(device)}
+        self._stages, self._device, self._sources = chosen, device, version()
+        self._records = {stage.name: Record(out, stage, self._sources, device) for stage in chosen}
 
-    def run(self) -> None:
-        """Run what is left, until something does not fit."""
-        for stage in self._stages:
+    def run(self, only: str | None = None) -> None:
+        """Run what is left, of one stage or of all, until something does not fit."""
+        for stage in (stage for stage in self._stages if only in (None, stage.name)):
             for step in stage.steps:
                 if not self._step(stage, step):
                     return
@@ -120,12 +120,12 @@ def main() -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Look around, run what is left and write the summary; the exit status."""
-    call = Call(args.out.resolve(), args.device, args.seconds, only=args.only, retry=args.retry)
+    call = Call(args.out.resolve(), stages(args.device), args.device, args.seconds, retry=args.retry)
     environment = look_around(args.device)
     lacking = lack(environment, args.device)
     try:
         if lacking is None:
-            call.run()
+            call.run(args.only)
     finally:
         summary = call.summary(environment)
         write(args.out / "summary.json", summary)

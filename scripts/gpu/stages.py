@@ -23,7 +23,7 @@ KERNEL_TESTS = (
     "tests/kv/test_large_kernels.py",
 )
 GRAPH_TESTS = ("tests/engine/local/test_graphs.py",)
-ENGINE_TESTS = ("tests/engine/local/test_device.py", "tests/engine/local/test_attention.py", "tests/kv/test_copy.py")
+ENGINE_TESTS = ("tests/engine/local/test_device.py",)
 MODEL = "model"
 """The folder of the model in training, kept as one file between two calls"""
 
@@ -109,7 +109,7 @@ def _tests(name: str, files: tuple[str, ...], on_gpu: bool, *more: str) -> Step:
 
 
 def _kernels(on_gpu: bool) -> Stage:
-    few = () if on_gpu else ("-k", "as it is or three in one")
+    few = () if on_gpu else ("-k", "exactly or three")
     return Stage(
         "kernels",
         "the Triton kernels against float64 and their twins in PyTorch",
@@ -118,14 +118,11 @@ def _kernels(on_gpu: bool) -> Stage:
 
 
 def _graphs(on_gpu: bool) -> Stage:
-    few = () if on_gpu else ("-k", "not family and not attention_reads")
+    step, engine = ((), ()) if on_gpu else (("-k", "llama and two"), ("-k", "tiers or exact_answer"))
     return Stage(
         "graphs",
         "replayed decode steps against passes as they are run; the engine's tokens against Transformers'",
-        (
-            _tests("graphs", GRAPH_TESTS, on_gpu, *(() if on_gpu else ("-k", "llama and two or engine"))),
-            _tests("engine", ENGINE_TESTS, on_gpu, *few),
-        ),
+        (_tests("graphs", GRAPH_TESTS, on_gpu, *step), _tests("engine", ENGINE_TESTS, on_gpu, *engine)),
     )
 
 
@@ -148,7 +145,7 @@ def _ttft(on_gpu: bool) -> Stage:
 
 
 def _load(on_gpu: bool) -> Stage:
-    size, seconds, counts = ("8b", "60", (8, 32, 1)) if on_gpu else ("tiny", "1", (2,))
+    size, seconds, counts = ("8b", "60", (8, 32, 1)) if on_gpu else ("tiny", "3", (2,))
     memory = ("--kv-memory", "40GiB") if on_gpu else ()
     common = (*KEDGE, "bench", "load", "--case", size, "--model-size", size, "--device", _device(on_gpu), *memory)
     return Stage(

@@ -17,8 +17,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
-from tests.kv.test_translate_kernel import Turns, error
-from tests.kv.triton_device import DEVICE
+from tests.kv.triton_device import DEVICE, Turns, error
 
 if DEVICE.type != "cuda":
     pytest.skip("there is no GPU", allow_module_level=True)

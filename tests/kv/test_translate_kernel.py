@@ -18,25 +18,11 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
-from tests.kv.triton_device import DEVICE
+from tests.kv.triton_device import DEVICE, Turns, error
 
 BLOCK, BLOCKS = 4, 16
 ULPS = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 """Largest error over the largest number: the interpreter cuts bfloat16 off"""
-
-
-class Turns(torch.nn.Module):
-    """Rotary angles of a few dimensions, as Transformers' modules give them."""
-
-    def __init__(self, rotary_dim: int) -> None:
-        super().__init__()
-        self.rotary_dim = rotary_dim
-
-    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        speeds = 10.0 ** -torch.arange(0, 1, 2 / self.rotary_dim, device=position_ids.device)
-        angles = position_ids[..., None] * speeds
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos(), angles.sin()
 
 
 @dataclass
@@ -101,10 +87,6 @@ def expected(one: Case) -> tuple[Tensor, Tensor]:
 def written(one: Case) -> tuple[Tensor, Tensor]:
     slots = one.table.slots[one.item.start : one.item.start + one.item.base.tokens]
     return one.storage.keys[:, slots].cpu(), one.storage.values[:, slots].cpu()
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 SHAPES = {
