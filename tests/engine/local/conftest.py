@@ -24,6 +24,8 @@ from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where tests run that say something about a GPU, where there is one; all others run on the CPU"""
 SHAPE = {
     "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 256, "eos_token_id": 257,
@@ -64,7 +66,7 @@ def tiny_tokenizer() -> HFTokenizer:
 
 def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     """An engine that translates whatever it can: on models as small as these, computing is always cheaper."""
-    fixed = {"num_blocks": 256, "block_size": 16, "device": "cpu", "planner": {"by_cost": False}}
+    fixed = {"num_blocks": 256, "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
     config = EngineConfig(**{**fixed, **settings})
     return LocalEngine.from_runner(ModelRunner(model), tiny_tokenizer(), config)
 

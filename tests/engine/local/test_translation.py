@@ -69,9 +69,9 @@ class Driver:
     """The engine without its thread, so that a test can look at the KV of a request that still runs."""
 
     def __init__(self, **settings: object) -> None:
-        self.runner = ModelRunner(tiny_model("llama"))
-        self.core: EngineCore
         config = EngineConfig(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
+        self.runner = ModelRunner(tiny_model("llama").to(config.device))
+        self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
 
     def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
