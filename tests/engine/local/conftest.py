@@ -8,6 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -41,6 +43,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=YARN)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, head_dim=16, query_pre_attn_scalar=1, attn_logit_softcapping=2.0, sliding_window=16)
+    ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16)),
 }
