@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ def require_buildable(config: PretrainedConfig) -> None:
         raise UnsupportedModel("model_type", config.model_type, "no causal language model of Transformers")
     probe.require_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     with probe.refusing(config.model_type), torch.device("meta"):
-        AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention.NAME)
 
 
 class HFTokenizer:
@@ -117,15 +117,22 @@ class ModelRunner:
         self.vocab_size: int = config.vocab_size
         self.max_positions = longest(config)
         probe.require_interface(type(model))
-        with probe.refusing(model.config.model_type), ExitStack() as undo:
-            undo.enter_context(probe.attention(model, attention.NAME))
-            self._prepare()
-            undo.pop_all()  # only a model that is refused gets its own attention back
+        with probe.refusing(model.config.model_type):
+            self._prepare(config._attn_implementation)
         eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
-    def _prepare(self) -> None:
-        """Read what depends on the model's code, and check that it computes the same with Kedge's attention."""
+    def _prepare(self, own_attention: str) -> None:
+        """Give the model Kedge's attention for good, unless it is refused."""
+        self.model.set_attn_implementation(attention.NAME)
+        try:
+            self._check()
+        except BaseException:
+            self.model.set_attn_implementation(own_attention)
+            raise
+
+    def _check(self) -> None:
+        """Read what depends on the model's code, and require that it computes the same with Kedge's attention."""
         self.rotary = Rotary(_rotary_module(self.model), self.max_positions, self.device)
         probe.require_same(self)
         masks.require_same(self)

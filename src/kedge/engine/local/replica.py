@@ -69,13 +69,13 @@ class Trial:
 
 def trial(config: PretrainedConfig) -> Trial:
     """Return how a small random model of this kind does. Raises `UnsupportedModel` where Kedge refuses it."""
-    refusal = translation_refusal(config)
     try:
         model = random_model(small_config(config))
     except Exception as error:  # whatever a family raises for sizes that do not go together
         logger.info("no small copy of this %s can be built: %s", config.model_type, error)
-        return Trial(False, refusal)
-    return Trial(True, refusal or ModelRunner(model).refusal)
+        return Trial(False, translation_refusal(config))
+    runner = ModelRunner(model)
+    return Trial(True, translation_refusal(config) or runner.refusal)
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
