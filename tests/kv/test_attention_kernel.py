@@ -21,20 +21,25 @@ SHAPES = {
 LENGTHS = [1, 17, 64, 383]
 
 
-def expected(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float, window: int | None) -> Tensor:
+def expected(
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float, window: int | None, cap: float | None
+) -> Tensor:
     """One row: query [heads, dim] over the slots of its context."""
     if window:
         slots = slots[-window:]
     group = len(query) // keys.shape[1]
     keys, values = (x[slots].double().repeat_interleave(group, dim=1) for x in (keys, values))
-    weights = (torch.einsum("hd,khd->hk", query.double(), keys) * scaling).softmax(-1)
+    scores = torch.einsum("hd,khd->hk", query.double(), keys) * scaling
+    weights = (cap * (scores / cap).tanh() if cap else scores).softmax(-1)
     return torch.einsum("hk,khd->hd", weights, values)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (40, 0.5)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_row_sees_its_own_context(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+def test_every_row_sees_its_own_context(
+    shape: tuple[int, int, int], window: int | None, cap: float | None, dtype: torch.dtype
+) -> None:
     from kedge.kv.attention_kernel import attend
 
     torch.manual_seed(0)
@@ -45,10 +50,10 @@ def test_every_row_sees_its_own_context(shape: tuple[int, int, int], window: int
     query = torch.randn(heads, len(lengths), dim, device=DEVICE).to(dtype).transpose(0, 1)
     blocks = torch.stack([torch.randperm(BLOCKS) for _ in lengths]).to(torch.int32).to(DEVICE)
 
-    out = attend(query, keys, values, blocks, torch.tensor(lengths, device=DEVICE).int(), BLOCK, 0.3, window)
+    out = attend(query, keys, values, blocks, torch.tensor(lengths, device=DEVICE).int(), BLOCK, 0.3, window, cap)
 
     assert out.dtype == dtype
     for row, length in enumerate(lengths):
         slots = (blocks[row, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
-        wanted = expected(query[row], keys, values, slots, 0.3, window)
+        wanted = expected(query[row], keys, values, slots, 0.3, window, cap)
         torch.testing.assert_close(out[row].double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -36,6 +38,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+# Caps that matter: tied to its embeddings, a random model repeats its last token whatever it attends to.
+GEMMA2 = {
+    "head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 2.0, "sliding_window": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
@@ -43,6 +50,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=YARN)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **GEMMA2)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16)),
 }

@@ -27,7 +27,7 @@ def request(tokens: tuple[int, ...], reuse: ReuseMode = ReuseMode.EXACT, **sampl
 
 def greedy(model: PreTrainedModel, tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Transformers' own greedy continuation."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager")
     ids = torch.tensor([tokens], device=model.device)
     with torch.no_grad():
         out = model.generate(

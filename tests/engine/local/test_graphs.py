@@ -48,7 +48,7 @@ class Graphs:
 
 def row_by_row(
     query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
-    block_size: int, scaling: float, window: int | None,
+    block_size: int, scaling: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """What the kernel does, row by row."""
     group, rows = query.shape[1] // keys.shape[1], []
@@ -56,7 +56,8 @@ def row_by_row(
         slots = (row[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
         slots = slots[-window:] if window else slots
         key, value = (pool[slots].repeat_interleave(group, dim=1) for pool in (keys, values))
-        weights = (torch.einsum("hd,khd->hk", one, key) * scaling).softmax(-1)
+        scores = torch.einsum("hd,khd->hk", one, key) * scaling
+        weights = (softcap * (scores / softcap).tanh() if softcap else scores).softmax(-1)
         rows.append(torch.einsum("hk,khd->hd", weights, value))
     return torch.stack(rows)
 
@@ -101,7 +102,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "gemma2"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_replayed_pass_is_the_pass(family: str, step: list[tuple[list[int], int, list[int]]]) -> None:
     runner = runner_of(family)
