@@ -249,6 +249,7 @@ class EngineCore:
         victim = self.scheduler.victim(sequence)
         if victim is None:
             return False
+        self._learning.forget(victim)
         self._release(victim)
         victim.table, victim.todo = None, []
         if victim.waits_for_first_token:
@@ -353,7 +354,7 @@ class EngineCore:
         held = sequence.text.flush()
         self._keep_response(sequence)
         self.scheduler.done(sequence)
-        self._learning.offer(sequence)
+        self._learning.finished(sequence)
         assert sequence.finish is not None
         sequence.finished(held, sequence.finish)
 
@@ -382,6 +383,7 @@ class EngineCore:
         if sequence.is_over:
             return
         self.scheduler.done(sequence)
+        self._learning.forget(sequence)
         if sequence.admitted:
             self._cache.abort(sequence.key)
             self._preassembly.wake()
