@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from kedge.engine.base import Engine, Preparing, Stream, Tokenizer
+from kedge.engine.validation import sensible_hints
 from kedge.server.dashboard_history import History
 from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -51,6 +52,7 @@ class WatchedEngine:
         self._history.run_ended(tenant, run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        changes, prompts = sensible_hints(changes, prompts)
         self._engine.forecast(changes, prompts)
         self._history.forecast(changes)
 
