@@ -40,9 +40,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("src/kedge/models/nano"))
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for two: they would mostly wait for each other
-    with LocalEngine(args.model, EngineConfig()) as engine:
+    with LocalEngine(args.model, EngineConfig(device=args.device)) as engine:
         accuracy = {name: score(engine, task, args.questions, args.seed) for name, task in TASKS.items()}
     print(json.dumps(accuracy, indent=1))
     file = args.model / "training.json"

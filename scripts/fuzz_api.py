@@ -1,28 +1,36 @@
-"""Schemathesis over the whole OpenAPI document of a server around the echo engine, and a look at what is left after it.
+"""Hostile calls to a server, and a look at what they have changed or left behind.
 
-    python scripts/fuzz_api.py --cases 10000
+    python scripts/fuzz_api.py --cases 10000 --engine nano
 
-It fails on a 5xx, an answer that the document does not tell of, one that takes longer than ten seconds, and on
-anything that is left in the engine. Schemathesis loads this file for its hooks.
+Half of the cases are Schemathesis's, over the whole OpenAPI document; the other half are sound bodies with hostile
+numbers in them, written as JSON that no client library would write. It fails on a 5xx, an answer that the document does
+not know, one that takes longer than ten seconds, on anything that is left in the engine, and where a fixed greedy
+request is answered otherwise than before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import random
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import schemathesis
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
 from kedge.server.config import ServerConfig
@@ -35,84 +43,170 @@ agents:
   - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current}"}
 """
 PATIENCE = 10.0
+"""Seconds in which every call must be answered."""
+EVERY = 25
+"""Hostile numbers between two looks at the reference."""
+PAUSE = 5.0
+"""Seconds between two looks at the reference while Schemathesis runs."""
 SPARE = 1.05
 """Some operations have fewer different cases than their share."""
-KNOWN = {"name": "KEDGE_FUZZ_WORKFLOW", "run": "KEDGE_FUZZ_RUN"}
-"""Parameters of paths, and the variables that hold a value which leads somewhere."""
-MOST = {"n": 9, "max_tokens": 100, "max_completion_tokens": 100, "logprobs": 21, "top_logprobs": 21}
+LONGEST = 64
+"""Tokens of a chat's answer where a case does not say, so that thousands of cases end in time."""
+CAPACITY = 512
+"""Tokens of nano's cache: an answer that asks for a million ends in time."""
+REFERENCE = {"prompt": "The tide turns at nine, and seven ships", "temperature": 0, "max_tokens": 12}
+JSON = {"Content-Type": "application/json"}
 
-
-@schemathesis.hook
-def map_path_parameters(context: Any, parameters: Any) -> Any:  # noqa: ARG001
-    """Half of the names are those of something that is there."""
-    if not isinstance(parameters, dict) or len(str(parameters)) % 2:
-        return parameters
-    return {**parameters, **{name: os.environ[KNOWN[name]] for name in parameters if KNOWN[name] in os.environ}}
-
-
-@schemathesis.hook
-def map_body(context: Any, body: Any) -> Any:  # noqa: ARG001
-    """Most bodies are mended where a number or a name that nobody could guess would end the call at once."""
-    if not isinstance(body, dict) or len(str(body)) % 4 == 0:
-        return body
-    mended = {name: value for name, value in body.items() if name != "model"}
-    prompt = mended.get("prompt")
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        mended["prompt"] = [token % 259 for token in prompt]
-    for name, most in MOST.items():
-        if type(mended.get(name)) is int:
-            mended[name] %= most
-    return mended
+NUMBERS = (
+    *("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e309", "1e308", "-1e308", "1e-320", "5e-324", "-5e-324"),
+    *("1e-46", "1e-40", "-1e-40", "1e-7", "0", "-0", "0.0", "-0.0", "1", "-1", "2", "0.5", "1.0", "1.5", "1e2"),
+    *("2147483647", "2147483648", "4294967296", "9007199254740993", "9223372036854775807", "9223372036854775808"),
+    *("-9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "-1" + "0" * 400, "9" * 4301, "1e999999999"),
+    *("true", "false", "null", '"1"', '"NaN"', '""', "[]", "{}", "[1]"),
+)
+"""What is written in the place of a number."""
+SAMPLING = {"temperature": 1, "top_p": 1, "n": 1, "seed": 1, "max_tokens": 2}
+HINTS = {
+    "kedge": {"run": "r", "agent": "a", "seq": 1, "fixed_tokens": 2, "fixed_messages": 1, "steps": {"a": 0, "b": 1.5}},
+    "nvext": {"agent_hints": {"priority": 1, "osl": 5}},
+    "priority": 0,
+}
+UNSUPPORTED = dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_k"), 0)
+CHAT = {"messages": [{"role": "user", "content": "How many ships?"}], "logprobs": True, "top_logprobs": 1}
+AGENT = {"id": "first", "user": "Q: {user_question}", "max_tokens": 2, "temperature": 0, "top_p": 1, "seed": 1}
+RUN = {"inputs": {"user_question": "Who?"}, "stream": True}
+DRAWN = {"name": "drawn", "agents": [{"id": name, "max_tokens": 2} for name in ("first", "last")]}
+TEMPLATES: Sequence[tuple[str, dict[str, Any]]] = (
+    ("/v1/completions", {"prompt": "ab", "logprobs": 1, **SAMPLING}),
+    ("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 1, **SAMPLING, **HINTS}),
+    ("/v1/completions", {"prompt": [5, 6, 7], **SAMPLING, **UNSUPPORTED, "best_of": 1, "repetition_penalty": 1}),
+    ("/v1/completions", {"prompt": [[5, 6, 7], [8]], **SAMPLING, "stream": True}),
+    ("/v1/chat/completions", {**CHAT, **SAMPLING, **HINTS, "max_completion_tokens": 2}),
+    ("/v1/chat/completions", {**CHAT, **SAMPLING, "stream": True}),
+    ("/v1/hints", HINTS),
+    ("/v1/workflows", {"name": "numbers", "agents": [AGENT], "turns": 1}),
+    (
+        "/v1/workflows",
+        {"name": "drawn", "agents": [{"id": "a"}], "topology": {"kind": "chain", "turns": 1, "width": 1}},
+    ),
+)
+"""Sound bodies. Every number in them may become another one."""
 
 
 class Counting:
-    """Counts calls by the status of their answers."""
+    """An application that counts calls by the status of their answers."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self.statuses = app, dict[int, int]()
+        self._app, self.statuses = app, Counter[int]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Any) -> None:
+        async def count(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self.statuses[message["status"]] = self.statuses.get(message["status"], 0) + 1
+                self.statuses[message["status"]] += 1
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, count)
+
+
+class Reference:
+    """A greedy request whose answer never changes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._first = self._ask()
+        self.problems: list[str] = []
+
+    def look(self, when: str) -> None:
+        """Note a problem where it is answered otherwise than at first, or not at all."""
+        try:
+            answer = self._ask()
+        except httpx.HTTPError as error:
+            self.problems.append(f"{when}: the reference failed: {error!r}")
+        else:
+            if answer != self._first:
+                self.problems.append(f"{when}: the reference is {answer!r} instead of {self._first!r}")
+
+    def _ask(self) -> str:
+        answer = httpx.post(f"{self._url}/v1/completions", json=REFERENCE, timeout=PATIENCE)
+        text: str = answer.raise_for_status().json()["choices"][0]["text"]
+        return text
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look now and then, while something else goes on."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(PAUSE):
+                self.look("during Schemathesis's calls")
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watching.join()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=10_000, help="at least so many, over all operations")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    with EchoEngine(capacity=2048) as engine:
-        app = create_app(engine, ServerConfig())
+    options = arguments()
+    with engine_of(options.engine) as engine:
+        app = create_app(engine, ServerConfig(default_max_tokens=LONGEST))
         counting = Counting(app)
-        server = uvicorn.Server(uvicorn.Config(counting, port=0, log_level="warning"))
-        threading.Thread(target=server.run, daemon=True).start()
-        url = address(server)
-        os.environ.update(known_names(url))
-        operations = sum("requestBody" in one or "parameters" in one for one in all_operations(app.openapi()))
-        failed = fuzz(url, math.ceil(SPARE * options.cases / operations), options.seed)
-        left = leftovers(app, engine)
-        server.should_exit = True
+        with serving(counting) as url:
+            os.environ.update(known_names(url))
+            reference = Reference(url)
+            operations = sum("requestBody" in one or "parameters" in one for one in all_operations(app.openapi()))
+            with reference.watched():
+                failed = fuzz(url, math.ceil(SPARE * options.cases / 2 / operations), options.seed)
+            reference.look("after Schemathesis's calls")
+            problems = fuzz_numbers(url, options.cases // 2, options.seed, reference)
+            left = leftovers(app, engine)
     print(f"{sum(counting.statuses.values())} calls by status: {dict(sorted(counting.statuses.items()))}")
     print(f"left behind: {left or 'nothing'}")
-    return int(bool(failed or left))
+    print("\n".join(problems) or "hostile numbers: no problem")
+    return int(bool(failed or left or problems or any(status >= 500 for status in counting.statuses)))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=10_000, help="at least so many, half of either kind")
+    parser.add_argument("--engine", choices=("echo", "nano"), default="echo", help="nano: the bundled model")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def engine_of(name: str) -> Any:
+    """Return a small engine of that name."""
+    if name == "echo":
+        return EchoEngine(capacity=2048)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for an operation: the model is tiny, the machine busy
+    from kedge.config import EngineConfig
+    from kedge.engine.local.engine import LocalEngine
+
+    return LocalEngine(config=EngineConfig(block_size=16, num_blocks=CAPACITY // 16))
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Iterator[str]:
+    """Serve `app` on a free port; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
 
 
 def known_names(url: str) -> dict[str, str]:
-    """Registers a workflow and runs it; what their names are, for the hook."""
+    """Register a workflow and run it. Returns their names under the variables that the hooks read."""
     yaml = {"Content-Type": "application/yaml"}
     httpx.post(f"{url}/v1/workflows", content=FLOW, headers=yaml).raise_for_status()
     run = httpx.post(f"{url}/v1/workflows/pair/runs", json={"inputs": {"user_question": "Who?"}}).json()["id"]
-    return dict(zip(KNOWN.values(), ("pair", run), strict=True))
-
-
-def address(server: uvicorn.Server) -> str:
-    while not server.started:
-        time.sleep(0.01)
-    return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    return {"KEDGE_FUZZ_WORKFLOW": "pair", "KEDGE_FUZZ_RUN": run}
 
 
 def all_operations(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,32 +214,115 @@ def all_operations(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fuzz(url: str, cases: int, seed: int) -> int:
-    """Runs Schemathesis's own command; its exit status."""
-    place = Path(__file__).resolve()
-    path = os.pathsep.join(filter(None, [str(place.parent), os.environ.get("PYTHONPATH")]))
+    """Run Schemathesis's own command. Returns its exit status."""
+    place = str(Path(__file__).resolve().parent)
+    path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
         *("--checks", CHECKS, "--max-examples", str(cases), "--seed", str(seed), "--phases", "coverage,fuzzing"),
         *("--max-response-time", str(PATIENCE), "--request-timeout", str(PATIENCE), "--suppress-health-check", "all"),
     ]
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path, "SCHEMATHESIS_HOOKS": place.stem}, check=False
-    ).returncode
+    environment = {**os.environ, "PYTHONPATH": path, "SCHEMATHESIS_HOOKS": "fuzz_hooks"}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
-def leftovers(app: Any, engine: EchoEngine) -> str:
-    """What is still held once everything has ended; empty where it is nothing."""
+# hostile numbers ------------------------------------------------------------------------------------------------------
+
+
+def fuzz_numbers(url: str, cases: int, seed: int, reference: Reference) -> list[str]:
+    """Send bodies with hostile numbers. Returns what went wrong."""
+    problems: list[str] = []
+    with httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        for case, (path, body) in enumerate(hostile_bodies(cases, seed), 1):
+            problems += [f"{path} {body[:500]}: {problem}" for problem in send(client, path, body)]
+            if case % EVERY == 0:
+                reference.look(f"after {case} hostile numbers, the last one {path} {body[:500]}")
+    reference.look("at the end")
+    return problems + reference.problems
+
+
+def send(client: httpx.Client, path: str, body: str) -> Iterator[str]:
+    """Yield what is wrong with the answer to one call. A workflow that was accepted is run, too."""
+    began = time.monotonic()
+    try:
+        answer = client.post(path, content=body, headers=JSON)
+    except httpx.HTTPError as error:
+        yield repr(error)
+        return
+    spent = time.monotonic() - began
+    if answer.status_code >= 500 or "server_error" in answer.text:
+        yield f"{answer.status_code} {answer.text[:500]}"
+    if spent > PATIENCE:
+        yield f"answered after {spent:.1f} s"
+    if path == "/v1/workflows" and answer.is_success:
+        name = "drawn" if '"topology"' in body else "numbers"
+        yield from send(client, f"{path}/{name}/runs", json.dumps(RUN))
+
+
+def hostile_bodies(cases: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield paths and bodies in which one number, or up to three, are what no client should send."""
+    rng = random.Random(seed)
+    for case in range(cases):
+        path, template = TEMPLATES[case % len(TEMPLATES)]
+        places = list(numbers_in(template))
+        chosen = rng.sample(places, min(len(places), rng.choice((1, 1, 2, 3))))
+        yield path, written(template, {place: hostile_number(rng) for place in chosen})
+
+
+def hostile_number(rng: random.Random) -> str:
+    """Return one of `NUMBERS` or, now and then, whatever 64 random bits mean."""
+    if rng.random() < 0.8:
+        return rng.choice(NUMBERS)
+    bits = rng.getrandbits(64)
+    return json.dumps(struct.unpack("d", struct.pack("Q", bits))[0]) if bits % 2 else str(bits - 2**63)
+
+
+def numbers_in(data: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the places of all numbers in nested data."""
+    if isinstance(data, (dict, list)):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from numbers_in(value, (*place, key))
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        yield place
+
+
+def written(data: Any, literals: dict[tuple[str | int, ...], str], place: tuple[str | int, ...] = ()) -> str:
+    """Return nested data as JSON, with these literals in these places."""
+    if place in literals:
+        return literals[place]
+    if isinstance(data, dict):
+        pairs = (f"{json.dumps(key)}: {written(value, literals, (*place, key))}" for key, value in data.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(data, list):
+        return f"[{', '.join(written(value, literals, (*place, at)) for at, value in enumerate(data))}]"
+    return json.dumps(data)
+
+
+# the end --------------------------------------------------------------------------------------------------------------
+
+
+def leftovers(app: Any, engine: Engine) -> str:
+    """Return what is still held once everything has ended; empty where it is nothing."""
     service, deadline = app.state.service, time.monotonic() + PATIENCE
     held = ""
     while time.monotonic() < deadline:
-        engine.cache.check_integrity()
-        leased, jobs = engine.cache.stats().leased_blocks, len(engine._jobs)
+        leased, jobs = held_by(engine)
         in_flight = sum(meter.in_flight for meter in service._meters.values())
         held = f"{leased} blocks, {jobs} jobs, {in_flight} in flight" if leased or jobs or in_flight else ""
         if not held:
             break
         time.sleep(0.1)
     return held
+
+
+def held_by(engine: Any) -> tuple[int, int]:
+    """Return how many blocks and jobs an engine holds, prompts that it has prepared apart."""
+    if isinstance(engine, EchoEngine):
+        engine.cache.check_integrity()
+        return engine.cache.stats().leased_blocks, len(engine._jobs)
+    engine.clear()
+    engine.wait_idle(PATIENCE)
+    return engine.inspect()["cache"]["leased_blocks"], 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Trains the bundled model on the three miniature tasks and records the run beside the weights.
 
     python scripts/train_nano.py --minutes 60 --out src/kedge/models/nano
+    python scripts/train_nano.py --size small --minutes 60 --stop-after 500 --resume --out small   # again and again
 
 A sample is one agent's whole prompt with its answer. The loss is on that answer and on the answers of the other
 agents inside the prompt (those that were not corrupted): they are the same skill, met once more for free.
+
+What `--resume` goes on from is the folder of the model itself. AdamW's memory is as short as the new warm-up here (20
+steps of its second moments, 100 of warm-up), and weights in bf16 are what is kept in the end: nothing else is stored.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +40,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORED = -100
+SIZES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "nano": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "small": {"hidden_size": 320, "intermediate_size": 880, "num_hidden_layers": 6, "num_attention_heads": 10},
+    "medium": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 16},
+}  # fmt: skip
+"""Shapes to train: for tests, the bundled one (4.7 million parameters), and larger ones (7.3 and 25.6 million)"""
+RECORD = "training.json"
 Point = dict[str, float]
 Segment = tuple[str, bool]
 """A piece of text, tokenized by itself, and whether it is learned."""
@@ -89,11 +102,12 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def build_model(vocab: int) -> LlamaForCausalLM:
+def build_model(vocab: int, size: str) -> LlamaForCausalLM:
+    """Return a model of one of `SIZES` with random weights; two heads share their keys and values."""
+    shape = SIZES[size]
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        **shape, vocab_size=vocab, num_key_value_heads=shape["num_attention_heads"] // 2, head_dim=32,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -112,10 +126,13 @@ def attention(_module, query, key, value, _mask, scaling=None, **_):  # type: ig
 class Batches:
     """Batches of samples of like length, tokenized segment by segment (prefix segments from a cache)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, args: argparse.Namespace) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, args: argparse.Namespace, seed: int
+    ) -> None:
+        """`seed` is that of the questions."""
         self._encode, self._cache = tokenizer.backend_tokenizer.encode, {}
         self._rng, self._size = rng, args.batch
-        streams = {name: task.questions("train", args.seed) for name, task in TASKS.items()}
+        streams = {name: task.questions("train", seed) for name, task in TASKS.items()}
         self._sample = partial(sample, rng, streams, args.shares, args.alone)
         self._ready: list[list[tuple[list[int], list[int]]]] = []
 
@@ -155,36 +172,70 @@ def learning_rate(done: float, peak: float, step: int) -> float:
     return peak * min(1.0, (step + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def start(args: argparse.Namespace, rng: random.Random) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
+@dataclass
+class Progress:
+    """How far a training has come, in all of its parts."""
+
+    steps: int = 0
+    tokens: int = 0
+    minutes: float = 0.0
+    curve: list[Point] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Progress:
+        """Return the progress of the training in `--out`, where `--resume` goes on with it. Raises `SystemExit`."""
+        file = args.out / RECORD
+        if not (args.resume and file.is_file()):
+            return cls()
+        record = json.loads(file.read_text())
+        if record.get("size") != args.size:
+            raise SystemExit(f"--resume: {file} is of size {record.get('size')}, not {args.size}")
+        return cls(record["steps"], record["tokens"], record["trained_minutes"], record["loss_curve"])
+
+
+def start(
+    args: argparse.Namespace, rng: random.Random, resumed: bool
+) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
     """Tokenizer and model of the checkpoint to go on from, or new ones."""
-    if args.warm_start:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.warm_start)
-        model = LlamaForCausalLM.from_pretrained(args.warm_start, dtype=torch.float32)
+    if checkpoint := args.out if resumed else args.warm_start:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+        model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     else:
-        streams = {name: task.questions("train", args.seed + 1) for name, task in TASKS.items()}
-        texts = [text for _ in range(6000) for text, _ in sample(rng, streams, args.shares, args.alone)]
-        texts += [spelled for n in range(100) for spelled in (str(n), f" {n}") for _ in range(200)]  # a number, a token
-        tokenizer = build_tokenizer(texts)
-        model = build_model(len(tokenizer))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer) if args.tokenizer else learned(args, rng)
+        model = build_model(len(tokenizer), args.size)
     ALL_ATTENTION_FUNCTIONS.register("training", attention)
     model.config._attn_implementation = "training"
     return tokenizer, model.to(args.device)
 
 
+def learned(args: argparse.Namespace, rng: random.Random) -> PreTrainedTokenizerFast:
+    """Return a tokenizer learned from samples of the tasks."""
+    streams = {name: task.questions("train", args.seed + 1) for name, task in TASKS.items()}
+    texts = [text for _ in range(6000) for text, _ in sample(rng, streams, args.shares, args.alone)]
+    texts += [spelled for n in range(100) for spelled in (str(n), f" {n}") for _ in range(200)]  # a number, a token
+    return build_tokenizer(texts)
+
+
 def train(args: argparse.Namespace) -> None:
+    """Train until all minutes are spent, or this part's seconds."""
+    progress = Progress.of(args)
+    if progress.minutes >= args.minutes:
+        print(f"all {args.minutes:g} minutes are spent")
+        return
     torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
-    tokenizer, model = start(args, rng)
+    # Another part of a training is to meet other questions.
+    rng = random.Random(args.seed + progress.steps)
+    tokenizer, model = start(args, rng, resumed=progress.steps > 0)
     body = torch.compile(model.model, dynamic=True) if args.compile else model.model
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.out)
-    batches = Batches(tokenizer, rng, args)
+    batches = Batches(tokenizer, rng, args, args.seed + progress.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
-    curve: list[Point] = []
-    begun, step, tokens = time.monotonic(), 0, 0
-    while (done := (time.monotonic() - begun) / (60 * args.minutes)) < 1:
+    begun, before, first = time.monotonic(), progress.minutes, progress.steps
+    last = min(args.minutes, before + args.stop_after / 60)
+    while progress.minutes < last:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(done, args.lr, step)
+            group["lr"] = learning_rate(progress.minutes / args.minutes, args.lr, progress.steps - first)
         x, y = (t.to(args.device) for t in next(batches))
         mask = y[:, 1:] != IGNORED
         with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -195,20 +246,25 @@ def train(args: argparse.Namespace) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        step, tokens = step + 1, tokens + x.numel()
-        if step % 50 == 0:
-            accuracy = (logits.argmax(-1) == y[:, 1:][mask]).float().mean().item()
-            minutes = (time.monotonic() - begun) / 60
-            curve.append({"step": step, "minutes": round(minutes, 2), "tokens": tokens,
-                          "loss": round(loss.item(), 5), "token_accuracy": round(accuracy, 5)})  # fmt: skip
-            print(f"{minutes:6.1f} min  step {step}  loss {loss.item():.4f}  accuracy {accuracy:.4f}  "
-                  f"{tokens / 60 / minutes:,.0f} tokens/s", flush=True)  # fmt: skip
-        if step % 300 == 0:
-            save(model, args, step, tokens, curve)
-    save(model, args, step, tokens, curve)
+        progress.steps, progress.tokens = progress.steps + 1, progress.tokens + x.numel()
+        progress.minutes = before + (time.monotonic() - begun) / 60
+        if progress.steps % 50 == 0:
+            note(progress, loss.item(), (logits.argmax(-1) == y[:, 1:][mask]).float().mean().item())
+        if progress.steps % 300 == 0:
+            save(model, args, progress)
+    save(model, args, progress)
 
 
-def save(model: LlamaForCausalLM, args: argparse.Namespace, step: int, tokens: int, curve: list[Point]) -> None:
+def note(progress: Progress, loss: float, accuracy: float) -> None:
+    """Add a point to the curve, and print it."""
+    minutes, tokens = progress.minutes, progress.tokens
+    progress.curve.append({"step": progress.steps, "minutes": round(minutes, 2), "tokens": tokens,
+                           "loss": round(loss, 5), "token_accuracy": round(accuracy, 5)})  # fmt: skip
+    print(f"{minutes:6.1f} min  step {progress.steps}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+          f"{tokens / 60 / minutes:,.0f} tokens/s", flush=True)  # fmt: skip
+
+
+def save(model: LlamaForCausalLM, args: argparse.Namespace, progress: Progress) -> None:
     """Writes a bf16 copy (the model in training stays fp32) and the record of the run so far."""
     state = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
@@ -216,31 +272,45 @@ def save(model: LlamaForCausalLM, args: argparse.Namespace, step: int, tokens: i
     copy.save_pretrained(args.out)
     record = {
         "script": "scripts/train_nano.py",
+        "size": args.size,
         "seed": args.seed,
-        "steps": step,
-        "tokens": tokens,
+        "steps": progress.steps,
+        "tokens": progress.tokens,
         "batch": args.batch,
         "peak_lr": args.lr,
         "minutes": args.minutes,
+        "trained_minutes": round(progress.minutes, 4),
         "shares": args.shares,
         "alone": args.alone,
         "warm_start": args.warm_start and args.warm_start.name,
         "precision": args.precision,
         "device": args.device,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": machine(args.device),
         "torch": torch.__version__,
         "parameters": model.num_parameters(),
-        "loss_curve": curve,
+        "loss_curve": progress.curve,
     }
-    if args.warm_start and (before := args.warm_start / "training.json").is_file():
+    if args.warm_start and (before := args.warm_start / RECORD).is_file():
         record["before"] = json.loads(before.read_text())
-    (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def main() -> None:
+def machine(device: str) -> str:
+    """Return what computes, as text."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path, default=Path("src/kedge/models/nano"))
+    parser.add_argument("--size", choices=SIZES, default="nano")
+    parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds of this part of the training")
+    parser.add_argument("--resume", action="store_true", help="go on with the training in --out, if there is one")
+    parser.add_argument("--tokenizer", type=Path, help="of the model in this folder, instead of a new one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
@@ -259,8 +329,12 @@ def main() -> None:
     )
     parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear nobody")
     parser.add_argument("--compile", action="store_true", help="through torch.compile (needs a C++ compiler)")
-    parser.add_argument("--warm-start", type=Path, help="go on from the checkpoint in this folder")
-    train(parser.parse_args())
+    parser.add_argument("--warm-start", type=Path, help="begin with the weights in this folder")
+    return parser
+
+
+def main() -> None:
+    train(arguments().parse_args())
 
 
 if __name__ == "__main__":

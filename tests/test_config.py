@@ -199,25 +199,28 @@ def test_the_tiers_of_the_settings_are_those_of_the_cache_by_default() -> None:
 
 
 def test_the_server_of_the_settings_is_the_servers_own_by_default() -> None:
-    assert ServerConfig.of(ServerSettings(), model_name="kedge-nano", tools=False) == ServerConfig()
+    assert ServerConfig.of(ServerSettings(), model_name="kedge-nano") == ServerConfig()
     assert LimitSettings().model_dump() == {field.name: field.default for field in fields(Limits)}
 
 
 def test_every_setting_of_a_server_reaches_it() -> None:
     settings = {"reuse": "off", "default_max_tokens": 3, "max_in_flight": 4, "max_body_bytes": 5, "state": Path("s")}
-    settings |= {"snapshot_interval": 6.0, "grace": 7.0, "tool_call_parser": "hermes"}
+    settings |= {"snapshot_interval": 6.0, "grace": 7.0, "tool_call_parser": "hermes", "tools": True}
+    settings |= {"host": "::", "allowed_hosts": ("kedge", "10.0.0.1")}
     limits = {"requests_in_flight": 1, "tokens_per_minute": 2, "anchors": 3, "anchor_bytes": 4, "host_memory": 5}
-    config = ServerConfig.of(ServerSettings(**settings, limits=limits), model_name="m", tools=True)
-    assert config == ServerConfig(model_name="m", tools=True, limits=Limits(**limits), **settings)
-    assert {field.name for field in fields(ServerConfig)} == {*settings, "model_name", "tools", "limits"}
+    config = ServerConfig.of(ServerSettings(**settings, limits=limits), model_name="m")
+    assert config == ServerConfig(model_name="m", limits=Limits(**limits), **settings)
+    assert {field.name for field in fields(ServerConfig)} == {*settings, "model_name", "limits"}
 
 
 def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     toml("[server]\nport = 9\nlog_format = 'json'\n[server.limits]\nanchor_bytes = '2MiB'\n")
     monkeypatch.setenv("KEDGE_SERVER__STATE", "state")
+    monkeypatch.setenv("KEDGE_SERVER__ALLOWED_HOSTS", "kedge, kedge.example 10.0.0.1")
     monkeypatch.setenv("KEDGE_SERVER__LIMITS__ANCHORS", "5")
     server = Settings.load(server={"port": 10, "host": None}).server
     assert (server.host, server.port, server.log_format, server.state) == ("127.0.0.1", 10, "json", Path("state"))
+    assert server.allowed_hosts == ("kedge", "kedge.example", "10.0.0.1")
     assert (server.limits.anchors, server.limits.anchor_bytes) == (5, 2 << 20)
 
 

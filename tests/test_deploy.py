@@ -20,7 +20,7 @@ from kedge.cli.main import app
 from kedge.config import Settings
 from kedge.engine.echo import EchoEngine
 from kedge.server.config import ServerConfig
-from tests.server.conftest import FLOW, serving
+from tests.server.conftest import FLOW, YAML, serving
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -39,7 +39,7 @@ FROM_QUERIES = {"le"}
 def exposed() -> dict[str, set[str]]:
     """Name of every series that a server exposes -> its labels. Everything has happened to this server once."""
     with EchoEngine() as engine, serving(engine, ServerConfig(tools=True)) as running, running.http() as http:
-        http.post("/v1/workflows", content=FLOW)
+        http.post("/v1/workflows", content=FLOW, headers=YAML)
         http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x"}, "stream": True})
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5, "ignore_eos": True, "kedge": {"no": 1}})
         http.get("/v1/runs/none")

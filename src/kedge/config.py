@@ -54,7 +54,13 @@ Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), F
 """A size in bytes; a text such as `512MiB` is understood."""
 BytesOrNone = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(ge=0)]
 """The same, where 0 is a size too."""
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: _split(value) if isinstance(value, str) else value)]
+"""Several names; a text has them with commas or spaces between."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _split(text: str) -> list[str]:
+    return text.replace(",", " ").split()
 
 
 class _Section(BaseModel):
@@ -156,9 +162,25 @@ class PlannerSettings(_Section):
     min_translated: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Share of what is not exact that must be translatable; below it the prompt is prefilled densely."""
 
+    by_cost: bool = True
+    """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
+
     def policy(self) -> dict[str, Any]:
         """The fields that a `ReusePolicy` has as well."""
-        return self.model_dump(exclude={"trail"})
+        return self.model_dump(exclude={"trail", "by_cost"})
+
+
+class LearningSettings(_Section):
+    """How much the engine learns while it is busy."""
+
+    section = "engine.learning"
+
+    budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of each pass that base prefills and learning may take while requests wait for their first token."""
+    max_pending: PositiveInt = 64
+    """Finished requests whose KV may be kept until they are learned from; the oldest is given up first."""
+    max_base_prefills: PositiveInt = 64
+    """Base prefills that may be queued; the oldest is given up first."""
 
 
 class TierConfig(_Section):
@@ -235,10 +257,13 @@ class EngineConfig(_Section):
     """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks."""
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""
+    max_waiting: PositiveInt = 4096
+    """Requests in flight, running or waiting, beyond which another one is refused."""
     cuda_graphs: bool = True
     """On a GPU, passes of up to 64 tokens are launched as a whole. A model that cannot be captured goes without."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
+    learning: LearningSettings = LearningSettings()
     tiers: TierConfig = TierConfig()
     vllm: VLLMConfig = VLLMConfig()
 
@@ -270,6 +295,9 @@ class ServerSettings(_Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes any that is free."""
+    allowed_hosts: Names = ()
+    """Names and addresses, besides `host` and those of the loopback interface, that calls may have in `Host`: a list,
+    or a text with commas. `*` is any, for a server behind a proxy that checks them."""
     model_name: str | None = None
     """What clients call the model; None is its folder's name."""
     reuse: ReuseMode | None = None
@@ -280,8 +308,8 @@ class ServerSettings(_Section):
     """Generations and runs of all tenants together."""
     max_body_bytes: Bytes = 4 << 20
     limits: LimitSettings = LimitSettings()
-    tools: bool | None = None
-    """Whether workflows may run tools; None: only on a loopback address."""
+    tools: bool = False
+    """Whether workflows may run tools, which run code on this machine."""
     tool_call_parser: str | None = None
     """The format in which the model writes tool calls, `hermes` or `llama3_json`; None: it is not told of any tools."""
     api_keys: Path | None = None

@@ -16,16 +16,18 @@ KedgeError
 │   ├── InvalidToken         a token id outside the vocabulary
 │   └── MissingInput         a run lacks the value of an input, or it is empty
 ├── TranslationRefused       this model's attention cannot be translated
-├── StateRefused             saved state is damaged, or of another model or format
+├── StateRefused             saved state is of another model or format
+├── StateDamaged             a file of saved state is damaged (internal: the rest is loaded)
 ├── ToolError                a tool raised or ran out of time
 ├── ForwardFailed            the model raised on a batch; the requests in it end, the engine goes on
+├── GenerationFailed         one request's own part raised (planning, sampling, text); it ends, the engine goes on
 ├── OutOfBlocks              the device tier has no room (internal: a request waits for it)
 ├── PlanError                a plan and what was executed disagree (a bug)
 ├── ServerError              the HTTP server turns a call away
 │   ├── Unauthenticated      no API key came with a call, or none that is known
 │   ├── NotFound             the tenant has nothing of that name
 │   ├── LimitReached         a tenant asks for more than it may have now
-│   └── Overloaded           the server has no room for another call now
+│   └── Overloaded           there is no room for another call now
 └── EngineClosed             the engine was closed, or its thread has died
 
 Every message names the key and the bad value.
@@ -110,7 +112,11 @@ class TranslationRefused(KedgeError):
 
 
 class StateRefused(KedgeError):
-    """Saved state is damaged, or of another model or format."""
+    """Saved state is of another model or format."""
+
+
+class StateDamaged(KedgeError):
+    """A file of saved state is damaged (internal: the rest is loaded)."""
 
 
 class ToolError(KedgeError):
@@ -119,6 +125,17 @@ class ToolError(KedgeError):
 
 class ForwardFailed(KedgeError):
     """The model raised on a batch; the requests in it end, the engine goes on."""
+
+
+class GenerationFailed(KedgeError):
+    """One request's own part raised (planning, sampling, text); it ends, the engine goes on."""
+
+    @classmethod
+    def of(cls, request_id: object, when: str, cause: Exception) -> GenerationFailed:
+        """Return the error of a request that ends because `cause` was raised when `when`."""
+        failure = cls("request_id", request_id, f"an error was raised when {when}: {cause!r}")
+        failure.__cause__ = cause
+        return failure
 
 
 class OutOfBlocks(KedgeError):
@@ -149,7 +166,7 @@ class LimitReached(ServerError):
 
 
 class Overloaded(ServerError):
-    """The server has no room for another call now."""
+    """There is no room for another call now."""
 
 
 class EngineClosed(KedgeError):

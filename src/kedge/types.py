@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import Final, NewType
 
 AgentId = NewType("AgentId", str)
 WorkflowId = NewType("WorkflowId", str)
@@ -19,6 +19,11 @@ SampleId = NewType("SampleId", str)
 """Identity of one placeholder value inside a run, e.g. `agent_solver@0`: producer and turn."""
 
 Tokens = tuple[int, ...]
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Temperatures below are greedy."""
+MIN_TOP_P: Final = 1e-6
+"""Less than the likeliest of a million tokens has."""
 
 _counter = itertools.count()
 
@@ -100,7 +105,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy."""
+    """How tokens are drawn. `temperature=0` is greedy.
+
+    Numbers that single precision cannot compute with are stored as what they come to: a temperature below
+    `GREEDY_TEMPERATURE` as 0, a `top_p` below `MIN_TOP_P`, which leaves the likeliest token only, as that.
+    """
 
     max_tokens: int = 256
     """With 0 the prompt is computed, and that is all."""
@@ -109,6 +118,12 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, float) and 0 < self.temperature < GREEDY_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if isinstance(self.top_p, float) and 0 < self.top_p < MIN_TOP_P:
+            object.__setattr__(self, "top_p", MIN_TOP_P)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,6 @@ from tests.engine.local.test_translation import OPEN, Driver
 class PartsDriver(Driver):
     def __init__(self, parts: Parts, family: str = "llama", **settings: object) -> None:
         self.runner = ModelRunner(tiny_model(family))
-        planner = PlannerSettings(recompute_head=0, min_translated=0)
+        planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0)
         wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
         self.core, _ = build.core(self.runner, EngineConfig(**wanted), parts=parts)

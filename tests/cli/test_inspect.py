@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, LlamaConfig, MistralConfig, PretrainedConfig, T5Config
+from transformers import (
+    BertConfig,
+    FalconConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    StableLmConfig,
+    T5Config,
+)
 from typer.testing import CliRunner
 
 from kedge.cli.main import app
+from kedge.engine.local import replica
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -55,7 +67,7 @@ def test_part_of_the_dimensions_rotated_and_scaled_rope_are_shown(tmp_path: Path
         "original_max_position_embeddings": 512,
         "partial_rotary_factor": 0.5,
     }
-    shown = rows(tmp_path, LlamaConfig(**SMALL, rope_parameters=scaled))
+    shown = rows(tmp_path, PhiConfig(**SMALL, rope_parameters=scaled))
     assert shown["RoPE"] == "llama3, theta 500000.0, first 8 of 16 dimensions"
 
 
@@ -65,11 +77,49 @@ def test_a_sliding_window_is_run_but_not_translated(tmp_path: Path) -> None:
     assert shown["translation"].startswith("no: sliding-window attention (window 128)")
 
 
-@pytest.mark.parametrize("config", [T5Config(), BertConfig()], ids=["encoder-decoder", "no rope"])
-def test_a_model_that_cannot_be_run(tmp_path: Path, config: PretrainedConfig) -> None:
-    shown = rows(tmp_path, config)
-    assert shown["runs"].startswith("no: ")
+HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+REFUSED = {
+    "encoder-decoder": (T5Config, {}, "an encoder-decoder has no single KV cache"),
+    "no rope": (BertConfig, {}, "no rotary position embedding in its config"),
+    "attention sinks": (GptOssConfig, SMALL, "Kedge's attention does not know its argument `s_aux` (attention sinks)"),
+    "ALiBi": (FalconConfig, {"alibi": True}, "ALiBi: positions are a bias of the scores, not a rotation of the keys"),
+    "attention of its own": (StableLmConfig, SMALL, "Transformers runs it with attention of its own only"),
+    "rope for half of a key": (
+        LlamaConfig,
+        {
+            **SMALL,
+            "rope_parameters": HALF,
+        },
+        "its code fails with Kedge's attention: RuntimeError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "values", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_cannot_be_run(
+    tmp_path: Path, kind: type[PretrainedConfig], values: dict[str, Any], why: str
+) -> None:
+    shown = rows(tmp_path, kind(**values))
+    assert shown["runs"].startswith(f"no: {why}")
     assert "translation" not in shown
+
+
+def test_a_model_of_which_no_small_copy_can_be_built_is_judged_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "PARAMETERS", 1000)
+    shown = rows(tmp_path, LlamaConfig(**SMALL))
+    assert shown["runs, exact reuse"].startswith("yes, as far as its config tells")
+    assert shown["translation"].startswith("yes, as far as its config tells")
+
+
+def test_rope_that_changes_with_the_length_holds_for_the_original_one(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 256}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    lengths = {"max_position_embeddings": 4096, "original_max_position_embeddings": 256}
+    shown = rows(tmp_path, Phi3Config(**SMALL, **lengths, pad_token_id=0, eos_token_id=1, rope_parameters=rope))
+    assert (shown["longest prompt"], shown["runs, exact reuse"]) == ("256", "yes")
+    assert shown["translation"].startswith("no: longrope RoPE changes")
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "nothing"}'])

@@ -102,12 +102,12 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["flow.yaml"], "input user_question=None"),
-        (["flow.yaml", "-i", "user_question= "], "input user_question=' '"),
+        (["flow.yaml"], "inputs.user_question=None"),
+        (["flow.yaml", "-i", "user_question= "], "inputs.user_question=' '"),
         (["flow.yaml", "-i", "nothing"], "--input='nothing': is not NAME=VALUE"),
         (["flow.yaml", "-i", "=x"], "--input='=x': is not NAME=VALUE"),
         (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': stands there twice"),
-        (["flow.yaml", *QUESTION, "-i", "other=1"], "input='other'"),
+        (["flow.yaml", *QUESTION, "-i", "other=1"], "inputs='other'"),
         (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
         (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json="),
         (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),

@@ -44,21 +44,29 @@ def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
         "--requests-in-flight",
         "2",
     )
-    result = kedge("some/model", *args)
+    result = kedge("some/model", *args, "--allowed-host", "kedge", "--allowed-host", "::1", "--tools")
     assert result.exit_code == 0, result.output
     _, config, keys, told, _ = listened[0]
     assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)
     assert (config.limits, keys.is_open, told.host, told.port) == (TenantLimits(2, 5), True, "127.0.0.1", 9)
+    assert (config.host, config.allowed_hosts) == ("127.0.0.1", ("kedge", "::1"))
 
 
-def test_an_open_address_runs_no_tools_and_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_tools_are_off_unless_asked_for(listened: list[tuple[Any, ...]], host: str) -> None:
+    for flags in ((), ("--tools",), ("--no-tools",)):
+        kedge("--host", host, *flags)
+    assert [config.tools for _, config, *_ in listened] == [False, True, False]
+
+
+def test_an_open_address_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
     result = kedge("--host", "0.0.0.0")
     assert "no API keys" in result.stderr
-    assert listened[0][1].tools is False
+    assert "--allowed-host" in result.stderr
     assert listened[0][1].tool_call_parser is None
     assert listened[0][1].model_name == "kedge-nano"
-    kedge("--host", "0.0.0.0", "--tools", "--tool-call-parser", "hermes", KEDGE_API_KEYS=f"a:{hashed('k')}")
-    assert listened[1][1].tools is True
+    flags = ("--tool-call-parser", "hermes", "--allowed-host", "kedge")
+    assert not kedge("--host", "0.0.0.0", *flags, KEDGE_API_KEYS=f"a:{hashed('k')}").stderr
     assert listened[1][1].tool_call_parser == "hermes"
     assert not listened[1][2].is_open
 
@@ -78,6 +86,7 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
         (["--new-key", "a/b"], "tenant='a/b'"),
         (["--api-keys", "none.toml"], "--api-keys='none.toml'"),
         (["--device", "tpu"], "engine.device='tpu'"),
+        (["--allowed-host", "kedge:8000"], "server.allowed_hosts='kedge:8000'"),
         (["--tool-call-parser", "guess"], "server.tool_call_parser='guess'"),
     ],
 )

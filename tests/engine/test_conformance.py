@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from unittest import SkipTest
 
 import pytest
 
 pytest.register_assert_rewrite("kedge.engine.conformance")
 
 from kedge.engine.conformance import EngineConformance  # noqa: E402
-from kedge.engine.echo import EchoEngine, EchoStream  # noqa: E402
+from kedge.engine.echo import EchoEngine, EchoStream, _Job  # noqa: E402
 from kedge.errors import RequestError  # noqa: E402
-from kedge.types import GenerateRequest, RequestId, ReuseMode, Segment, TenantId  # noqa: E402
+from kedge.types import GenerateRequest, RequestId, ReuseMode, Segment, TenantId, Tokens, new_request_id  # noqa: E402
+from kedge.workflow.forecast import AgentKey, Changes  # noqa: E402
 
-TESTS = [name for name in vars(EngineConformance) if name.startswith("test_")]
+TESTS = [name for part in reversed(EngineConformance.__mro__) for name in vars(part) if name.startswith("test_")]
+"""In the order in which pytest runs them"""
 
 
 class TestEchoEngine(EngineConformance):
@@ -24,6 +28,14 @@ class TestEchoEngine(EngineConformance):
     def engine(self) -> Iterator[EchoEngine]:
         with EchoEngine(delay_s=2e-4) as engine:
             yield engine
+
+    def small_engine(self, engine: EchoEngine) -> EchoEngine:
+        return type(engine)(delay_s=1e-4, capacity=self.small_capacity)
+
+    def check_at_rest(self, engine: EchoEngine) -> None:
+        engine.cache.check_integrity()
+        assert engine.cache.stats().leased_blocks == 0
+        assert not engine._jobs
 
 
 def change(request: GenerateRequest, **changes: object) -> GenerateRequest:
@@ -115,6 +127,31 @@ class AcceptsEverything(EchoEngine):
         """Nobody serves: it only matters what is refused."""
 
 
+class AcceptsDuplicates(EchoEngine):
+    def submit(self, request: GenerateRequest) -> EchoStream:
+        stream = super().submit(change(request, request_id=new_request_id()))
+        stream.request_id = request.request_id
+        return stream
+
+
+class CancelsEverything(EchoEngine):
+    def cancel(self, request_id: RequestId) -> bool:
+        found = [super(CancelsEverything, self).cancel(known) for known in list(self._jobs)]
+        return bool(found) and request_id is not None
+
+
+class BelievesAnyHint(EchoEngine):
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        self.soonest = min((int(next_run.steps) for next_run in changes.values() if next_run), default=0)
+        super().forecast(changes, prompts)
+
+
+class DropsLargePrompts(EchoEngine):
+    def _admit(self, job: _Job) -> bool:
+        job.cancelled = job.request.prompt_tokens > self.cache.num_blocks // 2
+        return super()._admit(job)
+
+
 @pytest.mark.parametrize(
     ("broken", "test"),
     [
@@ -135,13 +172,40 @@ class AcceptsEverything(EchoEngine):
         (AnswersAlways, "test_a_prompt_can_be_computed_without_an_answer"),
         (SpellsBadly, "test_a_text_is_the_bytes_of_its_tokens"),
         (AcceptsEverything, "test_numbers_and_stop_strings_that_cannot_be_are_refused"),
+        (AcceptsEverything, "test_fields_that_cannot_be_are_refused"),
+        (AcceptsEverything, "test_what_is_no_token_is_refused_wherever_it_stands"),
         (AcceptsEverything, "test_a_prompt_that_is_too_long_is_refused"),
         (AcceptsEverything, "test_tokens_outside_the_vocabulary_are_refused"),
+        (AcceptsDuplicates, "test_a_duplicate_of_a_request_in_flight_is_refused"),
+        (AcceptsDuplicates, "test_one_of_many_duplicates_at_once_is_accepted"),
+        (CancelsEverything, "test_aborts_at_any_stage_leave_a_neighbour_alone"),
+        (CancelsEverything, "test_many_clients_at_once_are_answered_as_one_by_one"),
+        (ForgetsCancel, "test_an_abort_may_come_twice_and_after_the_end"),
+        (ForgetsCancel, "test_many_aborts_at_once"),
     ],
 )
 def test_broken_engines_are_noticed(broken: type[EchoEngine], test: str) -> None:
     with broken(delay_s=1e-4) as engine, pytest.raises(AssertionError):
         getattr(EngineConformance(), test)(engine)
+
+
+def test_hints_that_raise_are_noticed() -> None:
+    with BelievesAnyHint() as engine, pytest.raises(ValueError, match="NaN"):
+        EngineConformance().test_hints_that_cannot_be_meant_are_ignored(engine)
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["test_overload_on_a_small_pool_ends_every_request", "test_a_request_that_waits_in_a_full_queue_can_be_aborted"],
+)
+def test_requests_that_are_lost_in_a_full_cache_are_noticed(test: str) -> None:
+    with DropsLargePrompts() as engine, pytest.raises(AssertionError):
+        getattr(TestEchoEngine(), test)(engine)
+
+
+def test_overload_is_skipped_where_no_small_engine_is_provided() -> None:
+    with EchoEngine() as engine, pytest.raises(SkipTest, match="EchoEngine"):
+        EngineConformance().test_overload_on_a_small_pool_ends_every_request(engine)
 
 
 def test_a_wrong_error_is_not_taken_for_the_right_one() -> None:

@@ -259,7 +259,7 @@ def test_tool_errors(engine: Engine, tool: object, why: str, name: str) -> None:
     workflow = flow(agent("a", tool=tool, tool_seconds=0.05), agent("b", "condition_a_current"))
     with pytest.raises(ToolError, match=why) as caught:
         run(engine, workflow, ASK)
-    assert caught.value.key == "agent a: tool"
+    assert (caught.value.key, caught.value.value) == ("agent a: tool", tool.__name__)
     assert caught.value.__notes__ == ["agent a, turn 0"]
     assert len(engine.requests) == len(engine.ended) == 1
     assert run(engine, workflow, ASK, on_tool_error="text").of("a").tool_result == name

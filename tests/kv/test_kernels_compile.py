@@ -32,10 +32,12 @@ compiled(kernel, {**sizes, "DIM": 24, "HALF": 4, "TURNED": 4, "REST": 16, "WHOLE
 
 kernel = attention_kernel._attend
 kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}
-tables = dict(blocks="*i32", lengths="*i32", parts="*fp32", sums="*fp32", scaling="fp32")
+tables = dict(blocks="*i32", lengths="*i32", parts="*fp32", sums="*fp32", scaling="fp32",
+              softcap="fp32")
 sizes = dict(HEADS=32, GROUP=4, DIM=128, BLOCK=16, SHARES=attention_kernel.SHARES, TILE=attention_kernel.TILE, ROWS=16,
-             WHOLE=128)
+             WHOLE=128, CAPPED=False)
 compiled(kernel, sizes, {**kv, **tables})
+compiled(kernel, {**sizes, "CAPPED": True}, {**kv, **tables})
 """
 
 

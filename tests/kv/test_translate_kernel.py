@@ -1,4 +1,4 @@
-"""The translate kernel in Triton's interpreter, against float64 and against its twin in PyTorch."""
+"""The translate kernel, on a GPU or in Triton's interpreter, against float64 and against its twin in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,25 +18,11 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.runtime.plan import Translation
-from tests.kv.triton_device import DEVICE
+from tests.kv.triton_device import DEVICE, Turns, error
 
 BLOCK, BLOCKS = 4, 16
 ULPS = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 """Largest error over the largest number: the interpreter cuts bfloat16 off"""
-
-
-class Turns(torch.nn.Module):
-    """Rotary angles of a few dimensions, as Transformers' modules give them."""
-
-    def __init__(self, rotary_dim: int) -> None:
-        super().__init__()
-        self.rotary_dim = rotary_dim
-
-    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        speeds = 10.0 ** -torch.arange(0, 1, 2 / self.rotary_dim)
-        angles = position_ids[..., None] * speeds
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos(), angles.sin()
 
 
 @dataclass
@@ -68,24 +54,24 @@ def case(
     storage.values.fill_(-7)
     # A part of longer base KV: its layers are further apart than its tokens say.
     whole = torch.randn(2, layers, tokens + 5, kv_heads, head_dim, generator=random).to(dtype)
-    base = KVSegment(whole[0], whole[1]).slice(2, 2 + tokens)
+    base = KVSegment(*whole.to(DEVICE)).slice(2, 2 + tokens)
     width = (layers - 1) * 2 * kv_heads * head_dim
     half = torch.float16 if dtype == torch.float32 else dtype
     table = OffsetTable(width, half, DEVICE) if bits == 16 else EightBitTable(width, head_dim, torch.float32, DEVICE)
     for anchor in range(anchors):
-        table.put(AnchorId(anchor), torch.randn(10, width, generator=random))
+        table.put(AnchorId(anchor), torch.randn(10, width, generator=random).to(DEVICE))
     rows = torch.randint(0, max(1, 10 * anchors), (tokens, k), generator=random)
     weights = torch.rand(tokens, k, generator=random).softmax(1)
-    item = Translation(start, base, Blend(rows, weights, table.version), table)
+    item = Translation(start, base, Blend(rows.to(DEVICE), weights.to(DEVICE), table.version), table)
     return Case(storage, SlotTable.of(torch.randperm(BLOCKS, generator=random).tolist(), BLOCK), item)
 
 
 def expected(one: Case) -> tuple[Tensor, Tensor]:
-    """Keys and values [layers, tokens, kv_heads, head_dim], token by token in float64."""
-    base, blend, arena = one.item.base, one.item.blend, one.item.table.decode(one.item.table.arena).double()
+    """Keys and values [layers, tokens, kv_heads, head_dim], token by token in float64 on the CPU."""
+    base, blend, arena = one.item.base, one.item.blend, one.item.table.decode(one.item.table.arena).double().cpu()
     layers, tokens, heads, dim = base.keys.shape
-    keys, values = base.keys.double().clone(), base.values.double().clone()
-    cos, sin = (table.double() for table in one.storage.rotary.tables)
+    keys, values = base.keys.cpu().double().clone(), base.values.cpu().double().clone()
+    cos, sin = (table.double().cpu() for table in one.storage.rotary.tables)
     half = cos.shape[1]
     for t in range(tokens):
         for row, weight in zip(blend.rows[t].tolist(), blend.weights[t].tolist(), strict=True):
@@ -100,11 +86,7 @@ def expected(one: Case) -> tuple[Tensor, Tensor]:
 
 def written(one: Case) -> tuple[Tensor, Tensor]:
     slots = one.table.slots[one.item.start : one.item.start + one.item.base.tokens]
-    return one.storage.keys[:, slots], one.storage.values[:, slots]
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    return one.storage.keys[:, slots].cpu(), one.storage.values[:, slots].cpu()
 
 
 SHAPES = {
@@ -122,6 +104,9 @@ SHAPES = {
     "part of a head turns": {"head_dim": 24, "rotary_dim": 8},
     "8 bits": {"bits": 8},
     "8 bits, odd sizes": {"bits": 8, "kv_heads": 1, "head_dim": 20, "rotary_dim": 12, "tokens": 19},
+    "a head of 64": {"head_dim": 64, "rotary_dim": 64, "tokens": 18},
+    "a head of 128, half of which turns": {"head_dim": 128, "rotary_dim": 64, "kv_heads": 1, "tokens": 5},
+    "8 bits, a head of 128": {"bits": 8, "head_dim": 128, "rotary_dim": 128, "kv_heads": 1, "tokens": 3},
     "odd sizes": {"kv_heads": 3, "head_dim": 20, "rotary_dim": 12, "tokens": 5},
 }
 
@@ -166,5 +151,6 @@ def test_a_blend_out_of_date_is_refused() -> None:
         in_one_pass(one.storage, one.table, one.item)
 
 
-def test_a_cpu_translates_in_chunks() -> None:
-    assert translate_into(case().storage).func is in_chunks  # type: ignore[attr-defined]
+def test_a_gpu_translates_in_one_pass_and_a_cpu_in_chunks() -> None:
+    chosen = in_one_pass if DEVICE.type == "cuda" else in_chunks
+    assert translate_into(case().storage).func is chosen  # type: ignore[attr-defined]

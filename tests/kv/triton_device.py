@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on a GPU, and where there is none in Triton's interpreter."""
+"""Where tests of Triton kernels run: on a GPU, and where there is none in Triton's interpreter; and what they share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
@@ -14,3 +15,22 @@ if DEVICE.type == "cpu":
         pytest.skip("Triton was imported before it was told to interpret", allow_module_level=True)
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
+
+
+class Turns(torch.nn.Module):
+    """Rotary angles of a few dimensions, as Transformers' modules give them."""
+
+    def __init__(self, rotary_dim: int) -> None:
+        super().__init__()
+        self.rotary_dim = rotary_dim
+
+    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        speeds = 10.0 ** -torch.arange(0, 1, 2 / self.rotary_dim, device=position_ids.device)
+        angles = position_ids[..., None] * speeds
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos(), angles.sin()
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """The largest error over the largest number."""
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())

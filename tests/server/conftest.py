@@ -28,6 +28,7 @@ agents:
   - {id: first, system: You begin., user: "Q: {user_question}"}
   - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current}"}
 """
+YAML = {"Content-Type": "application/yaml"}
 PATIENCE = 10.0
 
 

@@ -17,7 +17,7 @@ from kedge.server import agent_runs, ahead
 from kedge.types import GenerateRequest, RequestId
 from kedge.workflow.spec import load_workflow
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import Served, serving, wait_until
+from tests.server.conftest import YAML, Served, serving, wait_until
 
 CHAT = "/v1/chat/completions"
 TEAM = """
@@ -60,7 +60,7 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 
 def register(http: httpx.Client, flow: str = TEAM) -> None:
-    assert http.post("/v1/workflows", content=flow).status_code in (200, 201)
+    assert http.post("/v1/workflows", content=flow, headers=YAML).status_code in (200, 201)
 
 
 def call(served: Served, http: httpx.Client, agent: str, bindings: dict[str, str], **kedge: Any) -> dict[str, Any]:

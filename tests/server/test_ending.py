@@ -17,7 +17,7 @@ from kedge.server.app import create_app
 from kedge.server.config import ServerConfig
 from kedge.server.ending import GracefulServer
 from kedge.server.tenancy import Limits
-from tests.server.conftest import FLOW, PATIENCE, serving, wait_until
+from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
 
 LONG = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True}
 
@@ -98,7 +98,7 @@ def test_an_answer_that_goes_on_too_long_is_a_503() -> None:
 
 def test_a_run_without_a_listener_has_the_grace_too() -> None:
     with ending(grace=5, delay_s=0.005) as running:
-        running.http.post("/v1/workflows", content=FLOW)
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML)
         run = running.http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 20}}).json()["id"]
         running.end()
         assert running.joined()

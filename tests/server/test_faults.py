@@ -22,6 +22,7 @@ from tests.server.conftest import PATIENCE, Served, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+POST = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 NINES = b'{"prompt": %s}' % (b"9" * 5000)
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -178,9 +179,7 @@ def slow():  # noqa: ANN201
 
 def raw_call(served: Served, **body: object) -> socket.socket:
     content = json.dumps({"prompt": "x", "max_tokens": 6000, "ignore_eos": True, **body}).encode()
-    head = (
-        f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"{POST}Content-Length: {len(content)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
     connection.sendall(head.encode() + content)
     return connection
@@ -243,7 +242,7 @@ def test_a_reader_that_takes_its_time_gets_everything_and_holds_nobody_up(http: 
 
 def raw_answer(served: Served, length: int, pieces: Iterable[bytes]) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer to a body that is told to have `length` bytes and comes in `pieces`."""
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    head = f"{POST}Content-Length: {length}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), PATIENCE) as connection:
         for piece in (head.encode(), *pieces):
             connection.sendall(piece)
@@ -266,7 +265,7 @@ def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monk
 
 def test_half_a_body_is_nobodys_call(slow: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", int(slow.url.rpartition(":")[2])))
-    connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+    connection.sendall(f"{POST}Content-Length: 100\r\n\r\n{{".encode())
     connection.close()
     assert slow.http().get("/health").status_code == 200
     assert not slow.engine.requests

@@ -1,6 +1,6 @@
 """Schemathesis over the whole OpenAPI document: whatever it allows, and much that it does not, is answered as it says.
 
-A few cases for every operation, with the hooks of `scripts/fuzz_api.py`, which runs ten thousand.
+A few cases for every operation and both engines, with the hooks of `scripts/fuzz_api.py`, which runs ten thousand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schemathesis import checks  # noqa: E402
 
 from kedge.engine.echo import EchoEngine  # noqa: E402
 from kedge.server.app import create_app  # noqa: E402
-from scripts import fuzz_api  # noqa: E402
+from scripts import fuzz_api, fuzz_hooks  # noqa: E402, F401 (schemathesis takes the hooks from the import)
 from tests.server.conftest import PATIENCE, Served, serving  # noqa: E402
 
 EVERY_CALL = [
@@ -27,16 +27,21 @@ EVERY_CALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with EchoEngine(capacity=2048) as engine, serving(engine) as running, pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(scope="module", params=["echo", "nano"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with (
+        fuzz_api.engine_of(request.param) as engine,
+        serving(engine) as running,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for variable, value in fuzz_api.known_names(running.url).items():
             patch.setenv(variable, value)
+        reference = fuzz_api.Reference(running.url)
         yield running
+        reference.look("at the end")
+        assert not reference.problems
         running.wait_quiet()
-        engine.cache.check_integrity()
-        assert engine.cache.stats().leased_blocks == 0
-        assert not engine._jobs
+        assert fuzz_api.leftovers(running.app, engine) == ""
 
 
 def document() -> dict[str, Any]:

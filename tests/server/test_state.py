@@ -18,14 +18,15 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.state import MANIFEST
+from kedge.engine.local.state_files import MANIFEST, PREVIOUS
 from kedge.errors import ConfigError
 from kedge.server.app import create_app
 from kedge.server.config import ServerConfig
 from kedge.server.state import Snapshots
 from tests.engine.local.conftest import tiny_model
-from tests.engine.local.test_state import ask, damage, engine
-from tests.server.conftest import serving, wait_until
+from tests.engine.local.state_helpers import change, damage, record_files
+from tests.engine.local.test_state import ask, engine, files_of
+from tests.server.conftest import YAML, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,18 +48,53 @@ def test_snapshots_are_taken_while_it_runs(tmp_path: Path) -> None:
         ask(built, 50)
         wait_until(lambda: (tmp_path / MANIFEST).exists() and b'"pool"' in (tmp_path / MANIFEST).read_bytes())
         text = running.http().get("/metrics").text
-        assert float(re.search(r'kedge:snapshots_total{.*status="saved".*} (\S+)', text)[1]) >= 1
+        assert snapshots_of(text, "saved") >= 1
         assert "kedge:last_snapshot_timestamp_seconds{" in text
 
 
-def test_damaged_state_is_refused_and_the_server_starts_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def snapshots_of(metrics: str, status: str) -> float:
+    found = re.search(rf'kedge:snapshots_total{{.*status="{status}".*}} (\S+)', metrics)
+    return float(found[1]) if found else 0
+
+
+def test_one_damaged_file_costs_a_server_one_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with engine() as first, served(first, tmp_path):
         ask(first, 50)
-    damage(tmp_path, "flipped bit")
+    victim = files_of(tmp_path, "pool")[0]
+    damage(victim, "flipped bit")
+    with engine() as second, served(second, tmp_path) as running:
+        assert second.inspect()["anchors"]["pools"] == 1
+        assert snapshots_of(running.http().get("/metrics").text, "damaged") == 1
+    assert f"{victim.name} has another content than its name says" in caplog.text
+    with engine() as third, served(third, tmp_path):
+        assert third.inspect()["anchors"]["pools"] == 1, "the snapshot at the end kept the sound rest"
+
+
+def test_a_server_starts_whatever_is_damaged(tmp_path: Path) -> None:
+    with engine() as first, served(first, tmp_path):
+        ask(first, 50)
+    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
+        damage(file, "random")
     with engine() as second, served(second, tmp_path) as running:
         assert second.inspect()["anchors"]["pools"] == 0
-        assert 'status="refused"' in running.http().get("/metrics").text
+        assert running.http().get("/ready").status_code == 200
+        ask(second, 50)
+    with engine() as third, served(third, tmp_path) as running:
+        assert third.inspect()["anchors"]["pools"] == 2
+        assert snapshots_of(running.http().get("/metrics").text, "damaged") == 0
+
+
+def test_state_of_another_model_is_refused_and_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine() as first, served(first, tmp_path):
+        ask(first, 50)
+    kept = {file.name for file in record_files(tmp_path)}
+    for manifest in (MANIFEST, PREVIOUS):
+        change(tmp_path / manifest, identity="another model")
+    with engine() as second, served(second, tmp_path) as running:
+        assert second.inspect()["anchors"]["pools"] == 0
+        assert snapshots_of(running.http().get("/metrics").text, "refused") == 1
     assert "the saved state is refused" in caplog.text
+    assert {file.name for file in record_files(tmp_path / "refused-1")} == kept
 
 
 def test_a_disk_that_fails_ends_no_server(
@@ -185,7 +221,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     with process(model_folder, state) as running:
-        running.http.post("/v1/workflows", content=FLOW).raise_for_status()
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         for question in ("one and two", "three and four"):
             run_flow(running.http, question)
         running.until(r"saved 2 pools")
@@ -194,7 +230,7 @@ def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path,
     shutil.copytree(state, tmp_path / "copy")
     with process(model_folder, state) as running:
         assert any("loaded 2 pools" in str(line["message"]) for line in running.lines)
-        running.http.post("/v1/workflows", content=FLOW).raise_for_status()
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         with running.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
         ) as answer:

@@ -13,7 +13,7 @@ from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticate
 from kedge.server.config import ServerConfig
 from kedge.server.tenancy import Limits, Meter, hashed, load_keys, new_key
 from kedge.types import TenantId
-from tests.server.conftest import FLOW, Served, serving
+from tests.server.conftest import FLOW, YAML, Served, serving
 
 A, B, OPERATOR = "key-of-a", "key-of-b", "key-of-operator"
 VARIABLE = f"a:{hashed(A)},b:{hashed(B)} *:{hashed(OPERATOR)}"
@@ -72,7 +72,7 @@ def test_no_answer_has_a_number_of_the_whole_server(two: Served) -> None:
 
 def test_workflows_and_runs_are_a_tenants_own(two: Served) -> None:
     with two.http(A) as a, two.http(B) as b:
-        assert a.post("/v1/workflows", content=FLOW).status_code == 201
+        assert a.post("/v1/workflows", content=FLOW, headers=YAML).status_code == 201
         run = a.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x"}}).json()["id"]
         assert a.get(f"/v1/runs/{run}").status_code == 200
         for path in ("/v1/workflows/pair", f"/v1/runs/{run}", f"/v1/runs/{run}/events"):

@@ -14,7 +14,7 @@ from kedge.errors import ConfigError
 from kedge.server.app import create_app
 from kedge.server.config import ServerConfig
 from kedge.server.tracing import OpenTelemetry, exporting
-from tests.server.conftest import FLOW, Served, serving, wait_until
+from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -117,7 +117,7 @@ def test_a_call_that_the_engine_refuses_is_a_failed_span(traced: Served, spans: 
 def start(traced: Served, flow: str, **inputs: str) -> str:
     """Runs a workflow to its end; how it ended."""
     with traced.http() as http:
-        name = http.post("/v1/workflows", content=flow).json()["id"]
+        name = http.post("/v1/workflows", content=flow, headers=YAML).json()["id"]
         body = {"inputs": inputs, "stream": True}
         text = http.post(f"/v1/workflows/{name}/runs", json=body, headers={"traceparent": PARENT}).text
     return text.rpartition("event: ")[2].partition("\n")[0]
@@ -203,7 +203,7 @@ def test_a_run_that_is_cancelled_ends_its_spans(spans: Any) -> None:
     provider.add_span_processor(export.SimpleSpanProcessor(spans))
     with EchoEngine(delay_s=0.02) as engine, serving(engine, tracing=OpenTelemetry(provider, "m")) as running:
         with running.http() as http:
-            http.post("/v1/workflows", content=FLOW)
+            http.post("/v1/workflows", content=FLOW, headers=YAML)
             run = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 200}}).json()["id"]
             wait_until(lambda: len(engine.requests) == 1)
             assert http.post(f"/v1/runs/{run}/cancel").status_code == 202

@@ -161,12 +161,8 @@ def test_events_can_be_read_again_and_from_where_one_was(http: httpx.Client) -> 
 def test_wrong_inputs(http: httpx.Client, body: dict[str, Any]) -> None:
     register(http)
     answer = http.post("/v1/workflows/pair/runs", json=body)
-    if answer.status_code == 201:
-        told = events(http.get(answer.json()["events"]).text)
-        assert told[-1][0] == "failed"
-        assert told[-1][1]["error"]["type"] == "invalid_request_error"
-    else:
-        assert answer.status_code == 400
+    assert answer.status_code == 400
+    assert http.get("/v1/runs").json()["data"] == []
 
 
 @pytest.mark.parametrize("body", [{"reuse": "fast"}, {"reuse": {"first": "x"}}, {"turns": 1}, {"stream": "yes"}])
@@ -175,6 +171,14 @@ def test_wrong_fields(http: httpx.Client, body: dict[str, Any]) -> None:
     assert http.post("/v1/workflows/pair/runs", json={**QUESTION, **body}).status_code == 400
     assert http.post("/v1/workflows/none/runs", json=QUESTION).status_code == 404
     assert http.post("/v1/workflows/pair/runs", json={**QUESTION, "reuse": {"nobody": "off"}}).status_code == 404
+
+
+def test_a_tool_that_fails_is_named_in_the_error(http: httpx.Client) -> None:
+    late = {"id": "a", "user": "{user_question}", "tool": "python", "tool_seconds": 1e-9}
+    register(http, {"name": "t", "agents": [late]})
+    told = events(http.post("/v1/workflows/t/runs", json={**QUESTION, "stream": True}).text)
+    assert told[-1][0] == "failed"
+    assert told[-1][1]["error"]["message"].startswith("agent a: tool='answer_as_python': ran longer than")
 
 
 def test_a_run_is_cancelled() -> None:

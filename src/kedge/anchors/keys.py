@@ -37,6 +37,11 @@ class KeyReader:
         wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()
         return Query(tokens, self._project(wide), max(1e-3, 4 * torch.finfo(base.dtype).eps))
 
+    def width(self, base: KVSegment) -> int:
+        """Return how many numbers a key vector has that is read from base KV of this shape."""
+        _, _, heads, dim = base.keys.shape
+        return min(self._dim, 2 * heads * dim)
+
     def _layer_of(self, base: KVSegment) -> int:
         if self._layer is None:
             return min(max(1, base.layers // 3), base.layers - 1)

@@ -11,6 +11,7 @@ from kedge.anchors.keys import KeyReader
 from kedge.anchors.lru import Lru
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.registry import make_estimator
+from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import SampleView
 
 _REMEMBERED = 64
@@ -27,6 +28,10 @@ class Matcher:
 
     def query(self, sample: SampleView) -> Query:
         return self._queries.get((sample.pool, sample.key), lambda: self._reader.read(sample.tokens, sample.base))
+
+    def key_width(self, base: KVSegment) -> int:
+        """Return how many numbers a key vector has for base KV of this shape."""
+        return self._reader.width(base)
 
     def lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int) -> str:
         """Why these anchors cannot serve a value of `tokens` tokens, or the empty text."""

@@ -2,12 +2,12 @@
 
 A view is taken by the stores' owner thread and costs next to nothing; its record is made by any thread, while the owner
 goes on. Keys are unrotated, here as everywhere, so that what is saved has no position. Base KV of values is not saved:
-it is made again when a value comes for the first time.
+it is made again when a value comes for the first time. The way back is `kedge.anchors.restoring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.base_store import BaseStore, TemplateBase
-from kedge.anchors.calibration import PARTS, Calibration
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.slot import Observation, SlotOffsets
+from kedge.anchors.slot import SlotOffsets
 from kedge.anchors.store import AnchorStore
-from kedge.errors import PlanError, StateRefused
-from kedge.kv.segment import KVSegment
 from kedge.runtime.interfaces import PoolKey, Slot
 from kedge.types import TenantId, WorkflowId
 
@@ -164,98 +162,12 @@ def view(anchors: AnchorStore, bases: BaseStore, name: tuple[str, ...]) -> PoolV
     if name[0] == TEMPLATE:
         found = (base for base in bases.templates() if (base.tenant, base.template) == name[1:])
         return next(map(TemplateView, found), None)
-    key = _pool_key(name)
+    key = pool_key(name)
     pool = anchors.pools.get(key)
     return PoolView.of(key, pool) if pool and pool.anchors else None
 
 
-# the way back ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What records held, rebuilt and not yet part of any store."""
-
-    pools: Mapping[PoolKey, AnchorPool]
-    templates: Sequence[tuple[TenantId, str, Mapping[int, KVSegment]]]
-
-    def install(self, anchors: AnchorStore, bases: BaseStore) -> None:
-        """Puts it in the place of everything that was learned. In the owner's thread."""
-        bases.clear()
-        for tenant, template, parts in self.templates:
-            for index, kv in parts.items():
-                bases.put_prefix(tenant, template, index, kv)
-        anchors.adopt(self.pools)
-
-
-def restored(records: Iterable[Record], anchors: AnchorStore, like: KVSegment) -> Restored:
-    """Rebuilds what records hold, in the bounds of `anchors` (which stays as it is). `like` is KV, perhaps of no
-    tokens, of the model's shape, dtype and device.
-
-    Raises `StateRefused` for a record that makes no sense.
-    """
-    pools: dict[PoolKey, AnchorPool] = {}
-    templates = []
-    for record in records:
-        try:
-            if record.name[0] == TEMPLATE:
-                _, tenant, template = record.name
-                templates.append((TenantId(tenant), template, _parts(record, like)))
-            else:
-                pools[_pool_key(record.name)] = _pool(record, anchors.empty_pool(), like, anchors.offset_bits)
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError, PlanError) as error:
-            raise StateRefused("record", record.name, f"makes no sense: {error!r}") from error
-    return Restored(pools, templates)
-
-
-def _pool_key(name: tuple[str, ...]) -> PoolKey:
+def pool_key(name: tuple[str, ...]) -> PoolKey:
+    """Return the key of the pool whose record has this name."""
     _, tenant, workflow, placeholder = name
     return PoolKey(TenantId(tenant), WorkflowId(workflow), placeholder)
-
-
-def _parts(record: Record, like: KVSegment) -> dict[int, KVSegment]:
-    parts = {}
-    for index in record.data["segments"]:
-        kv = KVSegment(*(record.tensors[f"{index}.{half}"].to(like.device) for half in ("keys", "values")))
-        if kv.slice(0, 0).keys.shape != like.slice(0, 0).keys.shape or kv.dtype != like.dtype:
-            raise PlanError("kv", tuple(kv.keys.shape), "is not of the model's shape")
-        parts[int(index)] = kv
-    return parts
-
-
-def _pool(record: Record, pool: AnchorPool, like: KVSegment, bits: int) -> AnchorPool:
-    ids, hits, lengths = zip(*record.data["anchors"], strict=True)
-    tokens, keys = (record.tensors[part].split(lengths) for part in ("tokens", "keys"))
-    anchors = [
-        Anchor(AnchorId(i), tuple(ts.tolist()), ks.to(like.device), h)
-        for i, h, ts, ks in zip(ids, hits, tokens, keys, strict=True)
-    ]
-    slots = {}
-    for number, data in enumerate(record.data["slots"]):
-        parts = {part: record.tensors[f"{number}.{part}"].to(like.device) for part in ("phi", "prefix")}
-        known = {part: record.tensors[f"{number}.calibration.{part}"] for part in PARTS}
-        calibration = Calibration.restored(known, data["observations"])
-        slots[Slot(data["agent_key"], data["index"])] = _offsets(
-            [AnchorId(i) for i in data["holders"]], dict(zip(ids, lengths, strict=True)), parts, calibration, like, bits
-        )
-    pool.adopt(anchors, slots)
-    pool.check_integrity()
-    return pool
-
-
-def _offsets(
-    holders: Sequence[AnchorId],
-    lengths: Mapping[AnchorId, int],
-    parts: Mapping[str, Tensor],
-    calibration: Calibration,
-    like: KVSegment,
-    bits: int,
-) -> SlotOffsets:
-    prefix_tokens = len(parts["prefix"]) // len(holders)
-    offsets = SlotOffsets(like, prefix_tokens, bits)
-    offsets.calibration = calibration
-    phis = parts["phi"].split([lengths[holder] for holder in holders])
-    prefixes = parts["prefix"].split([prefix_tokens] * len(holders))
-    for holder, phi, prefix in zip(holders, phis, prefixes, strict=True):
-        offsets.put(holder, Observation(phi, prefix, phi[:0], prefix[:0]))
-    return offsets

@@ -154,6 +154,13 @@ class AnchorStore:
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
+    def is_saturated(self, slot: Slot, pool: PoolKey) -> bool:
+        """Return whether a slot has observed so many values that one more hardly changes its estimates."""
+        offsets = self._pools[pool].slots.get(slot) if pool in self._pools else None
+        observations = offsets.calibration.observations if offsets else 0
+        wanted = max(self._config.capacity, 2 * self._config.min_anchors)
+        return offsets is not None and max(observations, len(offsets.holders)) >= wanted
+
     def _judge(self, pool: AnchorPool, offsets: SlotOffsets, sample: SampleView) -> Estimate:
         ids = tuple(offsets.holders)
         if lack := self._lacks(pool, ids, len(sample.tokens), offsets.calibration):
@@ -302,6 +309,10 @@ class AnchorStore:
     def offset_bits(self) -> int:
         """Of every number of an offset that is kept."""
         return self._config.offset_bits
+
+    def key_width(self, base: KVSegment) -> int:
+        """Return how many numbers an anchor's key vectors have for base KV of this shape."""
+        return self._matcher.key_width(base)
 
     def empty_pool(self) -> AnchorPool:
         """A pool with this store's bounds that is not part of it."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kedge.cli.bench_lab import add_to
+from kedge.cli.bench_load import load
 from kedge.cli.bench_vllm import vllm
 from kedge.cli.bench_workflow import workflow
 from kedge.cli.results import save
@@ -25,6 +26,7 @@ TTFT_COLUMNS = (
 )  # fmt: skip
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
 bench.command()(workflow)
+bench.command()(load)
 add_to(bench)
 bench.command()(vllm)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kedge.workflow.graph import Workflow
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
-TRANSLATABLE = "yes, as far as its config tells; its rotation is checked when it is loaded"
+UNTRIED = "yes, as far as its config tells: no small copy of it could be built and tried"
 
 
 def inspect(
@@ -58,31 +58,35 @@ def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     names = {
         "num_hidden_layers": "layers",
         "num_attention_heads": "heads",
         "num_key_value_heads": "KV heads",
         "vocab_size": "vocabulary",
-        "max_position_embeddings": "longest prompt",
     }
     known = ((label, getattr(text, name, None)) for name, label in names.items())
     return [("family", text.model_type), *((label, str(value)) for label, value in known if value is not None)]
 
 
 def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
-    from kedge.kv.spec import KVSpec, translation_refusal
+    """Return what the engine would do with such a model: a small random one of its kind is tried."""
+    from kedge.engine.local.model import require_buildable
+    from kedge.engine.local.replica import trial
+    from kedge.kv.spec import KVSpec, longest
 
     try:
-        spec = KVSpec.from_config(config)
+        require_buildable(config)
+        tried = trial(config)
     except UnsupportedModel as error:
         return [("runs", f"no: {error.why}")]
-    refusal = translation_refusal(config)
+    spec, yes = KVSpec.from_config(config), "yes" if tried.ran else UNTRIED
     return [
+        ("longest prompt", str(longest(config))),
         ("KV per token", _kv_per_token(config)),
         ("RoPE", _rope(config, spec.rotary_dim, spec.head_dim)),
-        ("runs, exact reuse", "yes"),
-        ("translation", f"no: {refusal}" if refusal else TRANSLATABLE),
+        ("runs, exact reuse", yes),
+        ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
 
 
@@ -97,8 +101,6 @@ def _kv_per_token(config: PretrainedConfig) -> str:
 
 def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        return f"by kind of layer: {', '.join(sorted(rope))}"
     share = "" if rotary_dim == head_dim else f", first {rotary_dim} of {head_dim} dimensions"
     return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta', 'unknown')}{share}"
 

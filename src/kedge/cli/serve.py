@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from kedge.server.config import ServerConfig
     from kedge.server.tenancy import KeyRing
 
+EXIT_ENGINE_ENDED = 70
+"""The exit code where the engine ended by itself (`EX_SOFTWARE`): a supervisor is to start the server again."""
+HANG_SECONDS = 20.0
+"""Seconds that the server may take to end then."""
+
 
 def serve(
     model: Annotated[Path | None, typer.Argument(help="Folder of a model; default: the bundled one.")] = None,
@@ -28,6 +34,10 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8000.")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name that calls may have in Host, besides loopback and --host; repeatable, * is any."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder's name.")] = None,
     reuse: Annotated[
         ReuseMode | None, typer.Option(help="Where nothing else says. Default: exact; translate for agents.")
@@ -55,7 +65,7 @@ def serve(
         str | None, typer.Option(help="How the model writes tool calls: hermes or llama3_json. Default: no tools.")
     ] = None,
     tools: Annotated[
-        bool | None, typer.Option(help="Let workflows run tools. Default: only on a loopback address.")
+        bool | None, typer.Option(help="Let workflows run tools, which run code on this machine. Default: no.")
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json. Default: text.")] = None,
     tracing: Annotated[
@@ -72,6 +82,7 @@ def serve(
     flags = {
         "host": host,
         "port": port,
+        "allowed_hosts": allowed_host or None,
         "model_name": name,
         "reuse": reuse,
         "api_keys": api_keys,
@@ -92,22 +103,26 @@ def _serve(settings: Settings) -> None:
     from kedge.server.config import ServerConfig
     from kedge.server.tenancy import load_keys
 
-    told, is_local = settings.server, _is_loopback(settings.server.host)
-    config = ServerConfig.of(
-        told,
-        model_name=told.model_name or _name(settings.engine.model),
-        tools=is_local if told.tools is None else told.tools,
-    )
+    told = settings.server
+    config = ServerConfig.of(told, model_name=told.model_name or _name(settings.engine.model))
     keys = load_keys(told.api_keys, os.environ.get("KEDGE_API_KEYS"), config.limits)
     if settings.engine.backend == "vllm":
         _refuse_for_vllm(told, keys)
     console = Console(stderr=True)
-    if keys.is_open and not is_local:
-        console.print("no API keys: whoever reaches this address may call (--api-keys FILE)", style="yellow")
+    _warn(config, keys, console)
     with console.status("loading the model"):
         engine = open_engine(settings)
     with engine as opened:
         _listen(opened, config, keys, told, console)
+
+
+def _warn(config: ServerConfig, keys: KeyRing, console: Console) -> None:
+    if _is_loopback(config.host):
+        return
+    if keys.is_open:
+        console.print("no API keys: whoever reaches this address may call (--api-keys FILE)", style="yellow")
+    if not config.allowed_hosts:
+        console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
 
 
 def _refuse_for_vllm(told: ServerSettings, keys: KeyRing) -> None:
@@ -131,7 +146,17 @@ def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSet
     url = f"http://{told.host}:{told.port}"
     console.print(f"{config.model_name} on {url}/v1, API page at /docs", markup=False, highlight=False)
     # The log is configured, and the application writes a line of its own for every call.
-    GracefulServer(app, host=told.host, port=told.port, log_config=None, access_log=False).run()
+    options = {"host": told.host, "port": told.port, "log_config": None, "access_log": False}
+    GracefulServer(app, on_failure=_exit_soon, **options).run()
+    if engine.failure is not None:
+        raise typer.Exit(EXIT_ENGINE_ENDED)
+
+
+def _exit_soon() -> None:
+    """End the process in a while, whatever hangs in it by then: a tool, a snapshot, the engine's own end."""
+    timer = threading.Timer(HANG_SECONDS, os._exit, (EXIT_ENGINE_ENDED,))
+    timer.daemon = True
+    timer.start()
 
 
 def _require_extra() -> None:

@@ -5,6 +5,9 @@ Who calls what: any thread may call any method. A request that cannot be accepte
 `submit`; one that was accepted always ends with exactly one `Completion` or one error in its stream, and whatever
 happens to it leaves other requests alone.
 
+What no engine accepts is in `kedge.engine.validation`, which all of them call; an engine may accept less. A request id
+is refused while a request with it is in flight, and may come again as soon as that one's stream has ended.
+
 Where log-probabilities are asked for, they are those of the model's own distribution, before temperature and top-p.
 Those of a prompt cost its whole prefill; the receipt says so.
 """
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from kedge.errors import RequestError
+from kedge.engine.validation import require_sensible as require_sensible
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -111,8 +114,14 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; the same for the engine's whole life."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine ended by itself; None while it works, and after a `close` of an engine that worked."""
+
     def submit(self, request: GenerateRequest) -> Stream:
-        """Queues a request. Raises `RequestError` where it can never be served, `EngineClosed` after `close`."""
+        """Queue a request. Raises `RequestError` where it can never be served or its id is in flight already, and
+        `EngineClosed` after `close`.
+        """
 
     def cancel(self, request_id: RequestId) -> bool:
         """Ends a request at the next step with `FinishReason.CANCELLED`; False if it is not (or no longer) known."""
@@ -124,7 +133,8 @@ class Engine(Protocol):
         """Takes a hint: agents whose next run is another than before, as a `ForecastBoard` tells it. `prompts` are the
         fixed prompts of agents that are going to call, so that what is cached of them can be kept and fetched.
 
-        Returns at once and never raises. Hints may be absent, late or wrong: no answer changes with them.
+        Returns at once and never raises. Hints may be absent, late or wrong: no answer changes with them. What cannot
+        be meant (steps that are negative or no number, say) is ignored.
         """
 
     def close(self) -> None:
@@ -147,14 +157,3 @@ class Inspectable(Protocol):
         """What is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each of the
         given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only on the
         `host`."""
-
-
-def require_sensible(request: GenerateRequest) -> None:
-    """What no engine can make sense of, whatever its model. Raises `RequestError`."""
-    if request.sampling.max_tokens < 0:
-        raise RequestError("max_tokens", request.sampling.max_tokens, "must not be negative")
-    if "" in request.sampling.stop:
-        raise RequestError("stop", request.sampling.stop, "an empty string stops everything")
-    for key in ("logprobs", "prompt_logprobs"):
-        if (getattr(request, key) or 0) < 0:
-            raise RequestError(key, getattr(request, key), "must not be negative")

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
-from kedge.engine.base import require_sensible
 from kedge.engine.stream import TokenStream
-from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, OutOfBlocks, PromptTooLong, RequestError
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
+from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.runtime.plan import ALL_COMPUTED
 from kedge.types import (
     AgentId,
@@ -146,6 +146,8 @@ class EchoEngine:
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
         self._closed = False
+        self.failure: BaseException | None = None
+        """See `fail`."""
         self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
         self._worker.start()
 
@@ -160,8 +162,7 @@ class EchoEngine:
         job = _Job(request, EchoStream(request.request_id), answer, text, time.perf_counter())
         with self._changed:
             self._check_open()
-            if request.request_id in self._jobs:
-                raise RequestError("request_id", request.request_id, "is in flight already")
+            require_new_id(request.request_id, self._jobs)
             self.requests.append(request)
             self._jobs[request.request_id] = job
             self._changed.notify()
@@ -179,8 +180,8 @@ class EchoEngine:
         """Nothing to forget: an echo shares nothing between the agents of a run."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Keeps the hint in `forecasts`."""
-        self.forecasts.append((changes, prompts))
+        """Keeps what can be meant of the hint in `forecasts`."""
+        self.forecasts.append(sensible_hints(changes, prompts))
 
     def prepare(self, request: GenerateRequest) -> None:
         """Keeps the hint in `prepared`."""
@@ -193,6 +194,11 @@ class EchoEngine:
             self._changed.notify()
         self._worker.join()
 
+    def fail(self, error: BaseException) -> None:
+        """End the engine as if its thread had died of `error`: what runs or waits ends, nothing new is accepted."""
+        self.failure = error
+        self.close()
+
     def __enter__(self) -> EchoEngine:
         return self
 
@@ -201,20 +207,15 @@ class EchoEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosed("engine", "echo", "was closed")
+            raise EngineClosed("engine", self.failure or "echo", "was closed, or has failed")
 
     def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request)
-        tokens, sampling = request.tokens, request.sampling
-        if not tokens:
-            raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
-        if len(tokens) > self._max_prompt:
-            raise PromptTooLong("prompt_tokens", len(tokens), f"at most {self._max_prompt} are served")
-        if len(tokens) + sampling.max_tokens > self.cache.num_blocks:
-            raise PromptTooLong("prompt_tokens", len(tokens), f"with {sampling.max_tokens} more it exceeds the cache")
-        for token in tokens:
-            if not 0 <= token < self.tokenizer.vocab_size:
-                raise InvalidToken("token", token, f"outside the vocabulary of {self.tokenizer.vocab_size}")
+        require_sensible(request, self.tokenizer.vocab_size)
+        prompt, more = request.prompt_tokens, request.sampling.max_tokens
+        if prompt > self._max_prompt:
+            raise PromptTooLong("prompt_tokens", prompt, f"at most {self._max_prompt} are served")
+        if prompt + more > self.cache.num_blocks:
+            raise PromptTooLong("prompt_tokens", prompt, f"with {more} more it exceeds the cache")
 
     def _answer(self, request: GenerateRequest) -> Tokens:
         if callable(self._script):

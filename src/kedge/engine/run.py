@@ -31,6 +31,7 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
+from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import CompiledAgent, Kind, Placeholder, Value, compile_agents
 
@@ -117,7 +118,7 @@ def run(
     and the error of any request that failed, with a note that names agent and turn. What else was running is
     cancelled then. Whatever happens, the engine goes on and forgets what the run shared.
     """
-    _check_inputs(workflow, inputs)
+    check_inputs(workflow, inputs)
     key = RunId(run_id or f"run-{uuid.uuid4().hex[:12]}")
     try:
         return _Run(engine, workflow, inputs, reuse, RunKey(tenant, client, key), on_event, on_tool_error).execute()
@@ -125,16 +126,17 @@ def run(
         engine.end_run(tenant, key)
 
 
-def _check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
+def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
+    """Raise `MissingInput` for an input without a text, `RequestError` for one that cannot be or that nobody reads."""
     for name in workflow.inputs:
         value = inputs.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise MissingInput(f"input {name}", value, "a run needs a text that is not blank")
+            raise MissingInput(f"inputs.{name}", value, "a run needs a text that is not blank")
         if not _is_unicode(value):
-            raise RequestError(f"input {name}", value, "has half of a surrogate pair")
+            raise RequestError(f"inputs.{name}", value, "has half of a surrogate pair")
     for name in inputs:
         if name not in workflow.inputs:
-            raise RequestError("input", name, f"the workflow has only {', '.join(workflow.inputs)}")
+            raise RequestError("inputs", name, f"the workflow has only {', '.join(workflow.inputs)}")
 
 
 def _is_unicode(text: str) -> bool:
@@ -340,20 +342,21 @@ def call_tool(agent: Agent, answer: str, inputs: Mapping[str, str]) -> str:
 
     A thread cannot be ended from outside: a tool that runs out of time goes on in the background, unheard.
     """
+    assert agent.tool is not None
     box: Future[object] = Future()
     threading.Thread(target=_settle, args=(box, agent, answer, inputs), name="kedge-tool", daemon=True).start()
-    key = f"agent {agent.id}: tool"
+    key, name = f"agent {agent.id}: tool", tool_name(agent.tool)
     try:
         error = box.exception(agent.tool_seconds)
     except TimeoutError as late:
-        raise ToolError(key, answer, f"ran longer than {agent.tool_seconds} s") from late
+        raise ToolError(key, name, f"ran longer than {agent.tool_seconds} s") from late
     if error is not None:
-        raise ToolError(key, answer, f"raised {type(error).__name__}: {error}") from error
+        raise ToolError(key, name, f"raised {type(error).__name__}: {error}") from error
     result = box.result()
     if not isinstance(result, str):
-        raise ToolError(key, answer, f"answered {result!r}, not text")
+        raise ToolError(key, name, f"answered {result!r}, not text")
     if not _is_unicode(result):
-        raise ToolError(key, answer, "answered with half of a surrogate pair")
+        raise ToolError(key, name, "answered with half of a surrogate pair")
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kedge.engine.base import Item, Listener
 from kedge.types import Completion, RequestId, TokenDelta
@@ -14,8 +14,10 @@ from kedge.types import Completion, RequestId, TokenDelta
 class TokenStream:
     """A queue between an engine's thread, which puts deltas and then a completion or an error, and one reader."""
 
-    def __init__(self, request_id: RequestId) -> None:
+    def __init__(self, request_id: RequestId, on_end: Callable[[RequestId], object] = lambda _: None) -> None:
+        """`on_end` is called when the end is put, before anybody can read it."""
         self.request_id = request_id
+        self._on_end = on_end
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._completion: Completion | None = None
         self._listener: Listener | None = None
@@ -23,6 +25,8 @@ class TokenStream:
 
     def put(self, item: Item) -> None:
         """Add what comes next."""
+        if isinstance(item, BaseException) or item.completion is not None:
+            self._on_end(self.request_id)
         with self._handing_over:
             if self._listener is not None:
                 self._listener(item)

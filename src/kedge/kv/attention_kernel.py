@@ -29,11 +29,12 @@ def attend(
     block_size: int,
     scaling: float,
     window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """query [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim] -> [rows, heads, head_dim].
 
     `blocks` (int32 [rows, width]) are the blocks of each row's context, of which its first `lengths` (int32 [rows]) are
-    seen; with a `window` only the last so many of them.
+    seen; with a `window` only the last so many of them. With a `softcap` a score s is softcap * tanh(s / softcap).
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -41,8 +42,9 @@ def attend(
     sums = query.new_empty(rows, heads, SHARES, dtype=torch.float32)
     with torch.cuda.device_of(query):
         _attend[rows, kv_heads, SHARES](
-            query, keys, values, blocks, lengths, parts, sums, scaling, window or 0,
+            query, keys, values, blocks, lengths, parts, sums, scaling, window or 0, softcap or 0.0,
             *query.stride()[:2], keys.stride(0), blocks.stride(0),
+            CAPPED=softcap is not None,
             HEADS=heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=block_size, SHARES=SHARES, TILE=TILE,
             ROWS=max(FEWEST, triton.next_power_of_2(heads // kv_heads)), WHOLE=max(16, triton.next_power_of_2(dim)),
         )  # fmt: skip
@@ -51,9 +53,10 @@ def attend(
 
 @triton.jit
 def _attend(
-    query, keys, values, blocks, lengths, parts, sums, scaling, window, query_row, query_head, slot_stride, blocks_row,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    query, keys, values, blocks, lengths, parts, sums, scaling, window, softcap,
+    query_row, query_head, slot_stride, blocks_row,
+    CAPPED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SHARES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One share of one row's context, for the heads of a group. Parts [rows, heads, shares, head_dim] float32 and the
     logarithms of their softmax sums [rows, heads, shares]; -inf where a share is empty."""
@@ -80,6 +83,8 @@ def _attend(
         key = tl.load(keys + at_slot, mask=inside, other=0.0)
         value = tl.load(values + at_slot, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
+        if CAPPED:  # tanh, of what every version of Triton has
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         scores = tl.where(here[None, :], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         weights, shrink = tl.exp(scores - higher[:, None]), tl.exp(most - higher)

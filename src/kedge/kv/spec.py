@@ -12,6 +12,9 @@ from kedge.errors import UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+CHANGING = frozenset({"dynamic", "longrope"})
+"""Kinds of RoPE whose frequencies depend on how long the longest sequence of a pass is"""
+
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
@@ -29,47 +32,84 @@ class KVSpec:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> KVSpec:
-        """Raises `UnsupportedModel` for what is not a RoPE decoder with one KV per token and layer."""
-        config = config.get_text_config()
+        """Return the shape; raise `UnsupportedModel` for what is not a RoPE decoder with one KV per token and layer."""
+        config = _text(config)
         if reason := _unservable(config):
             raise UnsupportedModel("model_type", config.model_type, reason)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, head_dim = config.num_attention_heads, _head_dim(config)
         return cls(
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
-            rotary_dim=int(head_dim * _rope(config).get("partial_rotary_factor", 1.0)),
+            rotary_dim=int(head_dim * (_rope(config).get("partial_rotary_factor") or 1.0)),
             dtype=dtype,
         )
+
+
+def longest(config: PretrainedConfig) -> int:
+    """Return how many positions a sequence may have: as many as the model is made for and rotates in one way.
+
+    Beyond its original length a model with RoPE that changes with the length rotates all keys anew, and those that are
+    cached already, or belong to shorter sequences of the same pass, are not.
+    """
+    config = _text(config)
+    rope, positions = _rope(config), config.max_position_embeddings
+    if rope.get("rope_type") not in CHANGING:
+        return positions
+    return min(positions, rope.get("original_max_position_embeddings") or positions)
+
+
+def _text(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the language model. Raises `UnsupportedModel` where there are several."""
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise UnsupportedModel("model_type", config.model_type, "it has more than one language model") from error
 
 
 def _rope(config: PretrainedConfig) -> dict:
     return getattr(config, "rope_parameters", None) or {}
 
 
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _unservable(config: PretrainedConfig) -> str | None:
+    """Return why Kedge does not run such a model, as far as its config tells. `config` is that of its text part."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has no single KV cache"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) keeps no per-head KV"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if odd := layer_types - {"full_attention", "sliding_attention"}:
-        return f"layers of type {', '.join(sorted(odd))} (hybrid or state-space) keep no KV per token"
-    if not hasattr(config, "num_attention_heads") or not _rope(config):
+        return f"layers of type {', '.join(sorted(odd))} (hybrid, sparse or state-space) keep no KV that all tokens see"
+    if getattr(config, "alibi", False):
+        return "ALiBi: positions are a bias of the scores, not a rotation of the keys"
+    if not getattr(config, "num_attention_heads", None) or not _rope(config):
         return "no rotary position embedding in its config"
-    return None
+    if any(isinstance(value, dict) for value in _rope(config).values()):
+        return "its layers rotate in different ways: a key has no single unrotated form"
+    return _incomplete(config)
+
+
+def _incomplete(config: PretrainedConfig) -> str | None:
+    """Return which size the config does not give as one number, or None."""
+    sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
+    sizes.append("head_dim" if getattr(config, "head_dim", None) else "hidden_size")
+    odd = [name for name in sizes if not isinstance(getattr(config, name, None), int)]
+    return f"its config has no single `{odd[0]}`" if odd else None
 
 
 def translation_refusal(config: PretrainedConfig) -> str | None:
     """Why this model's KV cannot be translated, or None where it can. Exact reuse works either way."""
-    config = config.get_text_config()
+    config = _text(config)
     if reason := _unservable(config):
         return reason
     rope = _rope(config)
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "its layers rotate in different ways: a key has no single unrotated form"
-    if rope.get("rope_type") in {"dynamic", "longrope"}:
+    if 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return "some of its layers do not rotate keys"
+    if rope.get("rope_type") in CHANGING:
         return f"{rope['rope_type']} RoPE changes with the length of the prompt"
     if _slides(config):
         return f"sliding-window attention (window {config.sliding_window}): a token does not see its whole context"

@@ -107,6 +107,7 @@ class Anchors(Tiered, Protocol):
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate: ...
     def begin(self) -> None: ...
     def prepare(self, sample: SampleView) -> None: ...
+    def is_saturated(self, slot: Slot, pool: PoolKey) -> bool: ...
     def use(self, estimate: Any) -> None: ...
     def observe(
         self, slot: Slot, sample: SampleView, real_phi: KV, base_prefix: KV | None = None, real_prefix: KV | None = None
@@ -142,6 +143,20 @@ class Bases(Tiered, Protocol):
     def stats(self) -> Any: ...
 
 
+class Costs(Protocol):
+    """What translating costs against computing (`kedge.engine.local.costs.EngineCosts`)."""
+
+    def translation_pays(self, tokens: int) -> bool:
+        """Return whether translating a segment of so many tokens takes less time than computing it."""
+
+
+class NoCosts:
+    """`Costs` of an engine that does not measure them: translation always pays."""
+
+    def translation_pays(self, tokens: int) -> bool:  # noqa: ARG002
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A part of a base prefill that is kept, and where it goes."""
@@ -158,6 +173,8 @@ class BaseNeed:
     tenant: TenantId
     tokens: Tokens
     cuts: tuple[Cut, ...]
+    is_urgent: bool = True
+    """Whether it is expected to save more than it costs"""
 
 
 @dataclass(frozen=True, slots=True)

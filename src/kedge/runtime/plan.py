@@ -25,6 +25,10 @@ class Translation:
     table: Any
     """OffsetTable of the agent's slot"""
 
+    @property
+    def tokens(self) -> int:
+        return int(self.base.tokens)
+
     def within(self, start: int, stop: int) -> Translation | None:
         """The part of it that is at positions [start, stop), if there is one."""
         first, last = max(start - self.start, 0), min(stop - self.start, self.base.tokens)
@@ -45,6 +49,8 @@ class ReusePlan:
     misses: tuple[Miss, ...] = ()
     estimates: tuple[Any, ...] = field(default=(), repr=False)
     """The estimates that were used, for counting anchor hits."""
+    teaches: bool = False
+    """It is computed so that something can be learned from it."""
 
     def __post_init__(self) -> None:
         starts, stops = [span.start for span in self.spans], [span.stop for span in self.spans]
@@ -54,6 +60,11 @@ class ReusePlan:
     @property
     def translates(self) -> bool:
         return bool(self.translations)
+
+    @property
+    def translated_tokens(self) -> int:
+        """Tokens that are written by translation, those included that are computed all the same."""
+        return sum(one.tokens for one in self.translations)
 
     @property
     def exact_tokens(self) -> int:

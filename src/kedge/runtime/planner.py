@@ -6,10 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kedge.runtime.interfaces import KV, Anchors, Bases, Estimate, PoolKey, ReusePolicy, SampleView, Slot
+from kedge.runtime.interfaces import (
+    KV,
+    Anchors,
+    Bases,
+    Costs,
+    Estimate,
+    NoCosts,
+    PoolKey,
+    ReusePolicy,
+    SampleView,
+    Slot,
+)
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key
 from kedge.runtime.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
+
+NO_COSTS = NoCosts()
 
 
 @dataclass(slots=True)
@@ -22,6 +35,8 @@ class Draft:
     sources: list[Source]
     drafted: int = 0
     """Segments that have been looked at"""
+    teaches: bool = False
+    """It is dense because that teaches something about one of its values"""
     dense: bool = False
     """Nothing of this prompt is translated, for its segments or those before them forbid it"""
     translations: list[Translation] = field(default_factory=list)
@@ -50,7 +65,8 @@ class Draft:
         self.misses += misses
 
     def sealed(self) -> ReusePlan:
-        return ReusePlan(spans_of(self.sources), tuple(self.translations), tuple(self.misses), tuple(self.estimates))
+        found = tuple(self.translations), tuple(self.misses), tuple(self.estimates)
+        return ReusePlan(spans_of(self.sources), *found, self.teaches)
 
 
 class Planner:
@@ -60,8 +76,11 @@ class Planner:
     been decided stands. `plan` does all of it at once.
     """
 
-    def __init__(self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None) -> None:
+    def __init__(
+        self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None, costs: Costs = NO_COSTS
+    ) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
+        self._costs = costs
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
@@ -115,8 +134,10 @@ class Planner:
         if prefixes is None and later_prefixes(placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
-        elif self._fill_pair(request, draft, here, after, prefixes or {}) and not draft.dense:
-            draft.give_up()
+        elif self._fill_pair(request, draft, here, after, prefixes or {}):
+            draft.teaches = True
+            if not draft.dense:
+                draft.give_up()
 
     def _fill_pair(
         self,
@@ -127,7 +148,9 @@ class Planner:
         prefixes: Mapping[int, KV],
     ) -> bool:
         """Drafts a placeholder and the prefix segment after it; True where dense prefill would teach something."""
-        if len(here) <= self._policy.recompute_short:
+        if not self.pays(here):
+            if len(here) > self._policy.recompute_short:
+                draft.misses.append(Miss(here.segment.name, "computing it takes less time than translating it"))
             return False
         sample = self.sample(request, here)
         if sample is None:
@@ -164,6 +187,10 @@ class Planner:
     def _compute(draft: Draft, position: int) -> None:
         if position >= draft.exact_tokens:
             draft.sources[position] = Source.COMPUTED
+
+    def pays(self, placed: Placed) -> bool:
+        """Return whether translating a placeholder's value takes less time than computing it."""
+        return len(placed) > self._policy.recompute_short and self._costs.translation_pays(len(placed))
 
     def _compute_end(self, draft: Draft, last: Placed) -> None:
         start = last.start if self._policy.recompute_tail else last.stop - 1

@@ -12,7 +12,9 @@ from kedge.runtime.interfaces import (
     Anchors,
     BaseNeed,
     Bases,
+    Costs,
     Cut,
+    PoolKey,
     ReadKV,
     ReusePolicy,
     Slot,
@@ -20,22 +22,36 @@ from kedge.runtime.interfaces import (
 )
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key, template_tokens
 from kedge.runtime.plan import ReusePlan, Translation
-from kedge.runtime.planner import Draft, Planner
+from kedge.runtime.planner import NO_COSTS, Draft, Planner
+from kedge.runtime.readers import Readers
 from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
+
+REFRESH = 8
+"""Of the dense prompts of an agent that has seen enough values, one in so many is learned from"""
+WORTHWHILE = 1.5
+"""Readers that a value must be expected to have for its base KV to be worth computing while requests wait"""
 
 
 class Runtime:
     """One per engine, called by its owner thread only."""
 
     def __init__(
-        self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None, expected: Expected | None = None
+        self,
+        anchors: Anchors,
+        bases: Bases,
+        policy: ReusePolicy,
+        refusal: str | None,
+        expected: Expected | None = None,
+        costs: Costs = NO_COSTS,
     ) -> None:
-        """`expected` is what the stores are told of the forecast by."""
+        """`expected` passes the forecast on to the stores; `costs` decides which values are worth translating."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or Expected()
-        self._planner = Planner(anchors, bases, policy, refusal)
+        self._planner = Planner(anchors, bases, policy, refusal, costs)
         self._short = policy.recompute_short
+        self._readers = Readers()
+        self._saturated = 0
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """The plan for a request whose leading tokens are `exact` on the device; counts the anchors it uses."""
@@ -70,7 +86,10 @@ class Runtime:
             return []
         self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
         placed = layout(request)
-        missing = (self._placeholder_need(request, p) for p in placed if self._lacks_base(request, p))
+        values = [one for one in placed if one.segment.is_placeholder and self._planner.pays(one)]
+        if not values:
+            return []
+        missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
         return [*self._template_need(request, placed), *missing]
 
     def learns(self, request: GenerateRequest) -> bool:
@@ -78,14 +97,21 @@ class Runtime:
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
-        wanted = placed.segment.is_placeholder and len(placed) > self._short
-        return wanted and self._planner.sample(request, placed) is None
+        """Whether nobody has computed a value's base KV yet. Counts the reader."""
+        self._readers.read(self._pool(request, placed), placed.segment.tokens)
+        return self._planner.sample(request, placed) is None
+
+    @staticmethod
+    def _pool(request: GenerateRequest, placed: Placed) -> PoolKey:
+        return PoolKey(request.tenant, request.workflow, placed.segment.name)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
         lead = len(segment.lead_in)
         keep = partial(self._keep_value, request, placed)
-        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (Cut(lead, lead + len(placed), keep),))
+        cut = Cut(lead, lead + len(placed), keep)
+        is_urgent = self._readers.expected(self._pool(request, placed)) >= WORTHWHILE
+        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (cut,), is_urgent)
 
     def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
         """Keeps base KV that was made off the critical path; what the next reader would look up is looked up now."""
@@ -114,8 +140,21 @@ class Runtime:
             self._bases.put_sample(request.tenant, request.run, request.produces, tokens, kv, exact_lineage=exact)
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
-        """Offsets can be measured where the whole prompt was computed as if nothing could be translated."""
-        return self.learns(request) and not plan.translates and any(s.is_placeholder for s in request.segments)
+        """Return whether to learn from a request: its whole prompt was computed, and its offsets are worth measuring.
+
+        Those of an agent that has seen enough values are, once in `REFRESH` times, so that they follow what changes.
+        """
+        if plan.translates or not self.learns(request):
+            return False
+        key = template_key(request)
+        values = [one for one in layout(request) if one.segment.is_placeholder and self._planner.pays(one)]
+        if not all(self._is_saturated(request, key, one) for one in values):
+            return True
+        self._saturated += bool(values)
+        return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
+
+    def _is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
+        return self._anchors.is_saturated(Slot(key, placed.index), self._pool(request, placed))
 
     def observe(self, request: GenerateRequest, read: ReadKV) -> Iterator[Placed]:
         """Measures the offsets of a densely prefilled prompt and feeds the anchor pools.

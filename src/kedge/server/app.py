@@ -16,8 +16,9 @@ from kedge.errors import EngineClosed
 from kedge.server import dashboard, openai_api, problems, workflow_api
 from kedge.server.config import ServerConfig
 from kedge.server.dashboard import Dashboard
+from kedge.server.hosts import HostCheck, TrustedHosts
 from kedge.server.observing import Observed
-from kedge.server.problems import BAD, ERRORS, Problem, answers, body_of
+from kedge.server.problems import ERRORS, answers, refusal
 from kedge.server.runs import Runs
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.state import Snapshots
@@ -52,6 +53,7 @@ def create_app(
     for router in (openai_api.router, workflow_api.router, dashboard.router, _router):
         app.include_router(router)
     problems.install(app)
+    app.add_middleware(HostCheck, hosts=TrustedHosts(config.host, config.allowed_hosts))
     app.add_middleware(Edge, max_body_bytes=config.max_body_bytes)
     app.add_middleware(Observed, tracing=tracing)
     return app
@@ -83,8 +85,9 @@ _router = APIRouter(tags=["Operation"], responses=ERRORS)
 
 
 @_router.get("/health", response_model=None)
-async def health() -> Response:
-    """The server answers."""
+async def health(service: TheService) -> Response:
+    """The server answers, and its engine has not ended by itself: after a 503 the process is to be started again."""
+    service.require_engine()
     return JSONAnswer({"status": "ok"})
 
 
@@ -92,6 +95,7 @@ async def health() -> Response:
 async def ready(service: TheService) -> Response:
     """The engine answers too: 503 where it was closed, died, or does not come round to it in time, and at the end."""
     service.refuse_at_the_end()
+    service.require_engine()
     try:
         async with asyncio.timeout(READY_SECONDS):
             await service.threads.work(lambda: service.engine.cancel(RequestId("ready?")))
@@ -124,13 +128,13 @@ class Edge:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(receive)
         except TimeoutError:
-            await _refuse(408, "the body did not come in time", "request_timeout")(scope, receive, send)
+            await refusal(408, "the body did not come in time", "request_timeout")(scope, receive, send)
             return
         if body is None:
             return
         if len(body) > self._most:
-            refusal = _refuse(413, f"a body has at most {self._most} bytes", "request_too_large")
-            await refusal(scope, receive, send)
+            too_large = refusal(413, f"a body has at most {self._most} bytes", "request_too_large")
+            await too_large(scope, receive, send)
             return
         await self._app(scope, _replayed(body, receive), send)
 
@@ -154,7 +158,3 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return next_message
-
-
-def _refuse(status: int, why: str, code: str) -> JSONAnswer:
-    return JSONAnswer(body_of(why, Problem(status, BAD, code)), status)

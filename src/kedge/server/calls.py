@@ -119,11 +119,11 @@ def _read(stream: Stream, hear: Listener) -> None:
 class Account(Protocol):
     """Who keeps the books of a call. Called on the event loop."""
 
-    def begun(self) -> None:
-        """A generation's first token has come."""
+    def begun(self, at: int) -> None:
+        """Take note that a generation's first token has come; `at` is its number in the call."""
 
-    def finished(self, completion: Completion) -> None:
-        """A generation has ended with a completion, cancelled ones too."""
+    def finished(self, at: int, completion: Completion) -> None:
+        """Take note that a generation has ended with a completion, cancelled ones too."""
 
     def over(self, call: Call) -> None:
         """Nothing of the call is left in the engine."""
@@ -152,10 +152,10 @@ class Call:
             return self._end_one()
         if at not in self._begun and item.tokens:
             self._begun.add(at)
-            self._account.begun()
+            self._account.begun(at)
         if item.completion:
             self.completions[at] = item.completion
-            self._account.finished(item.completion)
+            self._account.finished(at, item.completion)
         self._arrive((at, item))
         return self._end_one() if item.completion else None
 
@@ -167,11 +167,6 @@ class Call:
         self._following -= 1
         if not self._following:
             self._account.over(self)
-
-    @property
-    def begun(self) -> int:
-        """How many generations have had a token."""
-        return len(self._begun)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
         """Yield the deltas that have come since the last look, each with the number of its generation. Raises the

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kedge.config import ServerSettings
 from kedge.errors import ConfigError
+from kedge.server.hosts import is_host
 from kedge.server.tenancy import Limits
 from kedge.server.tool_calls import PARSERS, PlainText, ToolParser
 from kedge.types import ReuseMode
@@ -27,10 +28,14 @@ class ServerConfig:
     max_in_flight: int = 256
     """Generations and runs of all tenants together; each has a thread that waits for its tokens."""
     max_body_bytes: int = 4 << 20
+    host: str = "127.0.0.1"
+    """The address that the server is bound to; calls may name it in `Host`."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names and addresses that calls may name there, without a port; `*` is any."""
     limits: Limits = Limits()
     """For a tenant that has none of its own."""
     tools: bool = False
-    """Whether a registered workflow may name tools, which run code on this machine."""
+    """Whether registered workflows may name tools, which run code on this machine."""
     tool_call_parser: str | None = None
     """The format in which the model writes tool calls (a name in `kedge.server.tool_calls.PARSERS`); None: it is not
     told of any tools."""
@@ -42,16 +47,19 @@ class ServerConfig:
     """Seconds that running answers may go on when the server is told to end."""
 
     @classmethod
-    def of(cls, settings: ServerSettings, *, model_name: str, tools: bool) -> ServerConfig:
-        """What the settings say, with the two that depend on more than them."""
-        same = {field.name for field in fields(cls)} - {"model_name", "tools", "limits"}
+    def of(cls, settings: ServerSettings, *, model_name: str) -> ServerConfig:
+        """Return what the settings say, with the model's name, which may depend on more than them."""
+        same = {field.name for field in fields(cls)} - {"model_name", "limits"}
         limits = Limits(**settings.limits.model_dump())
-        return cls(model_name=model_name, tools=tools, limits=limits, **settings.model_dump(include=same))
+        return cls(model_name=model_name, limits=limits, **settings.model_dump(include=same))
 
     def __post_init__(self) -> None:
         for key in ("default_max_tokens", "max_in_flight", "max_body_bytes"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"server.{key}", getattr(self, key), "must be at least 1")
+        for host in self.allowed_hosts:
+            if not is_host(host):
+                raise ConfigError("server.allowed_hosts", host, "must be a name or an address without a port, or *")
         if not self.model_name.strip():
             raise ConfigError("server.model_name", self.model_name, "must not be blank")
         if self.tool_call_parser not in (None, *PARSERS):

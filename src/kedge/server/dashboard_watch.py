@@ -27,6 +27,10 @@ class WatchedEngine:
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._engine.failure
+
     def submit(self, request: GenerateRequest) -> WatchedStream:
         stream = self._engine.submit(request)
         self._history.submitted(request)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kedge.errors import RequestError
+from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
 from kedge.server import prompts
 from kedge.server.calls import Call
 from kedge.server.hints import Hints
@@ -59,11 +59,21 @@ class Job:
         self._called()
         try:
             call = await self.service.begin(self.tenant, self.count, self._requests, self._over)
+        except (EmptyPrompt, InvalidToken, PromptTooLong) as error:
+            self._take_back()
+            raise self._in_client_words(error) from error
         except BaseException:
             self._take_back()
             raise
         self._tell_begun(call)
         return call
+
+    def _in_client_words(self, error: RequestError) -> RequestError:
+        """Return what the engine says of the prompt with the field that the client sent."""
+        if error.key in (field := self.body.prompt_field, "kedge.bindings"):
+            return error
+        value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
+        return type(error)("kedge.bindings" if self.step else field, value, error.why)
 
     def _called(self) -> None:
         if self.run and self.hints.agent:

@@ -85,7 +85,10 @@ class ServerMetrics:
                 self._ignored.inc(count, tenant=tenant, dialect=dialect, reason=reason)
 
     def snapshot(self, status: str) -> None:
-        """Counts a snapshot (`saved`, `failed`), or one that was not taken in (`refused`). They are no tenant's."""
+        """Count a snapshot (`saved`, `failed`), one that was not loaded (`refused`), or a file of one (`damaged`).
+
+        They are no tenant's.
+        """
         self._snapshots.inc(tenant="", status=status)
         if status == "saved":
             self._snapshot_time.set(time.time(), tenant="")

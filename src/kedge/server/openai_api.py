@@ -14,19 +14,21 @@ from kedge.server.calls import Call
 from kedge.server.chunks import ChunkEncoder
 from kedge.server.formats import ChatFormat, Choice, CompletionFormat, Format, Writer
 from kedge.server.generation import Job, chat_job, completion_job
-from kedge.server.problems import ERRORS, EVENTS, JSON, answers, problem_of, told
+from kedge.server.media_types import TypedRoute
+from kedge.server.problems import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, problem_of, told
 from kedge.server.protocol import ChatBody, CompletionBody, GenerationBody
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tool_calls import PlainText
 from kedge.server.wire import DONE, EventStream, JSONAnswer, event
 from kedge.types import Completion, TokenDelta
 
-router = APIRouter(tags=["OpenAI"], responses=ERRORS)
+router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
+ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
 CLIENT_GONE = 499
 """The status of an answer that nobody reads; nginx's word for it."""
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=answers(200, kinds=(*JSON, *EVENTS)))
+@router.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
 async def chat_completions(body: ChatBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Answers a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
     hints = service.checked_hints(tenant, body, request.headers)
@@ -40,7 +42,7 @@ async def chat_completions(body: ChatBody, request: Request, service: TheService
     return await _answer(job, form, request)
 
 
-@router.post("/v1/completions", response_model=None, responses=answers(200, kinds=(*JSON, *EVENTS)))
+@router.post("/v1/completions", response_model=None, responses=ANSWERS)
 async def completions(body: CompletionBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Continues texts or token ids."""
     hints = service.checked_hints(tenant, body, request.headers)

@@ -50,9 +50,15 @@ class ErrorBody(BaseModel):
 Answers = dict[int | str, dict[str, Any]]
 """Status, or a range of them, -> what is documented of the answer."""
 ERRORS: Answers = {
+    421: {"model": ErrorBody, "description": "`Host` names no host that this server answers to."},
     "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
     "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
 }
+BODY_ERRORS: Answers = {
+    400: {"model": ErrorBody, "description": "The body cannot be read, or has a wrong value."},
+    415: {"model": ErrorBody, "description": "The body has another type than those that are read."},
+}
+"""Of routes that read a body, besides `ERRORS`."""
 JSON, EVENTS = ("application/json",), ("text/event-stream",)
 
 
@@ -82,6 +88,10 @@ KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
     (WorkflowError, Problem(400, BAD, None)),
 )
 """The first that fits is told; anything else is the server's own failure."""
+SOURCES = frozenset({"body", "query", "path", "header"})
+"""Where FastAPI found a wrong value: the first part of its place, and no field's name."""
+NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""Pydantic's errors that speak of Python's types."""
 INTERNAL = Problem(500, "server_error", "internal_error")
 
 
@@ -95,6 +105,11 @@ def body_of(message: str, problem: Problem, param: str | None = None) -> dict[st
     """The body of an answer that tells a problem."""
     short = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
     return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
+
+
+def refusal(status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
+    """Return the answer to a call that is turned away before it comes to its route."""
+    return JSONAnswer(body_of(why, Problem(status, BAD, code), param), status)
 
 
 def told(error: KedgeError) -> dict[str, Any]:
@@ -132,16 +147,17 @@ def _headers(error: KedgeError, status: int) -> dict[str, str]:
 async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
     is_json = first["type"] != "json_invalid"
-    message = f"{'.'.join(place) or 'body'}: {first['msg']}" if is_json else "the body is not JSON"
+    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body is not JSON"
     param = place[0] if is_json and place else None
     return _answer(request, body_of(message, Problem(400, BAD, None), param), 400)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONAnswer:
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(error.status_code)
     kind = BAD if error.status_code < 500 else INTERNAL.type
     body = body_of(str(error.detail), Problem(error.status_code, kind, code))
     return _answer(request, body, error.status_code, error.headers)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 from kedge.engine.base import Tokenizer
-from kedge.errors import RequestError
+from kedge.errors import EmptyPrompt, RequestError
 from kedge.server.protocol import CalledTool, Message, Tool
 from kedge.server.tool_calls import read_json
 from kedge.types import SampleId, Segment, Tokens
@@ -125,8 +125,11 @@ def _apply_template(tokenizer: Tokenizer, said: Sequence[Said], tools: Sequence[
 
 
 def of_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[Segment, ...]:
-    """The one segment of a text completion. In a text, special tokens that are spelled out are recognised."""
+    """The one segment of a text completion. In a text, special tokens that are spelled out are recognised. Raises
+    `EmptyPrompt` and `RequestError`."""
     tokens = tokenizer.encode(_unicode("prompt", prompt)) if isinstance(prompt, str) else tuple(prompt)
+    if not tokens:
+        raise EmptyPrompt("prompt", prompt, "has no tokens")
     return (Segment(tokens, "p0"),)
 
 

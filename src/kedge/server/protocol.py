@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from kedge.errors import RequestError
 from kedge.server.hints import Hints
@@ -49,6 +50,24 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
+def accepted(what: str) -> WrapValidator:
+    """Return a validator that says once what a field accepts, not what each member of its union would have wanted."""
+
+    def check(value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            raise PydanticCustomError("accepted", "Input should be {what}", {"what": what}) from None
+
+    return WrapValidator(check)
+
+
+Stop = Annotated[str | list[str], accepted("a string or a list of strings")]
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    accepted("a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+ToolChoice = Annotated[str | dict[str, Any], accepted("a string or an object")]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 Likeliest = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
@@ -56,11 +75,13 @@ Likeliest = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 class GenerationBody(_Body):
     """What both kinds of completion understand."""
 
+    prompt_field: ClassVar[str]
+    """The field that the prompt is made of."""
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Count | None = None
     stream: bool | None = None
@@ -149,7 +170,7 @@ class Message(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
@@ -168,15 +189,21 @@ class TextPart(_Body):
     text: str
 
 
+Content = Annotated[
+    str | list[TextPart], accepted('a string or a list of text parts (objects with `type: "text"` and `text`)')
+]
+
+
 class ChatBody(GenerationBody):
     """A request to `/v1/chat/completions`."""
 
     messages: list[Message]
+    prompt_field = "messages"
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -203,7 +230,8 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """A request to `/v1/completions`: a text, token ids, or several of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
+    prompt_field = "prompt"
     max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     """0 with `echo`: the prompt comes back, with its log-probabilities if they are asked for."""
     echo: bool | None = None
@@ -284,7 +312,7 @@ class RunBody(_Body):
     """A request to start a run of a registered workflow."""
 
     inputs: dict[str, str]
-    reuse: ReuseChoice | dict[str, ReuseChoice] | None = None
+    reuse: RunReuse | None = None
     """A mode for all agents that have none of their own, or modes by agent, which win over everything."""
     stream: bool = False
 
@@ -298,3 +326,7 @@ class RunBody(_Body):
 
 
 ReuseChoice = Literal["off", "exact", "translate"]
+RunReuse = Annotated[
+    ReuseChoice | dict[str, ReuseChoice],
+    accepted("'off', 'exact' or 'translate', or an object with one of these for each agent that it names"),
+]

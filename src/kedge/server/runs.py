@@ -12,9 +12,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from kedge.engine.run import EventKind, RunEvent, RunResult, run
+from kedge.engine.run import EventKind, RunEvent, RunResult, check_inputs, run
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.server import protocol
+from kedge.server.in_flight import InFlight
 from kedge.server.problems import INTERNAL, body_of, told
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant, Ticket
@@ -94,7 +95,9 @@ class Runs:
         self._of: dict[TenantId, dict[str, ServedRun]] = {}
 
     def start(self, tenant: Tenant, workflow: Workflow, inputs: Mapping[str, str]) -> ServedRun:
-        """Starts a run of a workflow whose agents all have their modes. Raises `LimitReached` or `Overloaded`."""
+        """Start a run of a workflow whose agents all have their modes. Raises `MissingInput` or `RequestError` for
+        inputs, `LimitReached` or `Overloaded`."""
+        check_inputs(workflow, inputs)
         ticket = self._service.admit(tenant, 1)
         started = ServedRun(tenant.id, workflow.name)
         mine = self._of.setdefault(tenant.id, {})
@@ -102,7 +105,9 @@ class Runs:
         self._forget_old(mine)
         self._service.metrics.runs.inc(tenant=tenant.id)
         span = self._service.tracing.run(tenant.id, started.id, workflow)
-        execution = _Execution(self._service, tenant, started, workflow, inputs, span, asyncio.get_running_loop())
+        in_flight = InFlight(self._service.metrics, tenant.id)
+        loop = asyncio.get_running_loop()
+        execution = _Execution(self._service, tenant, started, workflow, inputs, span, in_flight, loop)
         self._service.threads.wait(execution).add_done_callback(partial(execution.post_end, ticket))
         return started
 
@@ -150,6 +155,7 @@ class _Execution:
     workflow: Workflow
     inputs: Mapping[str, str]
     span: RunSpan
+    in_flight: InFlight
     loop: asyncio.AbstractEventLoop
 
     # the run's thread ---------------------------------------------------------------------------------------------
@@ -179,9 +185,13 @@ class _Execution:
     def _take(self, happened: RunEvent) -> None:
         if happened.kind is EventKind.SUBMITTED:
             self.served.in_flight.add(happened.request_id)
+            self.in_flight.submitted(happened.request_id)
             if self.served.is_cancelled:
                 self.service.threads.cancel([happened.request_id])
+        if happened.kind is EventKind.TEXT:
+            self.in_flight.begun(happened.request_id)
         if happened.completion:
+            self.in_flight.ended(happened.request_id)
             self.served.in_flight.discard(happened.request_id)
             self.service.finished(self.tenant, happened.completion)
         if happened.kind is not EventKind.TEXT or happened.text:
@@ -189,6 +199,7 @@ class _Execution:
 
     def _end(self, ticket: Ticket, ended: Future[RunResult]) -> None:
         ticket.release()
+        self.in_flight.clear()
         status, data = self._outcome(ended)
         self.span.ended(status.value, ended.exception() if status is RunStatus.FAILED else None)
         self.served.status = status
@@ -200,6 +211,8 @@ class _Execution:
         error = ended.exception()
         if error is None:
             return RunStatus.FINISHED, _result(ended.result())
+        if died := self.service.engine_error:
+            return RunStatus.FAILED, told(died)
         if self.served.is_cancelled:
             return RunStatus.CANCELLED, {}
         if isinstance(error, KedgeError):

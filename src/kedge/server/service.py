@@ -10,11 +10,12 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
-from kedge.errors import KedgeError, NotFound, Overloaded, Unauthenticated
+from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.server.agent_runs import AgentRuns
 from kedge.server.calls import Call, Threads, submit_all
 from kedge.server.config import ServerConfig
 from kedge.server.hints import Hints, read_hints
+from kedge.server.in_flight import InFlight
 from kedge.server.metrics import ServerMetrics
 from kedge.server.protocol import GenerationBody
 from kedge.server.registry import Workflows
@@ -57,6 +58,17 @@ class Service:
         """Raises `Overloaded` once the server has been told to end."""
         if self.is_ending:
             raise Overloaded("server", "ending", "it takes nothing new")
+
+    @property
+    def engine_error(self) -> EngineClosed | None:
+        """What everyone is answered once the engine has ended by itself; None while it works."""
+        failure = self.engine.failure
+        return None if failure is None else EngineClosed("engine", failure, "it ended by itself")
+
+    def require_engine(self) -> None:
+        """Raise `EngineClosed` once the engine has ended by itself."""
+        if error := self.engine_error:
+            raise error
 
     def fail_all(self, error: KedgeError) -> None:
         """Ends every call that goes on with an error."""
@@ -104,8 +116,10 @@ class Service:
             ticket.release()
             span.failed(error)
             raise
-        self.metrics.waiting.inc(count, tenant=tenant.id)
-        call = Call(self.threads, requests, streams, _Account(self, tenant, ticket, count, on_over, span))
+        in_flight = InFlight(self.metrics, tenant.id)
+        for at in range(count):
+            in_flight.submitted(at)
+        call = Call(self.threads, requests, streams, _Account(self, tenant, ticket, in_flight, on_over, span))
         self._calls.add(call)
         return call
 
@@ -126,24 +140,23 @@ class _Account:
     service: Service
     tenant: Tenant
     ticket: Ticket
-    count: int
+    in_flight: InFlight
     on_over: Callable[[Call], None]
     span: Span
 
-    def begun(self) -> None:
+    def begun(self, at: int) -> None:
         self.span.begun()
-        self.service.metrics.waiting.inc(-1, tenant=self.tenant.id)
-        self.service.metrics.running.inc(tenant=self.tenant.id)
+        self.in_flight.begun(at)
 
-    def finished(self, completion: Completion) -> None:
+    def finished(self, at: int, completion: Completion) -> None:
         # Before the client hears of it: one that then calls again at once finds the room free.
         self.ticket.give_back_one()
+        self.in_flight.ended(at)
         self.service.finished(self.tenant, completion)
 
     def over(self, call: Call) -> None:
         self.ticket.release()
-        self.service.metrics.waiting.inc(call.begun - self.count, tenant=self.tenant.id)
-        self.service.metrics.running.inc(-call.begun, tenant=self.tenant.id)
+        self.in_flight.clear()
         self.span.ended([one for one in call.completions if one])
         self.on_over(call)
         self.service.over(call)

@@ -10,8 +10,8 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_co
 
 from kedge.engine.run import EventKind, RunEvent
 from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, Source
-from kedge.workflow.graph import Agent, Tool, Workflow
-from kedge.workflow.spec import Appended
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.spec import tool_name
 
 PROVIDER = {"gen_ai.provider.name": "kedge"}
 FIRST_TOKEN = "gen_ai.first_token"
@@ -101,7 +101,7 @@ class WorkflowSpan:
         _set(span, _answered([happened.completion], self._model_name))
         span.end()
         if agent.tool is not None:
-            name = _name(agent.tool)
+            name = tool_name(agent.tool)
             told = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": happened.turn}
             self._open[happened.request_id] = self._child("execute_tool", agent, name, told)
 
@@ -109,11 +109,6 @@ class WorkflowSpan:
         span = self._tracer.start_span(f"{operation} {name}", set_span_in_context(self._span))
         _set(span, {**self._about, "gen_ai.operation.name": operation, "gen_ai.agent.name": agent.id, **told})
         return span
-
-
-def _name(tool: Tool) -> str:
-    inner = tool.tool if isinstance(tool, Appended) else tool
-    return getattr(inner, "__name__", type(inner).__name__)
 
 
 def _asked(sampling: SamplingParams) -> dict[str, Any]:

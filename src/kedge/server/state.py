@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saved(Protocol):
-    """What a snapshot holds."""
+    """What a snapshot holds, or what was loaded of one."""
 
     @property
     def pools(self) -> int: ...
@@ -25,6 +25,8 @@ class Saved(Protocol):
     def nbytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def damaged(self) -> Sequence[object]: ...
 
 
 @runtime_checkable
@@ -51,12 +53,15 @@ class Snapshots:
         self._thread = threading.Thread(target=self._every, name="kedge-snapshots", daemon=True)
 
     def load(self) -> None:
-        """Loads what is there. Raises `ConfigError` where the folder cannot be used, or another process does.
+        """Load what is there. Raises `ConfigError` where the folder cannot be used, or another process does.
 
-        State that is damaged or somebody else's is refused and logged; the server then starts with nothing learned.
+        What is damaged is put aside, counted and logged file by file, and the rest is loaded. State of another model or
+        format is refused and logged; the server then starts with nothing learned, and the first snapshot moves it away.
         """
         try:
             found = self._engine.load(self._folder)
+            for _ in found.damaged:
+                self._count("damaged")
             logger.info("loaded %s", _told(found, self._folder))
         except StateRefused as refusal:
             self._count("refused")

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.engine.run import compiled
 from kedge.errors import RequestError, SpecError
-from kedge.server import drawing
-from kedge.server.problems import ERRORS, EVENTS, answers
+from kedge.server import drawing, media_types
+from kedge.server.media_types import TypedRoute
+from kedge.server.problems import BODY_ERRORS, ERRORS, EVENTS, answers
 from kedge.server.protocol import ReuseChoice, RunBody
 from kedge.server.registry import Registered, registered
 from kedge.server.runs import Runs, ServedRun
@@ -20,7 +21,7 @@ from kedge.server.wire import EventStream, JSONAnswer, event
 from kedge.types import ReuseMode
 from kedge.workflow.spec import parse_text
 
-router = APIRouter(tags=["Kedge"], responses=ERRORS)
+router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MOST_BYTES = 256 << 10
 """Of a workflow file: YAML is slow to read."""
 PICTURES = ("image/svg+xml", "text/plain")
@@ -28,7 +29,7 @@ STILL_THERE = b": still there\n\n"
 FILE = {
     "requestBody": {
         "required": True,
-        "content": {kind: {"schema": {"type": "object"}} for kind in ("application/json", "application/yaml")},
+        "content": {kind: {"schema": {"type": "object"}} for kind in (media_types.JSON, *media_types.YAML)},
     }
 }
 
@@ -36,7 +37,7 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201))
+@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201) | BODY_ERRORS)
 async def register(
     request: Request,
     service: TheService,
@@ -128,7 +129,7 @@ def _described(one: Registered) -> dict[str, Any]:
     "/v1/workflows/{name}/runs",
     response_model=None,
     response_class=Response,
-    responses=answers(200, kinds=EVENTS) | answers(201),
+    responses=answers(200, kinds=EVENTS) | answers(201) | BODY_ERRORS,
 )
 async def start(name: str, body: RunBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Starts a run. With `stream`, its events are the answer, and a client that goes away ends it."""
@@ -191,7 +192,7 @@ def _refuse_unknown(body: RunBody) -> None:
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/hints", response_model=None)
+@router.post("/v1/hints", response_model=None, responses=BODY_ERRORS)
 async def hints(body: dict[str, Any], request: Request, service: TheService, tenant: TheTenant) -> Response:
     """Takes hints without a prompt: a forecast that has changed, or the end of a run.
 

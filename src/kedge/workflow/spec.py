@@ -56,6 +56,12 @@ class Appended:
         return self.tool(f"{answer}\n{self.text}", inputs)
 
 
+def tool_name(tool: Tool) -> str:
+    """Return the name of the function that a tool is."""
+    inner = tool.tool if isinstance(tool, Appended) else tool
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -245,7 +251,8 @@ def _validated(data: object, source: str, kind: type[_S]) -> _S:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise SpecError(f"{source}: {key}", _short(first["input"]), first["msg"]) from None
+        why = "Input should be a mapping" if first["type"] in ("model_type", "dict_type") else first["msg"]
+        raise SpecError(f"{source}: {key}", _short(first["input"]), why) from None
 
 
 def _short(value: object) -> object:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,6 +26,8 @@ from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where tests run that say something about a GPU, where there is one; all others run on the CPU"""
 SHAPE = {
     "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 256, "eos_token_id": 257,
@@ -34,6 +38,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+# Caps that matter: tied to its embeddings, a random model repeats its last token whatever it attends to.
+GEMMA2 = {
+    "head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 2.0, "sliding_window": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
@@ -41,6 +50,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=YARN)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **GEMMA2)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16)),
 }
@@ -63,7 +73,9 @@ def tiny_tokenizer() -> HFTokenizer:
 
 
 def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
-    config = EngineConfig(**{"num_blocks": 256, "block_size": 16, "device": "cpu", **settings})
+    """An engine that translates whatever it can: on models as small as these, computing is always cheaper."""
+    fixed = {"num_blocks": 256, "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
+    config = EngineConfig(**{**fixed, **settings})
     return LocalEngine.from_runner(ModelRunner(model), tiny_tokenizer(), config)
 
 

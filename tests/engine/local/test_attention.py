@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kedge.engine.local import softcap
 from kedge.engine.local.attention import FEW, SequenceSlice, _attend, _attend_causal, _attend_lower_right
 from kedge.kv.storage import PagedStorage
 
@@ -69,3 +70,19 @@ def test_a_gpu_sees_the_same_of_a_chunk(queries: int) -> None:
     query, key, value = (torch.randn(2, 3, count, DIM) for count in (queries, 40, 40))
     got = _attend_lower_right(query, key, value, SCALE)
     torch.testing.assert_close(got, _attend_causal(query, key, value, SCALE), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("queries", [1, 5, softcap.ROWS + 44])
+def test_capped_scores_are_capped_before_they_are_masked(queries: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(HEADS, queries, DIM).to(dtype)
+    key, value = (torch.randn(KV_HEADS, 400, DIM).to(dtype) for _ in range(2))
+    mask = torch.where(torch.arange(400) <= torch.arange(400 - queries, 400)[:, None], 0.0, -torch.inf)
+
+    out = softcap.attend(query, key, value, mask, SCALE, 1.5)
+
+    heads = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
+    key, value = heads
+    scores = 1.5 * (query.double() @ key.transpose(1, 2) * SCALE / 1.5).tanh() + mask
+    assert (out.double() - scores.softmax(-1) @ value).abs().max() < TOLERANCE[dtype]

@@ -6,20 +6,46 @@ from collections.abc import Iterator
 
 import pytest
 
-from kedge.config import TierConfig
-from kedge.engine.conformance import EngineConformance
-from kedge.engine.local.engine import LocalEngine
-from tests.engine.local.conftest import engine_of, tiny_model
+pytest.register_assert_rewrite("kedge.engine.conformance")
+
+from kedge.config import TierConfig  # noqa: E402
+from kedge.engine.conformance import EngineConformance  # noqa: E402
+from kedge.engine.local.engine import LocalEngine  # noqa: E402
+from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
 
-class TestLocalEngine(EngineConformance):
+class LocalConformance(EngineConformance):
+    """The suite with a small engine, and a look at what is left once nothing runs."""
+
+    small_capacity = 16 * 16
+
+    test_hints_that_cannot_be_meant_are_ignored = None
+    test_misshapen_prompts_are_refused = None
+    test_what_is_no_token_is_refused_wherever_it_stands = None
+    test_a_duplicate_of_a_request_in_flight_is_refused = None
+    test_one_of_many_duplicates_at_once_is_accepted = None
+    test_an_id_may_come_again_once_its_request_has_ended = None
+    """These are in `test_containment.py`, on engines of their own."""
+
+    def small_engine(self, engine: LocalEngine) -> LocalEngine:
+        return LocalEngine.from_runner(
+            engine._runner, engine.tokenizer, engine.config.model_copy(update={"num_blocks": 16, "block_size": 16})
+        )
+
+    def check_at_rest(self, engine: LocalEngine) -> None:
+        engine.wait_idle(self.timeout_s)
+        engine._ask(engine._core.check_integrity)
+        assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+class TestLocalEngine(LocalConformance):
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
         with engine_of(tiny_model("llama")) as engine:
             yield engine
 
 
-class TestLocalEngineWithAHostTier(EngineConformance):
+class TestLocalEngineWithAHostTier(LocalConformance):
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
         tiers = TierConfig(host_blocks=64, backup_hits=0, throttle=1e-4)
@@ -27,7 +53,7 @@ class TestLocalEngineWithAHostTier(EngineConformance):
             yield engine
 
 
-class TestLocalEngineInSmallChunks(EngineConformance):
+class TestLocalEngineInSmallChunks(LocalConformance):
     long_tokens = 300
 
     @pytest.fixture(scope="class")

@@ -27,8 +27,8 @@ def request(tokens: tuple[int, ...], reuse: ReuseMode = ReuseMode.EXACT, **sampl
 
 def greedy(model: PreTrainedModel, tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Transformers' own greedy continuation."""
-    model.set_attn_implementation("sdpa")
-    ids = torch.tensor([tokens])
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([tokens], device=model.device)
     with torch.no_grad():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None

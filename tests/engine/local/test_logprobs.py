@@ -17,7 +17,7 @@ from kedge.engine.local.attention import Batch
 from kedge.engine.local.logprobs import token_logprobs
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.spelling import Spelling
-from kedge.errors import ForwardFailed
+from kedge.errors import GenerationFailed
 from kedge.runtime.plan import ALL_COMPUTED
 from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TokenLogprob
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
@@ -127,7 +127,7 @@ def test_trouble_with_log_probabilities_is_the_requests_own(monkeypatch: pytest.
 
     with engine_of(tiny_model("llama")) as engine:
         monkeypatch.setattr(logprobs, "token_logprobs", fails)
-        with pytest.raises(ForwardFailed, match="out of memory"):
+        with pytest.raises(GenerationFailed, match="out of memory"):
             engine.submit(replace(request(prompt(0, 30)), prompt_logprobs=1)).result(60)
         assert len(engine.submit(request(prompt(0, 30))).result(60).tokens) == 24
 

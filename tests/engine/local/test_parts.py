@@ -12,6 +12,7 @@ from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.engine.local.parts import Parts, Translating
 from kedge.engine.local.sampler import Sampler
+from kedge.errors import GenerationFailed
 from kedge.types import FinishReason, ReuseMode
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import SETTINGS, request, tokens
@@ -40,13 +41,13 @@ def test_a_draw_sees_all_logits_and_decides() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_draw_that_fails_is_the_engines_end_and_says_so() -> None:
-    """A draw runs in the engine's thread: what it raises is a fault of the experiment, never a wrong answer."""
-    engine = engine_of(tiny_model("llama"))
-    stream = engine.submit(request(tokens(1, 30)), lambda _: 1 // 0)
-    with pytest.raises(Exception, match="its thread has died"):
-        stream.result(60)
-    engine.close()
+def test_a_draw_that_fails_ends_its_own_request_and_says_so() -> None:
+    """A draw runs in the engine's thread: what it raises is never a wrong answer, and nobody else's trouble."""
+    with engine_of(tiny_model("llama")) as engine:
+        other = engine.submit(request(tokens(2, 30)))
+        with pytest.raises(GenerationFailed, match="its next token was drawn: ZeroDivisionError"):
+            engine.submit(request(tokens(1, 30)), lambda _: 1 // 0).result(60)
+        assert other.result(60).tokens == engine.submit(request(tokens(2, 30))).result(60).tokens
 
 
 def test_parts_are_built_from_the_settings_and_used() -> None:

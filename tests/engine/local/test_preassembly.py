@@ -48,7 +48,7 @@ TEMPLATE = (20, 9, 5)
 """Tokens of the prefix segments of every agent: before the question, before the answer, and the last."""
 QUESTION, ANSWER = 40, 24
 ASKED = tokens(70, QUESTION)
-PLANNER = PlannerSettings(recompute_head=2)
+PLANNER = PlannerSettings(by_cost=False, recompute_head=2)
 TENANT, RUN = TenantId("default"), RunId("run")
 _ids = count()
 
@@ -169,12 +169,12 @@ class Stage:
 
     @property
     def _told(self) -> dict[str, int]:
-        told: Any = self.core.stats()["preassembly"]
+        told: Any = self.core.inspection.stats()["preassembly"]
         return told
 
     @property
     def leased(self) -> int:
-        told: Any = self.core.stats()["cache"]
+        told: Any = self.core.inspection.stats()["cache"]
         return told["leased_blocks"]
 
 
@@ -298,7 +298,7 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
 
 
 def test_a_prompt_of_which_too_little_could_be_translated_is_dense() -> None:
-    outcomes, planner = [], PlannerSettings(recompute_head=2, min_translated=0.99)
+    outcomes, planner = [], PlannerSettings(by_cost=False, recompute_head=2, min_translated=0.99)
     for ahead in (False, True):
         stage = taught(planner=planner)
         request = prompt_of("reader", ASKED, stage.answer)
@@ -313,18 +313,18 @@ def test_a_prompt_of_which_too_little_could_be_translated_is_dense() -> None:
 def test_a_dense_prompt_that_was_computed_ahead_is_learned_from() -> None:
     stage = Stage()
     stage.serve(prompt_of("reader", ASKED, tokens(71, ANSWER)))  # leaves the base KV of its template
-    before = stage.core.stats()["anchors"]["observed"]
+    before = stage.core.inspection.stats()["anchors"]["observed"]
     request = prompt_of("reader", ASKED, tokens(72, ANSWER))
     stage.prepare(request)
     sequence = stage.serve(request)
     assert sequence.preassembled == request.prompt_tokens - 1
     assert not sequence.plan.translates
-    assert stage.core.stats()["anchors"]["observed"] > before
+    assert stage.core.inspection.stats()["anchors"]["observed"] > before
 
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_with_the_last_segment_recomputed_only_its_last_token_is_left(tail: bool) -> None:
-    stage = taught(planner=PlannerSettings(recompute_head=2, recompute_tail=tail))
+    stage = taught(planner=PlannerSettings(by_cost=False, recompute_head=2, recompute_tail=tail))
     request = prompt_of("reader", ASKED, stage.answer)
     stage.prepare(request)
     sequence = stage.submit(request)
@@ -587,7 +587,7 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     stage.rest()
     assert one.ready == expected.prompt_tokens - 1
     assert stage.core._cache.match((TENANT, ""), fixed).tokens_count < 96
-    assert stage.core.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
+    assert stage.core.inspection.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
 
 
 def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
@@ -724,7 +724,7 @@ SMALL = {"max_bytes": 170_000, "host_bytes": 1 << 30, "max_base_bytes": 75_000, 
 
 
 def told_tiers(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
-    told: Any = stage.core.stats()
+    told: Any = stage.core.inspection.stats()
     return told["anchors"]["tiers"], told["base_kv"]["tiers"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.scheduler import Scheduler
 
@@ -18,6 +19,10 @@ class Request:
     skips: int = 0
     waits_for_first_token: bool = True
     needs_all_logits: bool = False
+    tenant: str = "tenant"
+    tokens: list[int] = field(default_factory=lambda: [0])
+    is_over: bool = False
+    last_pass: int = 0
 
 
 @dataclass
@@ -44,8 +49,9 @@ class World:
 
 
 def scheduler_of(world: World, names: str, max_running: int = 16, budget: int = 64) -> Scheduler:
-    scheduler = Scheduler(cast(Any, world.admit), cast(Any, world), budget, max_running)
-    scheduler.waiting.extend(cast(Any, [Request(name) for name in names]))
+    scheduler = Scheduler(cast(Any, world.admit), cast(Any, world), EngineCosts(), budget, max_running, 0.5)
+    for name in names:
+        scheduler.add(cast(Any, Request(name)))
     return scheduler
 
 
@@ -88,7 +94,7 @@ def test_who_has_loaded_goes_before_who_holds_nothing() -> None:
     scheduler = scheduler_of(world, "ba")
     scheduler.schedule()
     assert world.admitted == []
-    scheduler.waiting.append(cast(Any, Request("c")))
+    scheduler.add(cast(Any, Request("c")))
     world.loading = set()
     scheduler.schedule()
     assert (world.admitted, names(scheduler.waiting)) == (["b"], "ac"), "c holds nothing either and came later"
@@ -98,7 +104,7 @@ def test_who_has_loaded_and_lacks_room_is_not_passed() -> None:
     world = World(loading={"a"})
     scheduler = scheduler_of(world, "a")
     scheduler.schedule()
-    scheduler.waiting.append(cast(Any, Request("b")))
+    scheduler.add(cast(Any, Request("b")))
     world.loading, world.full = set(), {"a"}
     scheduler.schedule()
     assert world.admitted == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -12,18 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from kedge.config import AnchorSettings, PlannerSettings
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.state import MANIFEST, SUFFIX
+from kedge.engine.local.state_files import MANIFEST, PREVIOUS
 from kedge.errors import ConfigError, EngineClosed, StateRefused
 from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.state_helpers import DAMAGES, damage, listed, record_files
 from tests.engine.local.test_translation import OPEN, request, tokens
 
 ROOT = Path(__file__).parents[3]
-SETTINGS: dict[str, object] = {"anchors": AnchorSettings(**OPEN), "planner": PlannerSettings(recompute_head=0)}
+SETTINGS: dict[str, object] = {
+    "anchors": AnchorSettings(**OPEN),
+    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+}
 
 
 def engine(family: str = "llama", **settings: object) -> LocalEngine:
@@ -46,14 +47,10 @@ def teacher() -> Iterator[LocalEngine]:
         yield built
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
-
-
 def test_an_engine_goes_on_where_another_ended(teacher: LocalEngine, tmp_path: Path) -> None:
     saved = teacher.save(tmp_path)
     assert (saved.pools, saved.templates) == (2, 1)
-    assert saved.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+    assert saved.nbytes == sum(path.stat().st_size for path in record_files(tmp_path))
     wanted = [ask(teacher, seed) for seed in (70, 70, 80, 80)]
     assert wanted[1][1] > 0
     teacher.close()
@@ -69,13 +66,13 @@ def test_an_empty_folder_holds_nothing(teacher: LocalEngine, tmp_path: Path) -> 
 
 def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_path: Path) -> None:
     teacher.save(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in [*files(tmp_path), tmp_path / MANIFEST]}
+    before = {path: path.stat().st_mtime_ns for path in [*record_files(tmp_path), tmp_path / MANIFEST]}
     teacher.save(tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in [*files(tmp_path), tmp_path / MANIFEST]} == before
+    assert {path: path.stat().st_mtime_ns for path in [*record_files(tmp_path), tmp_path / MANIFEST]} == before
     ask(teacher, 90)
     teacher.save(tmp_path)
-    assert len(files(tmp_path)) == 3
-    assert sum(path in before for path in files(tmp_path)) == 1, "the template is as it was, both pools are new"
+    assert set(record_files(tmp_path)) > before.keys() - {tmp_path / MANIFEST}, "the snapshot before is kept"
+    assert len(record_files(tmp_path)) == 5, "the template is as it was, both pools are new"
 
 
 @pytest.mark.parametrize(
@@ -117,134 +114,80 @@ def test_other_weights_are_another_model(teacher: LocalEngine, tmp_path: Path) -
         stranger.load(tmp_path)
 
 
-def change(path: Path, **fields: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+def files_of(folder: Path, kind: str) -> list[Path]:
+    """Files of the last snapshot that hold pools, or templates."""
+    return [folder / one["file"] for one in listed(folder / MANIFEST)["entries"] if one["name"][0] == kind]
 
 
-def damage(folder: Path, how: str) -> None:
-    manifest, record = folder / MANIFEST, files(folder)[0]
-    entries = json.loads(manifest.read_text())["entries"]
-    match how:
-        case "no file":
-            record.unlink()
-        case "truncated file":
-            record.write_bytes(record.read_bytes()[:-1])
-        case "empty file":
-            record.write_bytes(b"")
-        case "flipped bit":
-            content = bytearray(record.read_bytes())
-            content[len(content) // 2] ^= 1
-            record.write_bytes(content)
-        case "truncated manifest":
-            manifest.write_bytes(manifest.read_bytes()[:-9])
-        case "empty manifest":
-            manifest.write_bytes(b"")
-        case "binary manifest":
-            manifest.write_bytes(b"\xff\xfe\x00")
-        case "manifest of a list":
-            manifest.write_text("[]")
-        case "no entries":
-            change(manifest, entries=None)
-        case "other format":
-            change(manifest, format=1)
-        case "other tenant":
-            entries[-1]["name"][1] = "another"
-            change(manifest, entries=entries)
-        case "swapped files":
-            entries[0]["file"], entries[1]["file"] = entries[1]["file"], entries[0]["file"]
-            change(manifest, entries=entries)
-        case "a path outside":
-            entries[0]["file"] = "../../etc/passwd"
-            change(manifest, entries=entries)
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["no file", "truncated file", "empty file", "flipped bit", "truncated manifest", "empty manifest",
-     "binary manifest", "manifest of a list", "no entries", "other format", "other tenant", "swapped files",
-     "a path outside"],
-)  # fmt: skip
-def test_damaged_state_is_refused_whole(teacher: LocalEngine, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_pool_is_what_it_was_a_snapshot_ago(teacher: LocalEngine, tmp_path: Path, how: str) -> None:
     teacher.save(tmp_path)
-    before = teacher.inspect()["anchors"]
-    damage(tmp_path, how)
-    with pytest.raises(StateRefused):
-        teacher.load(tmp_path)
-    assert teacher.inspect()["anchors"] == before, "nothing has changed"
-    with engine() as fresh:
-        with pytest.raises(ConfigError, match="another process"):
-            fresh.load(tmp_path)
-        teacher.close()
-        with pytest.raises(StateRefused):
-            fresh.load(tmp_path)
-        ask(fresh, 50)
-        fresh.save(tmp_path)
-        assert fresh.load(tmp_path).pools == 2, "a new snapshot is whole again"
-
-
-def test_a_file_with_the_right_name_and_the_wrong_content(teacher: LocalEngine, tmp_path: Path) -> None:
-    """Somebody has put a file of random bytes in, checksum and all."""
+    before = pools(teacher)
+    ask(teacher, 90)
     teacher.save(tmp_path)
-    content = os.urandom(4096)
-    name = hashlib.sha256(content).hexdigest() + SUFFIX
-    (tmp_path / name).write_bytes(content)
-    entries = json.loads((tmp_path / MANIFEST).read_text())["entries"]
-    change(tmp_path / MANIFEST, entries=[{**entries[0], "file": name}, *entries[1:]])
-    with pytest.raises(StateRefused, match="makes no sense"):
-        teacher.load(tmp_path)
+    now = pools(teacher)
+    victim = files_of(tmp_path, "pool")[0]
+    damage(victim, how)
+    found = teacher.load(tmp_path)
+    assert (found.pools, found.templates) == (2, 1)
+    assert [(one.file, one.lost) for one in found.damaged] == [(victim.name, False)]
+    assert sorted(pools(teacher).values()) == sorted([min(before.values()), max(now.values())])
+    teacher._core.learned[0].check_integrity()
 
 
-class Crash(Exception):
-    pass
+@pytest.mark.parametrize("kind", ["pool", "template"])
+def test_what_is_lost_is_lost_alone_and_learned_again(teacher: LocalEngine, tmp_path: Path, kind: str) -> None:
+    saved = teacher.save(tmp_path)
+    damage(files_of(tmp_path, kind)[0], "flipped bit")
+    teacher.close()
+    with engine() as pupil:
+        found = pupil.load(tmp_path)
+        assert [(one.name[0], one.lost) for one in found.damaged] == [(kind, True)]
+        assert found.pools + found.templates == saved.pools + saved.templates - 1
+        ask(pupil, 70)
+        assert pupil.save(tmp_path).pools == 2
+        assert pupil.load(tmp_path).damaged == ()
 
 
-def test_wherever_a_snapshot_breaks_off_the_last_complete_one_is_left(
-    teacher: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every call that touches the disk fails once; the folder always holds the old snapshot or the new one."""
-    calls, limit = 0, None
-
-    def failing(original):  # noqa: ANN001, ANN202
-        def call(*args: object, **options: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls == limit:
-                raise Crash
-            return original(*args, **options)
-
-        return call
-
-    for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "open")):
-        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
-    monkeypatch.setattr("kedge.engine.local.state.save_file", failing(save_file))
-    seen, learned = set(), 0
-    for attempt in range(1, 100):
-        ask(teacher, 1000 + 10 * attempt)
-        teacher.save(tmp_path)
-        old = anchors_in(tmp_path)
-        ask(teacher, 1005 + 10 * attempt)
-        calls, limit = 0, attempt
-        try:
-            teacher.save(tmp_path)
-            break
-        except Crash:
-            limit = None
-        now = anchors_in(tmp_path)
-        seen.add(now - old)
-        learned = teacher.inspect()["anchors"]["anchors"]
-        assert teacher.load(tmp_path).pools == 2
-        assert teacher.inspect()["anchors"]["anchors"] in (learned, learned - 2)
-    assert attempt > 8, "there was much to break"
-    assert seen == {0, 2}, "some broke before the manifest was renamed and some after"
+def test_a_damaged_manifest_costs_no_more_than_one_snapshot(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    before = pools(teacher)
+    ask(teacher, 90)
+    teacher.save(tmp_path)
+    damage(tmp_path / MANIFEST, "truncated")
+    assert [one.file for one in teacher.load(tmp_path).damaged] == [MANIFEST]
+    assert pools(teacher) == before
 
 
-def anchors_in(folder: Path) -> int:
-    """How many anchors the snapshot in a folder holds."""
-    total = 0
-    for entry in json.loads((folder / MANIFEST).read_text())["entries"]:
-        with safe_open(folder / entry["file"], "pt") as file:
-            total += len(json.loads(file.metadata()["kedge"])["data"].get("anchors", ()))
-    return total
+def test_where_everything_is_damaged_the_engine_starts_empty(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
+        damage(file, "random")
+    found = teacher.load(tmp_path)
+    assert (found.pools, found.templates, teacher.inspect()["anchors"]["anchors"]) == (0, 0, 0)
+    ask(teacher, 50)
+    assert teacher.save(tmp_path).pools == 2
+    assert teacher.load(tmp_path).damaged == ()
+
+
+def test_a_file_that_vanishes_while_the_engine_runs_is_written_again(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    victims = record_files(tmp_path)
+    damage(victims[0], "missing")
+    damage(victims[1], "truncated")
+    teacher.save(tmp_path)
+    assert teacher.load(tmp_path).damaged == ()
+
+
+def test_a_folder_that_another_engine_has_is_a_wrong_setting(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    with engine() as fresh, pytest.raises(ConfigError, match="another process"):
+        fresh.load(tmp_path)
+
+
+def pools(engine: LocalEngine) -> dict[object, int]:
+    """How many anchors every pool has."""
+    return {key: len(pool.anchors) for key, pool in engine._core.learned[0].pools.items()}
 
 
 SAVES_FOR_EVER = """
@@ -294,7 +237,7 @@ def test_a_full_disk_is_an_os_error(teacher: LocalEngine, tmp_path: Path, monkey
     def full(*_: object) -> None:
         raise SafetensorError("IoError: No space left on device")
 
-    monkeypatch.setattr("kedge.engine.local.state.save_file", full)
+    monkeypatch.setattr("kedge.engine.local.state_files.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         teacher.save(tmp_path)
     assert teacher.load(tmp_path).pools == 0

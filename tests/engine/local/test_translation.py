@@ -31,7 +31,10 @@ from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
 
 OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
 """Thresholds so wide that whatever was observed once is shared."""
-SETTINGS: dict[str, object] = {"anchors": AnchorSettings(**OPEN), "planner": PlannerSettings(recompute_head=0)}
+SETTINGS: dict[str, object] = {
+    "anchors": AnchorSettings(**OPEN),
+    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+}
 
 
 def tokens(seed: int, size: int) -> Tokens:
@@ -66,9 +69,9 @@ class Driver:
     """The engine without its thread, so that a test can look at the KV of a request that still runs."""
 
     def __init__(self, **settings: object) -> None:
-        self.runner = ModelRunner(tiny_model("llama"))
-        self.core: EngineCore
         config = EngineConfig(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
+        self.runner = ModelRunner(tiny_model("llama").to(config.device))
+        self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
 
     def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
@@ -170,7 +173,7 @@ def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_tiny_placeholders(size: int) -> None:
-    driver = Driver(planner=PlannerSettings(recompute_head=2))
+    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=2))
     for seed in (50, 51, 52, 52):
         last, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 9, size)))
     assert last.plan.translates
@@ -189,11 +192,11 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
         again, _ = driver.serve(_twice(tokens(seed, 30)))
     assert again.plan.translates
     assert len(again.plan.translations) == 4
-    assert driver.core.stats()["anchors"]["slots"] == 2
+    assert driver.core.inspection.stats()["anchors"]["slots"] == 2
 
 
 def test_recomputing_the_head_of_every_segment() -> None:
-    driver = Driver(planner=PlannerSettings(recompute_head=3))
+    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=3))
     for seed in (50, 60, 50):
         again, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 1, 12)))
     starts = [20, 50, 59, 71]

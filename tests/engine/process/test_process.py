@@ -56,12 +56,10 @@ def closed(call: Callable[[], object]) -> EngineClosed:
 
 
 class FailsLater(EchoEngine):
-    """Has failed once its answer is done, as an engine has that lost its thread."""
-
-    failure: BaseException | None = None
+    """Fails when a run ends."""
 
     def end_run(self, *_: object) -> None:
-        self.failure = RuntimeError("lost")
+        self.fail(RuntimeError("lost"))
 
 
 def dies_at_once() -> EchoEngine:
@@ -116,7 +114,8 @@ def test_an_engine_that_fails_ends_its_process() -> None:
     with ProcessEngine(FailsLater) as engine:
         engine.end_run(TenantId("t"), "run")
         engine._reader.join(SECONDS)
-        assert "code 1" in str(engine.failure)
+        assert "after RuntimeError('lost')" in str(engine.failure)
+        assert engine._process.returncode == 1
 
 
 def test_closing_is_no_failure_and_ends_the_process(echo: ProcessEngine) -> None:
@@ -154,6 +153,8 @@ def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngi
         ProcessEngine(lambda: EchoEngine())
     with pytest.raises(RequestError, match="cannot be sent"):
         echo.submit(replace(SUITE.request(echo, fresh_text("x")), agent=lambda: None))
+    with pytest.raises(RequestError, match="cannot be sent"):
+        LocalProcessEngine.inspect_tenants(echo, lambda _: True, [])  # type: ignore[arg-type]
     SUITE.serves(echo)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,15 @@ pytest.register_assert_rewrite("kedge.engine.conformance")
 from kedge.config import EngineConfig  # noqa: E402
 from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.local.build import model_path  # noqa: E402
-from kedge.errors import ConfigError, PromptTooLong, RequestError  # noqa: E402
+from kedge.errors import ConfigError, ForwardFailed, PromptTooLong, RequestError  # noqa: E402
+from kedge.integrations.vllm.answer import Answer  # noqa: E402
 from kedge.integrations.vllm.engine import VLLMEngine  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
+    RequestId,
     ReuseMode,
     RunId,
     SampleId,
@@ -141,6 +145,33 @@ def test_what_vllm_would_refuse_is_refused_at_once(engine: VLLMEngine) -> None:
     assert engine.cancel(stream.request_id) and stream.result(PATIENCE).finish_reason is FinishReason.CANCELLED
 
 
+@pytest.mark.parametrize("part", ["take", "end"])
+def test_trouble_with_an_answer_is_its_own(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Whether its text cannot be read, or its completion cannot be put together: its stream ends with a typed error."""
+    real = getattr(Answer, part)
+    marked = RequestId(f"marked-{part}")
+
+    def fails(answer: Answer, *args: Any) -> None:
+        if answer.request.request_id == marked:
+            raise UnicodeDecodeError("utf-8", b"x", 0, 1, "a fault")
+        real(answer, *args)
+
+    alone = ask(engine, (5, 6, 7), 12).tokens
+    monkeypatch.setattr(Answer, part, fails)
+    sampling = SamplingParams(12, ignore_eos=True)
+    requests = [GenerateRequest((Segment((5, 6, 7), "p0"),), sampling, tenant=TENANT) for _ in range(3)]
+    streams = [
+        engine.submit(request) for request in (requests[0], replace(requests[1], request_id=marked), requests[2])
+    ]
+    with pytest.raises(ForwardFailed, match="a fault"):
+        streams[1].result(PATIENCE)
+    assert streams[0].result(PATIENCE).tokens == streams[2].result(PATIENCE).tokens == alone
+    assert not engine.cancel(marked)
+    monkeypatch.undo()
+    again = replace(requests[1], request_id=marked)
+    assert engine.submit(again).result(PATIENCE).tokens == alone, "its id is free again"
+
+
 def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
     """An agent's fixed prompt is evicted, comes back from the host as its turn comes nearer, and is hit on the device;
     between two requests, the plug-in has only heard of the forecast."""
@@ -176,3 +207,13 @@ class TestVLLMEngine(EngineConformance):
     """Its last test closes the engine."""
 
     timeout_s = PATIENCE
+    small_capacity = 1280
+    """It holds little more than its longest prompt."""
+
+    def small_engine(self, engine: VLLMEngine) -> AbstractContextManager[VLLMEngine]:
+        return nullcontext(engine)
+
+    def check_at_rest(self, engine: VLLMEngine) -> None:
+        """vLLM's figures come with its steps: a last request shows what all before it have left."""
+        self.serves(engine)
+        wait_until(lambda: engine.inspect()["requests"] == {"running": 0, "waiting": 0, "base_prefills": 0})

@@ -91,6 +91,11 @@ def test_a_request_says_how_to_sample() -> None:
     assert told["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
 
 
+def test_a_seed_that_means_none_to_vllm_stays_a_seed() -> None:
+    seeds = [sampling_arguments(request(sampling=SamplingParams(seed=seed)), 9)["seed"] for seed in (-1, -2, 0, None)]
+    assert seeds == [2**63 - 1, -2, 0, None]
+
+
 def key(agent: str, run: str = "r") -> AgentKey:
     return AgentKey(TENANT, "c", RunId(run), AgentId(agent))
 

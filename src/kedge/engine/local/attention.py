@@ -16,6 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from kedge.engine.local import softcap as capped
+from kedge.engine.local.arguments import require_known, require_place, unsupported
 from kedge.kv.storage import PagedStorage, Runs
 
 NAME = "kedge"
@@ -93,12 +95,16 @@ class Batch:
     """Rows whose logits are wanted."""
     storage: PagedStorage
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """query [heads, tokens, head_dim] -> [tokens, heads, head_dim], each sequence over its own context."""
         out = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
         for sequence in self.sequences:
             rows = slice(sequence.start, sequence.stop)
-            out[rows] = _attend(query[:, rows], self.storage, layer, sequence, scaling, window)
+            mine = query[:, rows]
+            if softcap is None:
+                out[rows] = _attend(mine, self.storage, layer, sequence, scaling, window)
+            else:
+                out[rows] = _attend_capped(mine, self.storage, layer, sequence, scaling, window, softcap)
         return out
 
 
@@ -117,7 +123,7 @@ class Pass(Protocol):
     def logits_rows(self) -> Tensor | int:
         """Rows whose logits are wanted; 0 is all of them."""
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """As `Batch.attend`."""
 
 
@@ -126,17 +132,26 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 (Transformers passes it)
+    attention_mask: Tensor | None = None,
     *,
-    scaling: float,
-    kedge: Pass,
+    kedge: Pass | None = None,
+    scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: object,
+    softcap: float | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    """Transformers' attention signature: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+
+    Raises `UnsupportedModel` for whatever else a model's scores depend on.
+    """
+    if kedge is None:
+        raise unsupported(module, "it does not get the batch: its model does not hand on what its `forward` is given")
+    require_known(module, {"attention_mask": attention_mask, **others})
+    require_place(module, kedge.storage.keys, key, value)
     layer = cast(int, module.layer_idx)
     kedge.storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return kedge.attend(layer, query[0], scaling, sliding_window)[None], None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kedge.attend(layer, query[0], scaling, sliding_window, softcap)[None], None
 
 
 def _attend(
@@ -159,6 +174,20 @@ def _attend(
         mask = sequence.mask(window, query.dtype)
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.flatten(0, 1).transpose(0, 1)
+
+
+def _attend_capped(
+    query: Tensor,
+    storage: PagedStorage,
+    layer: int,
+    sequence: SequenceSlice,
+    scaling: float,
+    window: int | None,
+    softcap: float,
+) -> Tensor:
+    """As `_attend`, with scores that are capped before the softmax: no fused kernel of PyTorch does that."""
+    key, value = (_gather(pool[layer], sequence.runs) for pool in (storage.keys, storage.values))
+    return capped.attend(query, key, value, sequence.mask(window, torch.float32), scaling, softcap).transpose(0, 1)
 
 
 def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -18,7 +18,9 @@ from kedge.config import EngineConfig, TierConfig
 from kedge.engine.local import graphs
 from kedge.engine.local import model as models
 from kedge.engine.local.core import EngineCore
+from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.loading import Loading
+from kedge.engine.local.measuring import measure
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.parts import Parts
 from kedge.errors import ConfigError
@@ -88,7 +90,9 @@ def core(
         AnchorConfig(**config.anchors.stored()), host_bound(config.anchors.host_bytes, config.tiers, expected)
     )
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
-    runtime = Runtime(anchors, bases, ReusePolicy(**config.planner.policy()), runner.refusal, expected)
+    costs = EngineCosts(by_cost=config.planner.by_cost)
+    policy_of_reuse = ReusePolicy(**config.planner.policy())
+    runtime = Runtime(anchors, bases, policy_of_reuse, runner.refusal, expected, costs)
     capacity = num_blocks * config.block_size
     settings = tier_settings(runner.spec, config)
     host = HostStorage(storage, settings.host_blocks)
@@ -102,10 +106,12 @@ def core(
         Loading(cache, config.tiers, has_host=copier is not None),
         copier,
         parts.assembler(runner, storage),
-        max_batch_tokens=config.max_batch_tokens,
-        max_running=config.max_running,
-        capacity=capacity,
+        costs,
+        config,
+        capacity,
     )
+    if config.planner.by_cost:
+        measure(costs, runner, storage, capacity)
     return built, capacity
 
 

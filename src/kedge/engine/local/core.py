@@ -1,44 +1,43 @@
-"""The engine without its thread: admit, run, postprocess, harvest. One owner, no locks."""
+"""The engine without its thread: schedule, run a pass, draw tokens, finish. One owner, no locks.
+
+What one request brings along (its sampling, its text, what is learned from it) ends that request and no other. A pass
+that raises ends the batch that was in it.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
-from kedge.cache import CacheManager, Changes, Lease
+from kedge.cache import CacheManager, Changes
+from kedge.config import EngineConfig
 from kedge.engine.base import Quota
+from kedge.engine.local.admission import Admission
 from kedge.engine.local.batch import flatten
+from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fixed import FixedPrompts
+from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.learning import Learning
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.parts import Assembler
 from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
-from kedge.errors import EngineClosed, ForwardFailed, KedgeError, OutOfBlocks, TranslationRefused
+from kedge.errors import EngineClosed, ForwardFailed, GenerationFailed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
-from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.runtime.layout import Placed
+from kedge.kv.storage import PagedStorage
 from kedge.runtime.runtime import Runtime
-from kedge.types import (
-    FinishReason,
-    GenerateRequest,
-    RequestId,
-    ReuseMode,
-    RunId,
-    TenantId,
-    Tokens,
-    new_request_id,
-)
+from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -46,16 +45,8 @@ MEASURED = 64
 """Tokens of a pass from which it tells what computing costs: below, its fixed cost is most of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Harvest:
-    """A finished dense request whose blocks are kept until its offsets have been measured, step by step."""
-
-    sequence: RequestSequence
-    steps: Iterator[Placed]
-
-
 class EngineCore:
-    """Owns the model, the cache, the storage and the anchors."""
+    """Owns the model, the cache, the storage and the anchors, and runs the passes."""
 
     def __init__(
         self,
@@ -66,20 +57,28 @@ class EngineCore:
         loading: Loading,
         copier: TorchCopier | None,
         assembler: Assembler,
-        *,
-        max_batch_tokens: int,
-        max_running: int,
+        costs: EngineCosts,
+        config: EngineConfig,
         capacity: int,
     ) -> None:
+        """`capacity`: tokens of the device tier."""
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
-        self._loading, self._copier, self._assembler = loading, copier, assembler
+        self._copier, self._assembler, self._costs = copier, assembler, costs
         self._fixed = FixedPrompts(cache)
-        self.scheduler = Scheduler(self._admit, loading, max_batch_tokens, max_running)
+        share = config.learning.budget
+        self.scheduler = Scheduler(self._admit, loading, costs, config.max_batch_tokens, config.max_running, share)
         longest, ahead = min(runner.max_positions, capacity), self.scheduler.ahead
-        self._preassembly = Preassembly(cache, runtime, Translator(storage), storage.block_size, longest, ahead)
-        self._capacity = capacity
-        self._harvests: deque[Harvest] = deque()
-        self._ended_runs: list[tuple[TenantId, RunId]] = []
+        translator = Translator(storage)
+        self._preassembly = Preassembly(cache, runtime, translator, storage.block_size, longest, ahead, costs)
+        jobs = self.scheduler.jobs
+        self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, self._release)
+        self._admission = Admission(
+            cache, runtime, loading, assembler, self._preassembly, self._learning, costs, self._preempt, self.end
+        )
+        self._loading = loading
+        self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime)
+
+    # requests and hints ---------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -88,12 +87,38 @@ class EngineCore:
 
     def submit(self, sequence: RequestSequence) -> None:
         sequence.preparation = self._preassembly.claim(sequence.request)
-        self.scheduler.waiting.append(sequence)
+        self.scheduler.add(sequence)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Such a request is expected."""
         if self._assembler.works_ahead:
             self._preassembly.expect(request)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        if sequence := self.find(request_id):
+            self.end(sequence)
+        return sequence is not None or self._preassembly.cancel(request_id)
+
+    def find(self, request_id: RequestId) -> RequestSequence | None:
+        return next((one for one in self._sequences if one.request.request_id == request_id), None)
+
+    @property
+    def _sequences(self) -> list[RequestSequence]:
+        return [*self.scheduler.unadmitted, *self.scheduler.running]
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forgets a run, once nothing is left to learn from it."""
+        self._preassembly.end_run(tenant, run)
+        self._learning.end_run(tenant, run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
+        """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""
+        self._cache.on_forecast(changes)
+        self._runtime.on_forecast(changes)
+        self._preassembly.forecast(changes)
+        self._fixed.known(prompts)
+
+    # steps ----------------------------------------------------------------------------------------------------
 
     @property
     def transferring(self) -> bool:
@@ -113,10 +138,11 @@ class EngineCore:
         False where all that is left to do waits for a copy.
         """
         self.pump()
+        began = time.monotonic()
         work = self.scheduler.schedule()
         if work:
             self._run(work)
-        if self._spare() or work:
+        if self._spare(time.monotonic() - began) or work:
             return True
         if self.transferring:
             return False
@@ -124,23 +150,26 @@ class EngineCore:
             self._make_room()
         return True
 
-    def _spare(self) -> bool:
-        """While nobody waits for a first token: a piece of what is needed next (anchors and base KV from the host, then
-        the prompt itself) or, beside decodes, of learning. Whether there was any.
+    def _spare(self, seconds: float) -> bool:
+        """Do what nobody waits for, after a pass of so many seconds; False where nothing was done.
+
+        While anything runs that is learning, within its budget; and while nobody waits for a first token, a piece of
+        what is needed next: anchors and base KV from the host, then the prompt itself.
         """
+        if self.scheduler.running:
+            self._learning.spend(seconds)
         if self.scheduler.someone_waits or self.scheduler.jobs:
             return False
-        if self._runtime.fetch() or self._preassembly.assemble():
-            return True
-        learns = bool(self.scheduler.running) and self.can_learn
-        if learns:
-            self.learn()
-        return learns
+        return self._runtime.fetch() or self._preassembly.assemble()
 
     @property
     def can_learn(self) -> bool:
         """A finished request is left to learn from, and the base KV that this needs is there."""
-        return bool(self._harvests) and not self.scheduler.jobs
+        return not self.scheduler.jobs and self._learning.ready
+
+    def learn(self) -> None:
+        """Learn one piece."""
+        self._learning.step()
 
     def _run(self, work: list[Work]) -> None:
         began = time.monotonic()
@@ -151,116 +180,140 @@ class EngineCore:
             return self._fail(work, error)
         for item in work:
             del item.sequence.todo[: len(item.positions)]
-        ready = [(item.sequence, row) for item, row in zip(work, logits, strict=True) if not item.sequence.todo]
-        for sequence, row in ready:
-            self._computed(sequence, row)
-        tokens = sum(len(item.positions) for item in work)
-        if ready and tokens >= MEASURED:  # a GPU is done for certain only once a result has been read
-            self._cache.observe_compute(tokens, time.monotonic() - began)
+        self._read_prompts(work, logits)
+        ready = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
+        self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
+        tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
+        if ready:  # a GPU is done for certain only once a result has been read
+            self._costs.observe_pass(tokens, len(work), seconds)
+            if tokens >= MEASURED:
+                self._cache.observe_compute(tokens, seconds)
         return None
 
-    def _forward(self, work: list[Work]) -> list[Tensor]:
-        """The logits [vocab] after each share's last position; log-probabilities of prompts are noted."""
-        logits = self._runner.forward(flatten(work, self._storage)).split([item.logit_rows for item in work])
+    def _forward(self, work: list[Work]) -> tuple[Tensor, ...]:
+        """The logits [rows, vocab] of each share: after its last position, or after all of them."""
+        return self._runner.forward(flatten(work, self._storage)).split([item.logit_rows for item in work])
+
+    def _read_prompts(self, work: list[Work], logits: tuple[Tensor, ...]) -> None:
+        """Note the log-probabilities of prompts, where they are asked for."""
         for item, rows in zip(work, logits, strict=True):
-            if isinstance(item.sequence, RequestSequence):
-                item.sequence.logprobs.read_prompt(item.positions, rows)
-        return [rows[-1] for rows in logits]
+            if isinstance(item.sequence, RequestSequence) and item.sequence.needs_all_logits:
+                with self._contained(item.sequence, "its prompt's log-probabilities were read"):
+                    item.sequence.logprobs.read_prompt(item.positions, rows)
 
     def _fail(self, work: list[Work], error: Exception) -> None:
+        """Give up what nobody waits for of a pass that raised, and run the rest again; else end what was in it."""
+        asked = [item for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
-            failure = ForwardFailed("request_id", item.sequence.key, f"the model raised {error!r}")
-            if isinstance(item.sequence, RequestSequence):
-                self.end(item.sequence, failure)
-            elif isinstance(item.sequence, Preparation):
+            if isinstance(item.sequence, Preparation):
                 self._preassembly.failed(item.sequence)
-            else:
-                self._drop_job(item.sequence)
+            elif isinstance(item.sequence, BaseJob):
+                self._learning.drop(item.sequence)
+        if asked and len(asked) < len(work):
+            return self._run(asked)
+        for item in asked:
+            self._end_failed(item.sequence, f"the model raised {error!r}")
+        return None
+
+    def _end_failed(self, sequence: Sequence, why: str) -> None:
+        assert isinstance(sequence, RequestSequence)
+        self.end(sequence, ForwardFailed("request_id", sequence.request.request_id, why))
+
+    def recover(self, error: Exception) -> None:
+        """End the batch after an error of the engine's own, so that it can go on.
+
+        Raises `PlanError` where its books are not in order even then.
+        """
+        for sequence in tuple(self.scheduler.running):
+            self._end_failed(sequence, f"the engine raised {error!r}")
+        self._preassembly.clear()
+        self._learning.clear()
+        self.check_integrity()
+
+    @contextmanager
+    def _contained(self, sequence: RequestSequence, when: str) -> Iterator[None]:
+        """End a request, and nothing else, with what is raised on its behalf."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("request %s ends: an error was raised when %s", sequence.request.request_id, when)
+            self.end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
 
     # admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Finds KV and room for a sequence; False where it has to wait for blocks."""
-        if isinstance(sequence, RequestSequence):
-            return self._admit_request(sequence)
-        lease = self._lease(sequence, room=len(sequence.tokens))
-        if lease is None:
+        return self._admission.admit(sequence)
+
+    def _preempt(self, sequence: RequestSequence) -> bool:
+        """Frees the blocks of another tenant's request for `sequence`, if it may have them."""
+        victim = self.scheduler.victim(sequence)
+        if victim is None:
             return False
-        sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
-        sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+        self._release(victim)
+        victim.table, victim.todo = None, []
+        if victim.waits_for_first_token:
+            victim.plan = None
+        self.scheduler.preempt(victim)
         return True
 
-    def _admit_request(self, sequence: RequestSequence) -> bool:
-        began = time.monotonic()
-        adopted = self._preassembly.adopt(sequence, sequence.room)
-        lease = adopted or self._lease(sequence, sequence.room)
-        if lease is None:
-            return False
-        sequence.table = SlotTable.of(lease.blocks, self._storage.block_size)
-        waited = self._loading.ended(sequence, began)
-        planned = time.monotonic()
-        try:
-            matched = self._complete(sequence) if adopted else self._plan(sequence, lease)
-        except KedgeError as error:
-            self.end(sequence, error)
-            return False
-        assembled = time.monotonic()
-        sequence.parts = {
-            "queue": began - sequence.arrival - waited,
-            "match": matched - planned,
-            "assemble": assembled - matched,
-            "other": planned - began,
-        }
-        if sequence.load_asked is not None:
-            sequence.parts["load"] = waited
-        return True
-
-    def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
-        """Decides what is translated, and writes it; the time in between."""
-        assert sequence.table is not None
-        plan = self._runtime.plan(sequence.request, lease.spans)
-        matched = time.monotonic()
-        sequence.plan = self._assembler.assemble(sequence.request, sequence.table, plan)
-        sequence.todo = sequence.plan.computed
-        return matched
-
-    def _complete(self, sequence: RequestSequence) -> float:
-        """Does what is left of an adopted preparation; when that begins."""
-        began = time.monotonic()
-        sequence.plan, sequence.todo = self._preassembly.complete(sequence)
-        return began
-
-    def _lease(self, sequence: Sequence, room: int) -> Lease | None:
-        """Leases blocks for `room` tokens of a sequence, prompts that nobody has asked for yet giving way; None where
-        there is no room now.
+    def _make_room(self) -> None:
+        """Nothing runs, nothing is copied and nobody can be admitted: gives up what only waits to be learned from, a
+        base prefill, or what the first request waits for.
         """
-        while True:
-            try:
-                return self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, sequence.exact_limit, room)
-            except OutOfBlocks:
-                if not self._preassembly.give_back():
-                    return None
+        waiting = self.scheduler.unadmitted
+        if self._learning.reclaim() or self._learning.reclaim_job():
+            return
+        if not waiting:
+            self._learning.drop(self.scheduler.jobs[0])
+        elif (sequence := waiting[0]).load_asked is not None and not sequence.gave_up:
+            self._loading.give_up(sequence)
+        else:
+            why = "no room, though nothing else runs"
+            self.end(sequence, OutOfBlocks("request_id", sequence.request.request_id, why))
 
     # after a pass ---------------------------------------------------------------------------------------------
 
-    def _computed(self, sequence: Sequence, logits: Tensor) -> None:
-        if isinstance(sequence, BaseJob):
-            self._job_done(sequence)
-        elif isinstance(sequence, Preparation):
-            self.scheduler.done(sequence)
-        elif isinstance(sequence, RequestSequence):
-            self._next_token(sequence, logits)
+    def _computed(self, sequences: list[Sequence], rows: list[Tensor]) -> None:
+        """Go on with sequences whose tokens are all computed; `rows` are their last logits [vocab]."""
+        drawing: list[tuple[RequestSequence, Tensor]] = []
+        for sequence, row in zip(sequences, rows, strict=True):
+            if isinstance(sequence, BaseJob):
+                self._learning.done(sequence)
+                self._preassembly.wake()
+            elif isinstance(sequence, Preparation):
+                self.scheduler.done(sequence)
+            elif isinstance(sequence, RequestSequence) and not sequence.is_over:
+                drawing += self._drawing(sequence, row)
+        if drawing:
+            self._draw(drawing)
 
-    def _next_token(self, sequence: RequestSequence, logits: Tensor) -> None:
-        if sequence.finish:
-            return self._finish(sequence)
-        if not sequence.max_tokens:
-            self._note_first_token(sequence)
-            return self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
-        token = sequence.sampler(logits)
+    def _drawing(self, sequence: RequestSequence, row: Tensor) -> list[tuple[RequestSequence, Tensor]]:
+        """The sequence and its logits if a token is to be drawn; one that needs none is finished."""
+        if not sequence.finish and sequence.max_tokens:
+            return [(sequence, row)]
+        with self._contained(sequence, "it was finished"):
+            if sequence.finish:
+                self._finish(sequence)
+            else:
+                self._note_first_token(sequence)
+                self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
+        return []
+
+    def _draw(self, drawing: list[tuple[RequestSequence, Tensor]]) -> None:
+        """Draw the next tokens of all these at once."""
+        logits = torch.stack([row for _, row in drawing])
+        drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
+        for (sequence, row), token in zip(drawing, drawn, strict=True):
+            with self._contained(sequence, "its next token was drawn"):
+                if isinstance(token, Exception):
+                    raise token
+                self._next_token(sequence, token, row)
+
+    def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
         sequence.logprobs.read_answer(token, logits)
         if sequence.first_token is None:
             self._note_first_token(sequence)
+        self.scheduler.served(sequence, 1)
         if token in self._runner.eos_token_ids and not sequence.request.sampling.ignore_eos:
             return self._end_response(sequence, FinishReason.STOP, computed=len(sequence.tokens))
         sequence.tokens.append(token)
@@ -293,106 +346,41 @@ class EngineCore:
         if sequence.request.reuse is not ReuseMode.OFF:
             self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
             self._fixed.called(sequence.request)
-        self._start_jobs(sequence)
+        self._learning.started(sequence)
 
     def _finish(self, sequence: RequestSequence) -> None:
-        request, table, plan, reason = sequence.request, sequence.table, sequence.plan, sequence.finish
-        assert table is not None and plan is not None and reason is not None
+        """Answer, leave the answer's KV to its readers, and learn from the prompt or free its blocks."""
+        held = sequence.text.flush()
+        self._keep_response(sequence)
         self.scheduler.done(sequence)
+        self._learning.offer(sequence)
+        assert sequence.finish is not None
+        sequence.finished(held, sequence.finish)
+
+    def _keep_response(self, sequence: RequestSequence) -> None:
+        """Leave an answer's KV to those that read it; its text is known to their prepared prompts."""
+        request = sequence.request
         if self._is_read(sequence):
-            kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
-            said = tuple(sequence.tokens[request.prompt_tokens :])
-            self._runtime.keep_response(request, said, kv, exact=not plan.translates)
+            self._learning.keep_response(sequence)
         if request.produces is not None:
             self._preassembly.answered(request.tenant, request.run, request.produces, tuple(sequence.response))
-        if self._runtime.wants_harvest(request, plan):
-            steps = self._runtime.observe(request, partial(self._storage.read, table))
-            self._harvests.append(Harvest(sequence, steps))
-        else:
-            self._release(sequence)
-        held = sequence.text.flush()
-        sequence.tell(held, (), sequence.completion(reason))
 
     def _release(self, sequence: RequestSequence) -> None:
-        """Exact tokens with KV enter the tree, all other blocks are freed."""
+        """Free a request's blocks. Exact tokens with KV enter the tree."""
         assert sequence.plan is not None
         last = sequence.request.prompt_tokens + len(sequence.response) - 1
-        computed = last if not sequence.plan.translates else sequence.plan.exact_tokens
-        exact = 0 if sequence.request.reuse is ReuseMode.OFF else computed
+        computed = sequence.todo[0] if sequence.todo else last
+        exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
+        exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
         self._cache.finish(sequence.key, sequence.tokens[:exact])
         self._preassembly.wake()
 
-    # learning, off the critical path --------------------------------------------------------------------------
-
-    def _start_jobs(self, sequence: RequestSequence) -> None:
-        queued = {tuple(job.tokens) for job in self.scheduler.jobs}
-        for need in self._runtime.needs(sequence.request):
-            if need.tokens not in queued and len(need.tokens) <= self._capacity:
-                self.scheduler.jobs.append(
-                    BaseJob(RequestId(f"base-{new_request_id()}"), need.tenant, list(need.tokens), cuts=need.cuts)
-                )
-
-    def _job_done(self, job: BaseJob) -> None:
-        assert job.table is not None
-        self.scheduler.done(job)
-        for cut in job.cuts:
-            cut.keep(self._storage.read(job.table, cut.start, cut.stop))
-        self._cache.finish(job.key, job.tokens)
-        self._preassembly.wake()
-
-    def learn(self) -> None:
-        """One piece of learning: measures the offsets of one segment of a finished request."""
-        if not self._harvests:
-            return
-        harvest = self._harvests[0]
-        if not self._observe_next(harvest):
-            self._harvests.popleft()
-            self._release(harvest.sequence)
-            if not self._harvests:
-                self._forget_ended_runs()
-
-    def _observe_next(self, harvest: Harvest) -> bool:
-        """False where nothing is left, or where offsets cannot be kept (which changes no pool)."""
-        try:
-            return next(harvest.steps, None) is not None
-        except TranslationRefused as refusal:
-            logger.warning("request %s is not learned from: %s", harvest.sequence.key, refusal)
-            return False
-
-    def _forget_ended_runs(self) -> None:
-        for tenant, run in self._ended_runs:
-            self._runtime.end_run(tenant, run)
-        self._ended_runs.clear()
-
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        """Forgets a run, once nothing is left to learn from it."""
-        self._preassembly.end_run(tenant, run)
-        self._ended_runs.append((tenant, run))
-        if not self._harvests:
-            self._forget_ended_runs()
-
-    def _make_room(self) -> None:
-        """Nothing runs, nothing is copied and nobody can be admitted: gives up what only waits to be learned from, a
-        base job, or what the first request waits for.
-        """
-        if self._harvests:
-            self._release(self._harvests.popleft().sequence)
-        elif job := next((job for job in self.scheduler.jobs if job.admitted or not self.scheduler.unadmitted), None):
-            self._drop_job(job)
-        elif (sequence := self.scheduler.unadmitted[0]).load_asked is not None and not sequence.gave_up:
-            self._loading.give_up(sequence)
-        else:
-            self.end(sequence, OutOfBlocks("request_id", sequence.key, "no room, though nothing else runs"))
-
-    def _drop_job(self, job: Sequence) -> None:
-        if job.admitted:
-            self._cache.abort(job.key)
-        self.scheduler.done(job)
-
-    # early ends -----------------------------------------------------------------------------------------------
+    # ends -----------------------------------------------------------------------------------------------------
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
         """Ends a request early: with an error, or as cancelled. Nothing of it is kept."""
+        if sequence.is_over:
+            return
         self.scheduler.done(sequence)
         if sequence.admitted:
             self._cache.abort(sequence.key)
@@ -402,34 +390,9 @@ class EngineCore:
             self._cache.withdraw(sequence.key)
             self._loading.ended(sequence, time.monotonic())
         if error is not None:
-            sequence.stream.put(error)
+            sequence.failed(error)
         else:
-            held = sequence.text.flush()
-            sequence.tell(held, (), sequence.completion(FinishReason.CANCELLED))
-
-    def find(self, request_id: RequestId) -> RequestSequence | None:
-        return next((s for s in self._sequences if s.key == request_id), None)
-
-    @property
-    def _sequences(self) -> list[RequestSequence]:
-        return [*self.scheduler.unadmitted, *self.scheduler.running]
-
-    def stats(self) -> dict[str, object]:
-        """Figures of the cache, of waiting for loads, and of the anchors."""
-        return {
-            "cache": asdict(self._cache.stats()),
-            "loading": self._loading.stats(),
-            "preassembly": self._preassembly.stats(),
-            **self._runtime.stats(),
-        }
-
-    def tenant_stats(
-        self, owns: Callable[[TenantId], bool], prompts: Iterable[tuple[TenantId, Tokens]]
-    ) -> dict[str, object]:
-        """The anchor pools of some tenants, and how much of the given beginnings of prompts is cached in which tier."""
-        found = (self._cache.status((tenant, ""), tokens) for tenant, tokens in prompts)
-        cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
-        return {"prompts": cached, "pools": self._runtime.pool_stats(owns)}
+            sequence.finished(sequence.text.flush(), FinishReason.CANCELLED)
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Bounds what a tenant holds."""
@@ -443,13 +406,6 @@ class EngineCore:
         assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
         return anchors, bases
 
-    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""
-        self._cache.on_forecast(changes)
-        self._runtime.on_forecast(changes)
-        self._preassembly.forecast(changes)
-        self._fixed.known(prompts)
-
     def clear(self) -> None:
         """Empties the prefix cache and forgets all anchors and base KV; what runs goes on."""
         self._preassembly.clear()
@@ -460,10 +416,11 @@ class EngineCore:
         """Raises `PlanError` where a block has not exactly one owner."""
         self._cache.check_integrity()
 
-    def cancel(self, request_id: RequestId) -> bool:
-        if sequence := self.find(request_id):
-            self.end(sequence)
-        return sequence is not None or self._preassembly.cancel(request_id)
+    def fail_streams(self, error: BaseException) -> None:
+        """Ends every stream with an error, and leaves all else as it is."""
+        for sequence in self._sequences:
+            if not sequence.is_over:
+                sequence.failed(error)
 
     def shut(self, cause: BaseException | None) -> None:
         """Ends everything: as cancelled, or, where the thread died, with `EngineClosed`."""

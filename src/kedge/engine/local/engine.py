@@ -6,9 +6,12 @@ commands and read their tokens from their streams.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,7 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.config import EngineConfig
-from kedge.engine.base import Quota, require_sensible
+from kedge.engine.base import Quota
 from kedge.engine.local import build
 from kedge.engine.local.model import HFTokenizer, ModelRunner
 from kedge.engine.local.parts import Parts
@@ -27,16 +30,26 @@ from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.state import EngineState, SavedState
 from kedge.engine.local.text import TextStream
-from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong, RequestError
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
+from kedge.errors import (
+    EngineClosed,
+    GenerationFailed,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+)
 from kedge.kv.spec import KVSpec
 from kedge.runtime.layout import with_trails
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
+logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 T = TypeVar("T")
 GRACE = 0.02
 """Seconds that an idle engine waits before it learns: the next agent of a workflow comes within milliseconds."""
+MAX_FAILURES = 3
+"""Steps in a row that fail before the engine's thread ends: nothing that it does works any more."""
 TICK = 0.05
 """Longest time in seconds for which the engine waits for a copy without a look at the clock."""
 
@@ -80,6 +93,9 @@ class LocalEngine:
         wake = partial(self._commands.put, _look)
         self._core, self.capacity = build.apart(partial(build.core, runner, self.config, policy, wake, parts))
         self._closed, self._lock = threading.Event(), threading.Lock()
+        self._in_flight: set[RequestId] = set()
+        self._numbers = itertools.count()
+        self._failures = 0
         self._dead: BaseException | None = None
         self._idle_waiters: list[threading.Event] = []
         self._state_lock = threading.Lock()
@@ -99,37 +115,54 @@ class LocalEngine:
 
     # any thread -----------------------------------------------------------------------------------------------
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread; None while it works, and after a `close` of an engine that worked."""
+        return self._dead
+
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """`draw` takes the place of the request's own sampling: it sees all logits and may force an answer."""
+        self._validate(request)
         request = with_trails(request, self.config.planner.trail)
-        tokens = self._validated(request)
+        tokens = list(request.tokens)
         room = min(self._runner.max_positions, self.capacity) - len(tokens)
         max_tokens = min(request.sampling.max_tokens, room)
         sequence = RequestSequence(
-            key=request.request_id,
+            key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
             tenant=request.tenant,
             tokens=tokens,
             request=request,
-            stream=LocalStream(request.request_id),
-            sampler=draw or Sampler(request.sampling),
+            stream=LocalStream(request.request_id, self._in_flight.discard),
+            sampler=Sampler(request.sampling, draw),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
             trail=request.trail if max_tokens + len(request.trail) <= room else (),
         )
-        self._post(partial(self._core.submit, sequence))
+        self._enter(request.request_id, partial(self._submit, sequence))
         return sequence.stream
 
-    def _validated(self, request: GenerateRequest) -> list[int]:
-        require_sensible(request)
-        tokens = list(request.tokens)
-        if not tokens:
-            raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
-        if (longest := min(self._runner.max_positions, self.capacity)) <= len(tokens):
-            raise PromptTooLong("prompt_tokens", len(tokens), f"the model and the cache hold less than {longest}")
-        if min(tokens) < 0 or max(tokens) >= self._runner.vocab_size:
-            bad = next(token for token in tokens if not 0 <= token < self._runner.vocab_size)
-            raise InvalidToken("token", bad, f"outside the vocabulary of {self._runner.vocab_size}")
-        return tokens
+    def _enter(self, request_id: RequestId, command: Command) -> None:
+        """Post a request's command, with its id among those in flight."""
+        with self._lock:
+            self._refuse_closed()
+            require_new_id(request_id, self._in_flight)
+            if len(self._in_flight) >= self.config.max_waiting:
+                raise Overloaded("max_waiting", self.config.max_waiting, "so many requests are in flight")
+            self._in_flight.add(request_id)
+            self._commands.put(command)
+
+    def _submit(self, sequence: RequestSequence) -> None:
+        """Hand a request to the core; where this fails, it ends with the error."""
+        try:
+            self._core.submit(sequence)
+        except Exception as error:
+            logger.exception("request %s could not be queued", sequence.request.request_id)
+            self._core.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
+
+    def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request, self._runner.vocab_size)
+        if (longest := min(self._runner.max_positions, self.capacity)) <= request.prompt_tokens:
+            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
 
     def cancel(self, request_id: RequestId) -> bool:
         return self._ask(lambda: self._core.cancel(request_id))
@@ -141,12 +174,12 @@ class LocalEngine:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""
         with suppress(EngineClosed):
-            self._post(partial(self._core.forecast, changes, prompts))
+            self._post(partial(self._core.forecast, *sensible_hints(changes, prompts)))
 
     def prepare(self, request: GenerateRequest) -> None:
         """Takes a hint: such a request is expected. One that could not be served, or comes after `close`, is none."""
         with suppress(EngineClosed, RequestError):
-            self._validated(request)
+            self._validate(request)
             self._post(partial(self._core.prepare, with_trails(request, self.config.planner.trail)))
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -160,13 +193,13 @@ class LocalEngine:
 
     def inspect(self) -> dict[str, object]:
         """Figures of the cache and the anchors, taken between two steps."""
-        return self._ask(self._core.stats)
+        return self._ask(self._core.inspection.stats)
 
     def inspect_tenants(
         self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
     ) -> dict[str, object]:
         """What is held for some tenants; see `kedge.engine.base.Inspectable`."""
-        return self._ask(partial(self._core.tenant_stats, owns, prompts))
+        return self._ask(partial(self._core.inspection.tenant_stats, owns, prompts))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Bounds what a tenant holds, see `kedge.engine.base.Limiting`."""
@@ -188,8 +221,9 @@ class LocalEngine:
     def load(self, folder: str | Path) -> SavedState:
         """Puts what `save` wrote in the place of all anchors and base KV; an empty folder holds nothing.
 
-        Raises `StateRefused`, having changed nothing, for state that is damaged or of another model or format;
-        `ConfigError` where another process has the folder, and `OSError`.
+        What is damaged is put aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
+        `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` where another
+        process has the folder, and `OSError`.
         """
         return self._state(Path(folder)).load()
 
@@ -224,29 +258,55 @@ class LocalEngine:
 
     def _post(self, command: Command) -> None:
         with self._lock:  # so that nothing is put after the thread's last look
-            if self._closed.is_set():
-                raise EngineClosed("engine", self._dead, "it was closed, or its thread has died")
+            self._refuse_closed()
             self._commands.put(command)
 
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise EngineClosed("engine", self._dead, "it was closed, or its thread has died")
+
     def _ask(self, question: Callable[[], T]) -> T:
-        answer: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._post(lambda: answer.put(question()))
-        return answer.get()
+        """Have the engine's thread answer a question. Raises what the question raises."""
+        answer: Future[T] = Future()
+        self._post(partial(_settle, answer, question))
+        return answer.result()
 
     # the engine's thread --------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             while not self._closed.is_set():
-                self._next_step()
+                self._guarded_step()
         except BaseException as error:  # the thread's last word: nobody may wait for it for ever
             self._dead = error
-            raise
+            logger.critical("the engine's thread ends", exc_info=error)
         finally:
             with self._lock:
                 self._closed.set()
-                self._drain()
-                self._core.shut(self._dead)
+            self._drain()
+            self._shut()
+
+    def _guarded_step(self) -> None:
+        """Go on after an error of the engine's own, without what ran in it; not after `MAX_FAILURES` in a row."""
+        try:
+            self._next_step()
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            logger.exception("a step of the engine failed; what ran in it ends")
+            self._core.recover(error)
+
+    def _shut(self) -> None:
+        """End every stream, whatever state the core is in."""
+        while self._idle_waiters:
+            self._idle_waiters.pop().set()
+        try:
+            self._core.shut(self._dead)
+        except Exception as error:
+            logger.exception("the engine could not be shut in order")
+            self._core.fail_streams(EngineClosed("engine", error, "its thread has died"))
 
     def _next_step(self) -> None:
         if not self._core.idle:
@@ -271,10 +331,24 @@ class LocalEngine:
             command = self._commands.get(timeout=wait) if wait != 0.0 else self._commands.get_nowait()
         except queue.Empty:
             return False
-        command()
+        self._obey(command)
         while not self._commands.empty():
-            self._commands.get()()
+            self._obey(self._commands.get())
         return True
+
+    def _obey(self, command: Command) -> None:
+        """Run a command; what it raises costs nobody else anything."""
+        try:
+            command()
+        except Exception:
+            logger.exception("a command to the engine failed: %r", command)
+
+
+def _settle(answer: Future[T], question: Callable[[], T]) -> None:
+    try:
+        answer.set_result(question())
+    except Exception as error:  # the asker's, whatever it is
+        answer.set_exception(error)
 
 
 def _look() -> None:

@@ -33,7 +33,7 @@ class Attend(Protocol):
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
-        block_size: int, scaling: float, window: int | None, /,
+        block_size: int, scaling: float, window: int | None, softcap: float | None, /,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -76,10 +76,10 @@ class Rows:
         _fill(self.lengths, batch.positions + 1)
         _fill(self.blocks[:, : blocks.shape[1]], blocks.to(self.blocks.device))
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
-        size = self.storage.block_size
-        return self.attend_with(query.transpose(0, 1), keys, values, self.blocks, self.lengths, size, scaling, window)
+        context = (self.blocks, self.lengths, self.storage.block_size)
+        return self.attend_with(query.transpose(0, 1), keys, values, *context, scaling, window, softcap)
 
 
 def _fill(target: Tensor, source: Tensor) -> None:

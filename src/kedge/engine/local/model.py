@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from importlib import import_module
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,20 +19,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kedge.engine.local import attention
+from kedge.engine.local import attention, masks, probe
 from kedge.engine.local.attention import Batch, Pass
 from kedge.engine.local.graphs import StepGraphs
 from kedge.engine.local.spelling import Spelling
 from kedge.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from kedge.kv.rotary import Rotary
-from kedge.kv.spec import KVSpec, translation_refusal
+from kedge.kv.spec import KVSpec, longest, translation_refusal
 from kedge.types import Tokens
 
 
 def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
-    """Loads weights and config from a folder. Raises `ModelNotFound`, `CorruptWeights` or `UnsupportedModel`."""
+    """Return a folder's model with its weights. Raises `ModelNotFound`, `CorruptWeights` or `UnsupportedModel`."""
     config = read_config(path)
-    KVSpec.from_config(config)
+    require_buildable(config)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
@@ -46,13 +46,26 @@ def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrain
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """A folder's config. Raises `ModelNotFound`, or `UnsupportedModel` where Transformers does not know it."""
+    """Return a folder's config. Raises `ModelNotFound`, or `UnsupportedModel` where Transformers cannot read it."""
     if not (path / "config.json").is_file():
         raise ModelNotFound("model", str(path), "no such folder, or no config.json in it")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
+    except Exception as error:  # every family checks its values in a way of its own
         raise UnsupportedModel("model", str(path), f"its config cannot be read: {error}") from error
+
+
+def require_buildable(config: PretrainedConfig) -> None:
+    """Raise `UnsupportedModel` for a config that Kedge, or Transformers with Kedge's attention, makes no model of.
+
+    A model is built without memory for weights, so that weights that do not fit are known for what they are.
+    """
+    KVSpec.from_config(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel("model_type", config.model_type, "no causal language model of Transformers")
+    probe.require_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    with probe.refusing(config.model_type), torch.device("meta"):
+        AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention.NAME)
 
 
 class HFTokenizer:
@@ -94,34 +107,36 @@ class ModelRunner:
     """A loaded model with what Kedge derives from it. `forward` is the only place where it runs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Raises `UnsupportedModel` for a model that does not compute the same with Kedge's attention."""
         self.model = model
         self.graphs: StepGraphs | None = None
         """Of the storage of the engine that runs it, where that has any"""
-        model.set_attn_implementation(attention.NAME)
         config = model.config.get_text_config()
-        self.spec = KVSpec.from_config(config, dtype=model.dtype)
+        self.spec = KVSpec.from_config(model.config, dtype=model.dtype)
         self.device = model.device
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
-        self._rotary_emb: nn.Module = cast(nn.Module, model.base_model.rotary_emb)
-        self.rotary = Rotary(self._rotary_emb, self.max_positions, model.device)
-        self.refusal = translation_refusal(config) or self._foreign_rotation()
+        self.max_positions = longest(config)
+        probe.require_interface(type(model))
+        with probe.refusing(model.config.model_type):
+            self._prepare(config._attn_implementation)
         eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
-    def _foreign_rotation(self) -> str | None:
-        """Compares our rotation with the family's own on random keys, so that no list of names decides."""
-        apply = getattr(import_module(type(self.model).__module__), "apply_rotary_pos_emb", None)
-        if apply is None:
-            return "its rotary embedding cannot be checked against Kedge's"
-        keys = torch.randn(1, 3, 1, self.spec.head_dim, device=self.device)
-        positions = torch.tensor([0, 1, 5], device=self.device)
-        cos, sin = self._rotary_emb(keys, position_ids=positions[None])
-        theirs = apply(keys.transpose(1, 2), keys.transpose(1, 2), cos, sin)[1].transpose(1, 2)
-        ours = torch.empty_like(keys)
-        self.rotary.rotate(keys, positions, out=ours)
-        same = theirs.shape == ours.shape and torch.allclose(ours, theirs, atol=1e-4)
-        return None if same else "it pairs the dimensions of a key in another way"
+    def _prepare(self, own_attention: str) -> None:
+        """Give the model Kedge's attention for good, unless it is refused."""
+        self.model.set_attn_implementation(attention.NAME)
+        try:
+            self._check()
+        except BaseException:
+            self.model.set_attn_implementation(own_attention)
+            raise
+
+    def _check(self) -> None:
+        """Read what depends on the model's code, and require that it computes the same with Kedge's attention."""
+        self.rotary = Rotary(_rotary_module(self.model), self.max_positions, self.device)
+        probe.require_same(self)
+        masks.require_same(self)
+        self.refusal = translation_refusal(self.model.config) or probe.foreign_rotation(self)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -139,3 +154,11 @@ class ModelRunner:
             kedge=batch,
         )
         return out.logits[0].float()
+
+
+def _rotary_module(model: PreTrainedModel) -> nn.Module:
+    """Return what gives all layers their cosines and sines. Raises `UnsupportedModel` where there is no such module."""
+    module = getattr(model.base_model, "rotary_emb", None)
+    if module is None:
+        raise UnsupportedModel("model_type", model.config.model_type, "it has no rotary module for all layers")
+    return cast(nn.Module, module)

@@ -17,6 +17,7 @@ whoever takes a preparation over goes on with its draft, so that the plan is the
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,11 +25,13 @@ from enum import StrEnum
 
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes, Lease, Readiness
+from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.sequence import Preparation, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
 from kedge.runtime.layout import layout
 from kedge.runtime.plan import ReusePlan
+from kedge.runtime.planner import Draft
 from kedge.runtime.runtime import Runtime
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SampleId, TenantId, Tokens, new_request_id
 from kedge.workflow.forecast import AgentKey
@@ -78,12 +81,13 @@ class Preassembly:
         block_size: int,
         longest: int,
         ahead: deque[Preparation],
+        costs: EngineCosts,
     ) -> None:
         """`longest`: tokens of a prompt from which on nobody is served. `ahead`: the scheduler's queue of those that
         have tokens to be computed.
         """
         self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
-        self._longest, self._ahead = longest, ahead
+        self._longest, self._ahead, self._costs = longest, ahead, costs
         self._expected: dict[AgentKey, Preparation] = {}  # asked for longest ago first
         self._claimed: list[Preparation] = []
         self._ended: Counter[Ended] = Counter()
@@ -244,6 +248,9 @@ class Preassembly:
         except KedgeError as error:
             logger.warning("agent %s is not prepared: %s", preparation.request.agent, error)
             self._drop(preparation, Ended.FAILED)
+        except Exception:  # out of memory, say: the request itself is going to be planned when it comes
+            logger.exception("agent %s could not be prepared", preparation.request.agent)
+            self._drop(preparation, Ended.FAILED)
         return not preparation.stalled
 
     def _begin(self, preparation: Preparation) -> bool:
@@ -277,7 +284,7 @@ class Preassembly:
         assert draft is not None
         before, translated, made = len(draft.sources), preparation.translates, preparation.made
         if segments > draft.drafted:
-            self._translator.write(table, self._runtime.grow(draft, request, segments))
+            self._translate(table, draft, request, segments)
         if preparation.plan is None and segments == len(request.segments):
             preparation.plan = self._runtime.seal(draft, request)
         if translated and draft.dense:  # what was written and computed beside it must not be seen
@@ -286,6 +293,14 @@ class Preassembly:
         preparation.todo += draft.computed(before)
         if preparation.plan is not None:
             preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
+
+    def _translate(self, table: SlotTable, draft: Draft, request: GenerateRequest, segments: int) -> None:
+        began = time.monotonic()
+        translations = self._runtime.grow(draft, request, segments)
+        self._translator.write(table, translations)
+        if translations:
+            tokens = sum(one.tokens for one in translations)
+            self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
 
     def _extend(self, preparation: Preparation, room: int, steps: float | None = None) -> bool:
         try:

@@ -1,8 +1,9 @@
-"""Drawing the next token from logits."""
+"""Drawing the next tokens of a pass: one batched operation for all of its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,31 +12,87 @@ from kedge.types import SamplingParams
 
 Draw = Callable[[Tensor], int]
 """Draws a request's next token from logits [vocab]; called by the engine's thread, token after token"""
+GREEDY = 1e-5
+"""A temperature below this is greedy: dividing by it would leave the range of floats."""
 
 
+@dataclass(slots=True)
 class Sampler:
-    """Draws the tokens of one request; seeded requests repeat exactly, whatever runs beside them."""
+    """How the tokens of one request are drawn. Seeded requests repeat exactly, whatever runs beside them."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
+    params: SamplingParams
+    draw: Draw | None = None
+    """Takes the place of `params`: it sees all logits and may force an answer."""
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not self.is_greedy:
+            self.generator = torch.Generator()
+            if self.params.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(self.params.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.draw is not None or self.params.temperature < GREEDY
 
     def __call__(self, logits: Tensor) -> int:
-        """The next token from logits [vocab]."""
-        if self._params.temperature == 0:
-            return int(logits.argmax())
-        weights = torch.softmax(logits.cpu() / self._params.temperature, dim=-1)
-        if self._params.top_p < 1:
-            weights = _nucleus(weights, self._params.top_p)
-        return int(torch.multinomial(weights, 1, generator=self._generator))
+        """Draw one token from logits [vocab]. Raises what `draw_tokens` has as an entry."""
+        token = draw_tokens(logits[None], [self])[0]
+        if isinstance(token, Exception):
+            raise token
+        return token
+
+    def uniform(self) -> Tensor:
+        """Return the next random number of this request: float64 [1] in [0, 1)."""
+        return torch.rand(1, generator=self.generator, dtype=torch.float64)
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Keeps the fewest tokens whose weights [vocab] reach `top_p`."""
+def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
+    """Draw the next token of every request from logits [requests, vocab].
+
+    An entry is the error where a request's own `draw` raised, or gave no token, or where its logits are not finite.
+    """
+    best, tokens = logits.max(-1)
+    sampled = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
+    if sampled:
+        tokens[sampled] = _sample(logits[sampled], [samplers[row] for row in sampled])
+    drawn: list[int | Exception] = list(tokens.tolist())
+    for row in (~torch.isfinite(best)).nonzero().flatten().tolist():
+        drawn[row] = ArithmeticError("its logits are not finite")
+    for row, sampler in enumerate(samplers):
+        if sampler.draw is not None:
+            drawn[row] = _drawn(sampler.draw, logits[row])
+    return drawn
+
+
+def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Draw tokens [requests] by inverting the cumulative distribution of each row at a random number of its own."""
+    temperature = torch.tensor([s.params.temperature for s in samplers], dtype=torch.float64, device=logits.device)
+    weights = torch.softmax((logits.double() - logits.amax(-1, keepdim=True)) / temperature[:, None], dim=-1)
+    if any(sampler.params.top_p < 1 for sampler in samplers):
+        top_p = torch.tensor([s.params.top_p for s in samplers], dtype=torch.float64, device=logits.device)
+        weights = _nucleus(weights, top_p[:, None])
+    cumulative = weights.cumsum(-1)
+    at = torch.cat([sampler.uniform() for sampler in samplers]).to(logits.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the fewest tokens of each row whose weights [requests, vocab] reach `top_p` [requests, 1], at least one."""
     ordered, order = weights.sort(descending=True)
     dropped = ordered.cumsum(-1) - ordered >= top_p
-    return weights.scatter(0, order[dropped], 0.0)
+    dropped[:, 0] = False
+    return weights.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
+
+
+def _drawn(draw: Draw, logits: Tensor) -> int | Exception:
+    """Call a request's own `draw`; its error, whatever it is, is the request's and nobody else's."""
+    try:
+        token = draw(logits)
+    except Exception as error:  # foreign code
+        return error
+    if type(token) is not int or not 0 <= token < len(logits):
+        return ValueError(f"draw returned {token!r}, not a token id below {len(logits)}")
+    return token

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
+from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
+from kedge.types import TenantId, tenant_of
 
 JOB_CHUNK = 256
-"""Tokens of a base job in one pass: decodes beside it, or a request that comes, are held up by no more than these."""
+"""Tokens of base prefills in a pass while nobody waits: decodes beside them, or a request that comes, are held up by
+no more than these."""
 AHEAD_CHUNK = 32
 """Tokens that are computed ahead of a request in one pass."""
 
@@ -30,117 +34,223 @@ class Work:
         return len(self.positions) if self.sequence.needs_all_logits else 1
 
 
-class Scheduler:
-    """First come, first served, in chunks of at most `max_batch_tokens` a pass.
+@dataclass(slots=True)
+class _Pass:
+    """The next pass as it fills up."""
 
-    Decoding sequences go first (one token each), then prefills that have begun, then new requests; base jobs run
-    only in passes in which no request waits for its first token, so they cost nobody's TTFT. Prompts that are
-    assembled ahead come after those, in small pieces; beside decodes only the few tokens that a translated one needs.
+    left: int
+    """Tokens that still fit"""
+    rows: int
+    """Logits of whole prompts that still fit"""
+    work: list[Work] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, most: int = sys.maxsize) -> int:
+        """Add up to `most` positions of a sequence; returns how many."""
+        most = min(most, self.left, self.rows if sequence.needs_all_logits else sys.maxsize)
+        positions = sequence.todo[: max(0, most)]
+        if positions:
+            self.work.append(Work(sequence, positions))
+        self.left -= len(positions)
+        self.rows -= len(positions) if sequence.needs_all_logits else 0
+        return len(positions)
+
+
+class Scheduler:
+    """Fair between tenants and first come, first served within one, in chunks of at most `max_batch_tokens` a pass.
+
+    Decoding sequences go first (one token each), then prefills that have begun, then new requests. Base prefills take
+    at most `learning_share` of a pass while requests wait for their first token. Prompts that are assembled ahead come
+    only when none does, in small pieces; beside decodes only the few tokens that a translated one needs.
+
+    Where several tenants run, each may take as much of a pass as the least demanding of them would take for itself
+    (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
+    So a tenant never waits behind more of another's backlog than its share.
 
     A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where `aside` lets none
-    pass). Once it is ready it goes before all that
-    hold no blocks; at most `max_running` step aside at once, so those that do not are passed by few.
+    pass). Once it is ready it goes before all that hold no blocks; at most `max_running` step aside at once, so those
+    that do not are passed by few.
     """
 
     def __init__(
-        self, admit: Callable[[Sequence], bool], aside: Loading, max_batch_tokens: int, max_running: int
+        self,
+        admit: Callable[[Sequence], bool],
+        aside: Loading,
+        costs: EngineCosts,
+        max_batch_tokens: int,
+        max_running: int,
+        learning_share: float,
     ) -> None:
         """`admit` answers False where a sequence has to wait for blocks; `aside` knows who has to wait for a load."""
-        self._admit, self._aside = admit, aside
-        self._budget = max_batch_tokens
-        self._max_running = max_running
-        self.waiting: deque[RequestSequence] = deque()
+        self._admit, self._aside, self._costs = admit, aside, costs
+        self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
+        self._passes = 0
+        self.waiting: FairQueue[RequestSequence] = FairQueue()
         self.loading: deque[RequestSequence] = deque()
-        """Those that stepped aside."""
+        """Requests that stepped aside."""
         self.jobs: deque[BaseJob] = deque()
         self.ahead: deque[Preparation] = deque()
         """Prompts that nobody has asked for yet, with tokens to be computed."""
         self.running: list[RequestSequence] = []
+        self.preempted: deque[RequestSequence] = deque()
+        """Requests that gave their blocks to another tenant's, with what they have answered so far."""
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.loading or self.jobs or self.ahead or self.running)
+        return not (self.unadmitted or self.jobs or self.ahead or self.running)
 
     @property
     def unadmitted(self) -> list[RequestSequence]:
         """Requests that have no blocks yet, next first."""
-        return [*self.loading, *self.waiting]
+        return [*self.preempted, *self.loading, *self.waiting]
 
     @property
     def someone_waits(self) -> bool:
         """A request has yet to see its first token."""
         return bool(self.waiting or self.loading) or any(sequence.waits_for_first_token for sequence in self.running)
 
+    def add(self, sequence: RequestSequence) -> None:
+        """Queue a request."""
+        self.waiting.push(sequence, sequence.tenant, len(sequence.tokens))
+
     def schedule(self) -> list[Work]:
+        """Admit what has room, and fill the next pass."""
         self._admit_waiting()
-        left, rows, work = self._budget, LOGIT_ROWS, []
-        for sequence in self._candidates():
-            if left <= 0:
-                break
-            most = rows if sequence.needs_all_logits else _chunk(sequence)
-            positions = sequence.todo[: min(left, most)]
-            left -= len(positions)
-            rows -= len(positions) if sequence.needs_all_logits else 0
-            if positions:
-                work.append(Work(sequence, positions))
-        return work
+        self._passes += 1
+        filling, waits = _Pass(self._budget, LOGIT_ROWS), self.someone_waits
+        allowed = self._allowances()
+        self._add_requests(filling, self._decoding(), allowed)
+        if waits and self._learning_share:
+            self._add_jobs(filling, int(self._learning_share * self._budget), busy=True)
+        self._add_requests(filling, [one for one in self.running if one.waits_for_first_token], allowed)
+        if not waits:
+            self._add_spare(filling)
+        return filling.work
+
+    # admission ------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
-        if self._admit_loaded():
-            while self.waiting and self._has_place and len(self.loading) < self._max_running:
-                sequence = self.waiting[0]
-                if not self._aside.is_ready(sequence):
-                    if not self._aside.lets_pass:
-                        return
-                    self.loading.append(self.waiting.popleft())
-                elif not self._start(sequence, self.waiting):
+        room = self._admit_aside()
+        while (sequence := self.waiting.peek()) and len(self.loading) < self._max_running:
+            if not self._has_place(sequence) or not (room or self._is_first(sequence)):
+                return
+            if not self._aside.is_ready(sequence):
+                if not self._aside.lets_pass:
                     return
-                else:
-                    for other in self.loading:
-                        self._aside.skipped(other)
+                self.waiting.take(sequence)
+                self.loading.append(sequence)
+            elif not self._start(sequence):
+                return
+            else:
+                for other in self.loading:
+                    self._aside.skipped(other)
 
-    def _admit_loaded(self) -> bool:
-        """Admits who stepped aside and need not wait any more; False where one of them lacks room."""
+    def _admit_aside(self) -> bool:
+        """Admits who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
         room = True
-        for sequence in tuple(self.loading):
-            if self._has_place and self._aside.is_ready(sequence):
-                room &= self._start(sequence, self.loading)
+        for sequence in (*self.preempted, *self.loading):
+            is_ready = sequence in self.preempted or self._aside.is_ready(sequence)
+            if is_ready and self._has_place(sequence):
+                room &= self._start(sequence)
         return room
 
-    def _start(self, sequence: RequestSequence, queue: deque[RequestSequence]) -> bool:
+    def _start(self, sequence: RequestSequence) -> bool:
+        """Admits a request; False where it lacks room. One that has ended with an error holds nobody up."""
         if not self._admit(sequence):
-            return False
-        queue.remove(sequence)
+            return sequence.is_over
+        if sequence in self.waiting:
+            self.waiting.take(sequence)
+        else:
+            (self.preempted if sequence in self.preempted else self.loading).remove(sequence)
         self.running.append(sequence)
         return True
 
-    @property
-    def _has_place(self) -> bool:
-        """Another request may run, and there is something left for it in a pass."""
-        pending = sum(len(sequence.todo) for sequence in self.running)
+    def victim(self, sequence: RequestSequence) -> RequestSequence | None:
+        """The running request that gives its blocks to the first one of a tenant: the youngest of the tenant that runs
+        most, if that runs several; None where `sequence` may take nothing.
+        """
+        running = Counter(tenant_of(one.tenant) for one in self.running)
+        if not running or not self._is_first(sequence):
+            return None
+        tenant, many = running.most_common(1)[0]
+        own = [one for one in self.running if tenant_of(one.tenant) == tenant and not one.finish]
+        return own[-1] if many > 1 and own else None
+
+    def preempt(self, sequence: RequestSequence) -> None:
+        """Takes a request whose blocks have been freed out of the batch; it is admitted again before all others."""
+        self.running.remove(sequence)
+        self.preempted.append(sequence)
+
+    def _is_first(self, sequence: RequestSequence) -> bool:
+        """Whether nothing else of its tenant runs, or has stepped aside."""
+        begun = (*self.running, *self.preempted, *self.loading)
+        return all(one is sequence or tenant_of(one.tenant) != tenant_of(sequence.tenant) for one in begun)
+
+    def _has_place(self, sequence: RequestSequence) -> bool:
+        """Another request may run, and there is something left for it in a pass; a tenant's first needs neither."""
+        if self._is_first(sequence):
+            return len(self.running) < 2 * self._max_running
+        pending = sum(len(one.todo) for one in self.running)
         return len(self.running) < self._max_running and pending < self._budget
 
-    def _candidates(self) -> Iterator[Sequence]:
-        yield from sorted(self.running, key=lambda sequence: sequence.waits_for_first_token)
-        if self.someone_waits:
-            return
-        if not self.jobs:
-            yield from [one for one in self.ahead if one.translates or not self.running][:1]
-        elif self.jobs[0].admitted or self._admit(self.jobs[0]):
-            yield self.jobs[0]
+    def served(self, sequence: RequestSequence, tokens: int) -> None:
+        """Counts tokens of an answer, which its tenant pays for as it does for prompts."""
+        self.waiting.charge(sequence.tenant, tokens)
+
+    # one pass -------------------------------------------------------------------------------------------------
+
+    def _decoding(self) -> list[RequestSequence]:
+        """The sequences that decode; those that the last passes had no room for first."""
+        return sorted((one for one in self.running if not one.waits_for_first_token), key=lambda one: one.last_pass)
+
+    def _allowances(self) -> dict[TenantId, float] | None:
+        """Seconds that each tenant's work may add to the pass; None where only one tenant runs."""
+        wanted: dict[TenantId, list[int]] = {}
+        for sequence in self.running:
+            wanted.setdefault(tenant_of(sequence.tenant), []).append(len(sequence.todo))
+        if len(wanted) < 2:
+            return None
+        least = min(self._costs.pass_seconds(min(sum(many), self._budget), len(many)) for many in wanted.values())
+        return dict.fromkeys(wanted, least)
+
+    def _add_requests(
+        self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: dict[TenantId, float] | None
+    ) -> None:
+        for sequence in sequences:
+            tenant = tenant_of(sequence.tenant)
+            most = sys.maxsize if allowed is None else self._affordable(sequence, allowed[tenant])
+            if count := filling.add(sequence, most):
+                sequence.last_pass = self._passes
+                if allowed is not None:
+                    allowed[tenant] -= self._costs.added_seconds(count, 1)
+
+    def _affordable(self, sequence: RequestSequence, seconds: float) -> int:
+        """How many tokens of a sequence fit into so many seconds, at least one while any are left."""
+        if seconds <= 0:
+            return 0
+        return max(1, self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo)))
+
+    def _add_jobs(self, filling: _Pass, most: int, *, busy: bool) -> None:
+        """Adds base prefills, oldest first; one that finds no room waits, and so do those behind it."""
+        for job in [one for one in self.jobs if one.is_urgent or not busy]:
+            if most <= 0 or not (job.admitted or self._admit(job)):
+                return
+            most -= filling.add(job, most)
+
+    def _add_spare(self, filling: _Pass) -> None:
+        """Adds what nobody waits for."""
+        if self.jobs:
+            self._add_jobs(filling, JOB_CHUNK, busy=False)
+        else:
+            for one in self._assembled():
+                filling.add(one, AHEAD_CHUNK)
+
+    def _assembled(self) -> Iterator[Preparation]:
+        yield from [one for one in self.ahead if one.translates or not self.running][:1]
 
     def done(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is."""
-        for queue in (self.running, self.waiting, self.loading, self.jobs, self.ahead):
+        if isinstance(sequence, RequestSequence) and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):
             if sequence in queue:
                 queue.remove(sequence)  # type: ignore[arg-type]
-
-
-def _chunk(sequence: Sequence) -> int:
-    """Most tokens of a sequence in one pass."""
-    match sequence:
-        case BaseJob():
-            return JOB_CHUNK
-        case Preparation():
-            return AHEAD_CHUNK
-    return sys.maxsize

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kedge.cache import Namespace
 from kedge.engine.local.logprobs import Logprobs
-from kedge.engine.local.sampler import Draw
+from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.text import TextStream
 from kedge.engine.stream import TokenStream
 from kedge.kv.storage import SlotTable
@@ -66,6 +66,10 @@ class BaseJob(Sequence):
     """Computes base KV off the critical path: a short prefill whose KV is cut into segments and kept."""
 
     cuts: tuple[Cut, ...] = ()
+    is_urgent: bool = True
+    """Whether it saves more than it costs, so that it is worth its share of a busy pass."""
+    wanted_by: RequestId | None = None
+    """The request that it is for: what that one teaches is learned once this is there."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -141,7 +145,7 @@ class Preparation(Sequence):
         if self.draft is None:
             return 0
         sources = self.draft.sources
-        return min(self.ready, sources.index(Source.TRANSLATED) if self.translates else len(sources))
+        return min(self.ready, sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources))
 
     @property
     def made(self) -> int:
@@ -155,7 +159,7 @@ class RequestSequence(Sequence):
 
     request: GenerateRequest
     stream: LocalStream
-    sampler: Draw
+    sampler: Sampler
     text: TextStream
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)
@@ -179,12 +183,18 @@ class RequestSequence(Sequence):
     """Set when the response is complete; one more pass may follow, for KV that is left behind."""
     response_stop: int | None = None
     """The response ends here. `tokens` that follow are its trail."""
+    is_over: bool = False
+    """Its stream has ended: with a completion, or with an error."""
+    last_pass: int = 0
+    """Number of the last pass that it had a part in."""
 
     def __post_init__(self) -> None:
         self.logprobs = Logprobs(self.request)
 
     @property
     def exact_limit(self) -> int:
+        if self.plan is not None:  # it was preempted
+            return len(self.tokens) - 1 if self.request.exact_limit else 0
         return self.request.exact_limit
 
     @property
@@ -221,6 +231,16 @@ class RequestSequence(Sequence):
     def tell(self, text: str, tokens: Tokens = (), completion: Completion | None = None) -> None:
         """Puts a delta into the stream."""
         self.stream.put(TokenDelta(text, tokens, completion, *self.logprobs.news()))
+
+    def finished(self, text: str, reason: FinishReason) -> None:
+        """End the stream with the completion, and the text that was held back."""
+        self.is_over = True
+        self.tell(text, (), self.completion(reason))
+
+    def failed(self, error: BaseException) -> None:
+        """End the stream with an error."""
+        self.is_over = True
+        self.stream.put(error)
 
     def receipt(self) -> Receipt:
         spans, misses = (self.plan.spans, self.plan.misses) if self.plan else ((), ())

@@ -16,11 +16,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from kedge.engine.base import Engine, Item, Listenable
-from kedge.engine.process.messages import Answer, Call, Packed, Ready, packed, portable
+from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
 from kedge.errors import ConfigError, EngineClosed
 
 logger = logging.getLogger(__name__)
-Sent = Packed | Answer | Ready
+Sent = Packed | Answer | Ready | Failed
 IN_ORDER = frozenset({"submit", "end_run", "forecast", "prepare"})
 """Methods that return at once. The others may wait for a step, and are called on threads of their own."""
 ASKING = 16
@@ -73,18 +73,16 @@ class Host:
         """Return the process's exit code."""
         self._outbox.put(Ready(self._engine.tokenizer))
         try:
-            while not self._has_failed():
+            while (failure := self._engine.failure) is None:
                 if self._connection.poll(LOOK) and not self._take(pickle.loads(self._connection.recv_bytes())):
                     return 0
+            self._outbox.put(Failed(portable(failure)))
             return 1
         except (EOFError, ConnectionResetError):
             return 0
         finally:
             self._engine.close()
             self._outbox.close()
-
-    def _has_failed(self) -> bool:
-        return getattr(self._engine, "failure", None) is not None
 
     def _take(self, call: Call) -> bool:
         """Start a call; False where it is the last one."""

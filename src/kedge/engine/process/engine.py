@@ -20,9 +20,10 @@ from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any, Self
 
-from kedge.engine.base import Engine, Tokenizer, require_sensible
-from kedge.engine.process.messages import Answer, Call, Packed, Ready, unpacked
+from kedge.engine.base import Engine, Tokenizer
+from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
 from kedge.engine.stream import TokenStream
+from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -45,6 +46,8 @@ class ProcessEngine:
         self._pending: dict[int, Future[Any]] = {}
         self._streams: dict[int, TokenStream] = {}
         self._closing = False
+        self._cause: BaseException | None = None
+        """What the engine failed of, where it could still say so."""
         self._over: str | None = None
         """Why the process is no more."""
         self._process, self._connection = _started()
@@ -79,7 +82,8 @@ class ProcessEngine:
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Queue a request, see `kedge.engine.base.Engine`."""
-        require_sensible(request)
+        if not isinstance(request, GenerateRequest):  # all else is the engine's to check: it knows its vocabulary
+            require_sensible(request)
         stream = TokenStream(request.request_id)
         self._ask("submit", request, stream=stream)
         return stream
@@ -95,7 +99,7 @@ class ProcessEngine:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Pass a hint on, see `kedge.engine.base.Engine`."""
         with suppress(EngineClosed):
-            self._tell("forecast", dict(changes), dict(prompts))
+            self._tell("forecast", *sensible_hints(changes, prompts))
 
     def close(self) -> None:
         """Cancel what runs and end the process. Idempotent."""
@@ -156,9 +160,12 @@ class ProcessEngine:
         finally:
             self._end()
 
-    def _take(self, item: Packed | Answer) -> None:
+    def _take(self, item: Packed | Answer | Failed) -> None:
         if isinstance(item, Answer):
             return self._settle(item)
+        if isinstance(item, Failed):
+            self._cause = item.error
+            return None
         number, heard = unpacked(item)
         stream = self._streams[number]
         if isinstance(heard, BaseException) or heard.completion:
@@ -182,7 +189,8 @@ class ProcessEngine:
             self._connection.close()
         code = _ended(self._process)
         with self._lock:
-            self._over = "was closed" if self._closing else f"ended by itself with code {code}"
+            cause = f"with code {code}" if self._cause is None else f"after {self._cause!r}"
+            self._over = "was closed" if self._closing else f"ended by itself {cause}"
             pending, streams = list(self._pending.values()), list(self._streams.values())
             self._pending, self._streams = {}, {}
         for answer in pending:

@@ -43,6 +43,13 @@ class Ready:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine has ended by itself, and so does its process."""
+
+    error: BaseException
+
+
 def packed(number: int, item: Item) -> Packed:
     """Return a stream's item as it is sent."""
     if isinstance(item, BaseException):

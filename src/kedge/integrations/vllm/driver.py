@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,9 +96,10 @@ class Driver:
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
 
-    def knows(self, request_id: RequestId) -> bool:
-        """Whether a request goes on."""
-        return request_id in self._answers
+    @property
+    def in_flight(self) -> Container[RequestId]:
+        """Requests whose streams have not ended."""
+        return self._answers.keys()
 
     def cancel(self, request_id: RequestId) -> bool:
         """Ends a request at the next step; False where it is not known."""
@@ -136,10 +137,7 @@ class Driver:
         error = None if generating.cancelled() else generating.exception()
         said = None if error else await self._said(answer, generating, late)
         del self._late[request_id], self._answers[request_id]
-        if error is not None:
-            answer.fail(_told(error, request_id))
-        else:
-            answer.end(said)
+        _end(answer, error, said)
         self._has_begun(request_id)
 
     async def _said(
@@ -254,14 +252,28 @@ async def _within(future: asyncio.Future[Receipt], seconds: float) -> Receipt | 
     return future.result() if done else None
 
 
-def _told(error: BaseException, request_id: RequestId) -> BaseException:
-    """vLLM's errors as ours; anything else is a bug and stays what it is."""
+def _end(answer: Answer, error: BaseException | None, said: Receipt | None) -> None:
+    """Put the last item into an answer's stream: a completion, or an error of Kedge.
+
+    Whatever goes wrong while the completion is put together (the text's end, the receipt) is the request's own error:
+    its reader must not wait for ever.
+    """
+    try:
+        if error is not None:
+            raise error
+        answer.end(said)
+    except Exception as failure:
+        answer.fail(_told(failure, answer.request.request_id))
+
+
+def _told(error: Exception, request_id: RequestId) -> KedgeError:
+    """Return an error of vLLM's, or of what is done with its output, as one of Kedge's."""
     if isinstance(error, KedgeError):
         return error
     if isinstance(error, EngineDeadError):
         return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
     if isinstance(error, VLLMClientError):
         return RequestError("request", request_id, str(error))
-    if isinstance(error, EngineGenerateError):
-        return ForwardFailed("request", request_id, f"vLLM failed: {error.__cause__!r}")
-    return error
+    cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
+    logger.error("request %s failed", request_id, exc_info=error)
+    return ForwardFailed("request", request_id, f"vLLM failed, or what is done with its output: {cause!r}")

@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kedge.config import EngineConfig
-from kedge.engine.base import require_sensible
 from kedge.engine.local.build import model_path
 from kedge.engine.local.model import HFTokenizer, read_config
 from kedge.engine.local.sequence import LocalStream
-from kedge.errors import ConfigError, EmptyPrompt, EngineClosed, InvalidToken, PromptTooLong, RequestError
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
+from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.integrations.vllm.answer import Answer
 from kedge.integrations.vllm.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.requests import Forecasts, Message, end_of_run, sampling_arguments
@@ -48,6 +48,7 @@ class VLLMEngine:
         self.tokenizer = HFTokenizer.load(path)
         arguments = _engine_arguments(self.config, path)
         self._lock, self._is_closed = threading.Lock(), False
+        self._failure: EngineClosed | None = None
         self._has_loop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="kedge-vllm", daemon=True)
         self._thread.start()
@@ -79,31 +80,33 @@ class VLLMEngine:
 
     # any thread -------------------------------------------------------------------------------------------------------
 
+    @property
+    def failure(self) -> EngineClosed | None:
+        """That vLLM's engine core has died; None while it works, and where only `close` ended it."""
+        if self._failure is None and not self._is_closed and self._driver.is_dead:
+            self._failure = _died()
+        return self._failure
+
     def submit(self, request: GenerateRequest) -> LocalStream:
         """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
-        request = with_trails(request, self.config.planner.trail, of_answers=False)
         self._validate(request)
+        request = with_trails(request, self.config.planner.trail, of_answers=False)
         room = self._longest - request.prompt_tokens
         answer = Answer(request, self.tokenizer, self._params(sampling_arguments(request, room)), room)
         self._ask(partial(self._begin, answer))
         return answer.stream
 
     def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request)
-        tokens = request.tokens
-        if not tokens:
-            raise EmptyPrompt("segments", request.segments, "the prompt has no tokens")
-        if len(tokens) >= self._longest:
-            raise PromptTooLong("prompt_tokens", len(tokens), f"vLLM serves less than {self._longest} (max_model_len)")
-        if bad := [token for token in tokens if not 0 <= token < self._vocab_size]:
-            raise InvalidToken("token", bad[0], f"outside the vocabulary of {self._vocab_size}")
+        require_sensible(request, self._vocab_size)
+        if request.prompt_tokens >= self._longest:
+            why = f"vLLM serves less than {self._longest} (max_model_len)"
+            raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._most_logprobs >= 0:
                 raise RequestError(key, getattr(request, key), f"at most {self._most_logprobs} (max_logprobs)")
 
     def _begin(self, answer: Answer) -> None:
-        if self._driver.knows(answer.request.request_id):
-            raise RequestError("request_id", answer.request.request_id, "is in flight already")
+        require_new_id(answer.request.request_id, self._driver.in_flight)
         self._driver.begin(answer)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -115,6 +118,7 @@ class VLLMEngine:
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""
+        changes, prompts = sensible_hints(changes, prompts)
         self._tell(lambda: list(self._forecasts.messages(changes, prompts)))
 
     def inspect(self) -> dict[str, object]:
@@ -157,8 +161,8 @@ class VLLMEngine:
         """Asked on the loop's thread. Raises `EngineClosed` where the engine was closed, or vLLM's has died."""
 
         async def ask() -> T:
-            if self._driver.is_dead:
-                raise EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
+            if self.failure is not None:
+                raise _died()
             return question()
 
         with self._lock:  # so that nothing is asked after the loop's end
@@ -172,6 +176,10 @@ class VLLMEngine:
         with self._lock:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(lambda: self._driver.tell(messages()))
+
+
+def _died() -> EngineClosed:
+    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
 
 def _engine_arguments(config: EngineConfig, path: Path) -> Any:

@@ -17,6 +17,8 @@ from kedge.workflow.steps import NextRun
 
 Hints = dict[str, Any]
 """The `kedge` field of `kv_transfer_params`."""
+NO_SEED, LAST_SEED = -1, 2**63 - 1
+"""The seed that vLLM takes for none, and the one that stands in for it: a seeded answer repeats."""
 NOTHING: Tokens = (0,)
 """The prompt of a message: vLLM knows no request without one."""
 
@@ -77,7 +79,7 @@ def sampling_arguments(request: GenerateRequest, room: int) -> dict[str, Any]:
         "max_tokens": max(1, min(wanted, room)),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "seed": sampling.seed,
+        "seed": LAST_SEED if sampling.seed == NO_SEED else sampling.seed,
         "ignore_eos": sampling.ignore_eos,
         "logprobs": request.logprobs,
         "prompt_logprobs": request.prompt_logprobs,

@@ -1,0 +1,1 @@
+"""The checks that need a GPU; see `scripts/gpu_check.sh`."""

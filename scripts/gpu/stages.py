@@ -1,0 +1,182 @@
+"""The stages of `scripts/gpu_check.sh`, most telling first: what they run, for how long, and where its results are.
+
+Each stage has a form for a GPU and a tiny one for the CPU, which shows that the commands run at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+Results = dict[str, Any]
+KEDGE = ("-c", "from kedge.cli.main import app; app()")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={results}")
+NOTHING_COLLECTED = 5
+"""Exit status of pytest where no test was left to run"""
+KERNEL_TESTS = (
+    "tests/kv/test_translate_kernel.py",
+    "tests/kv/test_attention_kernel.py",
+    "tests/kv/test_large_kernels.py",
+)
+GRAPH_TESTS = ("tests/engine/local/test_graphs.py",)
+ENGINE_TESTS = ("tests/engine/local/test_device.py",)
+MODEL = "model"
+"""The folder of the model in training, kept as one file between two calls"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a stage."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """Of Python. `{results}` is the file that it writes, `{out}` the folder of all results, `{seconds}` how long it may
+    work."""
+    limit: float
+    """Seconds after which it is ended"""
+    least: float
+    """Seconds without which it is not begun"""
+    read: Callable[[Path], Results]
+    """Its results from the file that it wrote"""
+    is_done: Callable[[Results], bool] = lambda _: True
+    """False: it ended well, and is to go on in the next call"""
+    file: str = ""
+    """Its results, where it has a place of its own for them; otherwise `{results}`"""
+    folder: str | None = None
+    """A folder of `{out}` that it works in"""
+    accepted: tuple[int, ...] = (0,)
+    """Exit statuses of success"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some steps under one name, and with one file of results."""
+
+    name: str
+    about: str
+    steps: tuple[Step, ...]
+
+
+def read_json(file: Path) -> Results:
+    """Return what a benchmark wrote."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def read_junit(file: Path) -> Results:
+    """Return how many tests of a report passed, and which did not, with the reason."""
+    cases = list(ElementTree.parse(file).iter("testcase"))
+    failed = {_name(case): reason for case in cases if (reason := _reason(case)) is not None}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    figures = {one.get("name"): float(one.get("value", "nan")) for case in cases for one in case.iter("property")}
+    slowest = sorted(cases, key=lambda case: -float(case.get("time", 0)))[:5]
+    return {
+        "passed": len(cases) - len(failed) - skipped,
+        "skipped": skipped,
+        "failed": failed,
+        "figures": figures,
+        "slowest_s": {_name(case): float(case.get("time", 0)) for case in slowest},
+    }
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _reason(case: ElementTree.Element) -> str | None:
+    for kind in ("failure", "error"):
+        if (found := case.find(kind)) is not None:
+            return (found.get("message") or "")[:500]
+    return None
+
+
+def _is_trained(record: Results) -> bool:
+    """Return whether all minutes of a training have been spent."""
+    return record["trained_minutes"] >= record["minutes"]
+
+
+def stages(device: str) -> tuple[Stage, ...]:
+    """Return all stages for `cuda`, or for `cpu` their tiny forms."""
+    return tuple(make(device == "cuda") for make in (_kernels, _graphs, _ttft, _load, _train))
+
+
+def _tests(name: str, files: tuple[str, ...], on_gpu: bool, *more: str) -> Step:
+    accepted = (0,) if on_gpu else (0, NOTHING_COLLECTED)
+    return Step(name, (*PYTEST, *files, *more), 400, 120 if on_gpu else 20, read_junit, accepted=accepted)
+
+
+def _kernels(on_gpu: bool) -> Stage:
+    few = () if on_gpu else ("-k", "exactly or three")
+    return Stage(
+        "kernels",
+        "the Triton kernels against float64 and their twins in PyTorch",
+        (_tests("kernels", KERNEL_TESTS, on_gpu, *few),),
+    )
+
+
+def _graphs(on_gpu: bool) -> Stage:
+    step, engine = ((), ()) if on_gpu else (("-k", "llama and two"), ("-k", "tiers or exact_answer"))
+    return Stage(
+        "graphs",
+        "replayed decode steps against passes as they are run; the engine's tokens against Transformers'",
+        (_tests("graphs", GRAPH_TESTS, on_gpu, *step), _tests("engine", ENGINE_TESTS, on_gpu, *engine)),
+    )
+
+
+def _ttft(on_gpu: bool) -> Stage:
+    tiny = ("--question", "64", "--prefix", "16", "--output", "8", "--agents", "2", "--samples", "2", "--repeats", "1")
+    sizes = (("8b", 540.0, 400.0), ("32m", 300.0, 120.0)) if on_gpu else (("tiny", 300.0, 20.0),)
+    return Stage(
+        "ttft",
+        "time to first token, dense and translated, with random weights",
+        tuple(
+            Step(
+                size,
+                (*KEDGE, "bench", "ttft", "--model-size", size, "--device", _device(on_gpu), "--json", "{results}",
+                 *(() if on_gpu else tiny)),
+                limit, least, read_json,
+            )
+            for size, limit, least in sizes
+        ),
+    )  # fmt: skip
+
+
+def _load(on_gpu: bool) -> Stage:
+    size, seconds, counts = ("8b", "60", (8, 32, 1)) if on_gpu else ("tiny", "3", (2,))
+    memory = ("--kv-memory", "40GiB") if on_gpu else ()
+    common = (*KEDGE, "bench", "load", "--case", size, "--model-size", size, "--device", _device(on_gpu), *memory)
+    return Stage(
+        "load",
+        "teams of agents under load, one reuse mode after the other",
+        tuple(
+            Step(
+                f"clients-{count}",
+                (*common, "--clients", str(count), "--seconds", seconds, "--json", "{results}"),
+                480 if on_gpu else 120, 300 if on_gpu else 30, read_json,
+            )
+            for count in counts
+        ),
+    )  # fmt: skip
+
+
+def _train(on_gpu: bool) -> Stage:
+    scale = ("--size", "small", "--minutes", "20", "--batch", "256", "--precision", "bf16")
+    tiny = ("--size", "tiny", "--minutes", "0.1", "--batch", "2", "--precision", "fp32")
+    model, device = f"{{out}}/{MODEL}", _device(on_gpu)
+    trained = ("scripts/train_nano.py", "--out", model, "--device", device, "--resume", "--stop-after", "{seconds}")
+    tokenizer = ("--tokenizer", "src/kedge/models/nano")
+    asked = ("scripts/evaluate_nano.py", "--model", model, "--device", device, "--questions", "100" if on_gpu else "1")
+    files: dict[str, Any] = {"read": read_json, "file": f"{model}/training.json", "folder": MODEL}
+    train = Step(
+        "train", (*trained, *tokenizer, *(scale if on_gpu else tiny)), 540, 180 if on_gpu else 20,
+        is_done=_is_trained, **files,
+    )  # fmt: skip
+    evaluate = Step("evaluate", asked, 400, 200 if on_gpu else 30, **files)
+    return Stage("train", "the bundled model, larger", (train, evaluate))
+
+
+def _device(on_gpu: bool) -> str:
+    return "cuda" if on_gpu else "cpu"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Runs what needs a GPU, stage by stage, within a time limit, and goes on where the last call stopped:
+#
+#     scripts/gpu_check.sh --out gpu-results --seconds 560
+#
+# GPU_WHEELS=DIR adds Python packages from a folder of wheels, for a machine without a network. PYTHON names the
+# interpreter. Everything else is in scripts/gpu/ (--help) and docs/guides/gpu.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+
+if [[ -n ${GPU_WHEELS:-} ]]; then
+    packages=$(mktemp -d)
+    trap 'rm -rf "$packages"' EXIT
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$packages" "$GPU_WHEELS"/*.whl
+    export PYTHONPATH="$PYTHONPATH:$packages"
+fi
+"$python" -m scripts.gpu.check "$@"

@@ -1,0 +1,115 @@
+"""`kedge bench load`: teams of agents under load, by reuse mode and number of clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kedge.cli.results import write
+from kedge.errors import ConfigError
+from kedge.types import ReuseMode
+
+if TYPE_CHECKING:
+    from kedge.bench.load import Key, LoadSettings
+
+QUICK_SECONDS, QUICK_CLIENTS = 10.0, (1, 8)
+COLUMNS = {
+    "teams\n/min": ("teams_per_min", ".1f"),
+    "TTFT\np50": ("ttft_p50_ms", ".0f"),
+    "TTFT\np99": ("ttft_p99_ms", ".0f"),
+    "run\np50": ("latency_p50_s", ".2f"),
+    "run\np99": ("latency_p99_s", ".2f"),
+    "batch\nmean": ("batch_mean", ".1f"),
+    "last\n1/3": ("batch_mean_last_third", ".1f"),
+    "trans\nlated": ("translated_share", ".0%"),
+}
+"""Heading -> figure and its format."""
+
+Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
+"""Case -> clients -> mode -> figures."""
+
+
+def load(
+    case: Annotated[
+        list[str] | None, typer.Option(help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable.")
+    ] = None,
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="Default 1, 8 and 32; repeatable.")] = None,
+    mode: Annotated[list[ReuseMode] | None, typer.Option(help="Default: all three; repeatable.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each; default 120, quick 10.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Of each engine, such as 4GiB; default: the engine's.")] = None,
+    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size, random weights.")] = "32m",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Ten seconds each, 1 and 8 clients.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, after each.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what the file of --json has, and go on.")] = False,
+) -> None:
+    """Teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
+    from kedge.bench.load import LoadSettings, Selection, measure
+    from kedge.bench.load_teams import case_names
+
+    settings = LoadSettings(seconds or (QUICK_SECONDS if quick else 120.0), kv_memory, model_size, device, seed)
+    selection = Selection(
+        tuple(case or case_names(model_size)),
+        tuple(clients or (QUICK_CLIENTS if quick else Selection.clients)),
+        tuple(mode or Selection.modes),
+    )
+    console, leaves = Console(), _saved(json_file, settings) if resume else {}
+    with console.status("load") as status:
+        for key, figures in measure(settings, selection, lambda key: _has(leaves, key), status.update):
+            _put(leaves, key, figures)
+            if json_file:
+                write(json_file, {"settings": asdict(settings), "cases": leaves})
+    for name in selection.cases:
+        console.print(_table(name, settings, leaves[name]))
+    if json_file:
+        console.print(f"results: {json_file}")
+
+
+def _has(leaves: Leaves, key: Key) -> bool:
+    case, clients, mode = key
+    return mode in leaves.get(case, {}).get(str(clients), {})
+
+
+def _put(leaves: Leaves, key: Key, figures: dict[str, Any]) -> None:
+    case, clients, mode = key
+    leaves.setdefault(case, {}).setdefault(str(clients), {})[mode.value] = figures
+
+
+def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
+    """Return what the file has. Raises `ConfigError` where it has something else."""
+    if file is None:
+        raise ConfigError("resume", True, "needs --json, the file with the results that there are")
+    if not file.exists():
+        return {}
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("json", str(file), f"is no JSON: {error}") from error
+    if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
+        raise ConfigError("json", str(file), "holds results of something else or of other settings")
+    return saved["cases"]
+
+
+def _table(case: str, settings: LoadSettings, clients: Mapping[str, Mapping[str, Any]]) -> Table:
+    title = f"{case}, {settings.seconds:g} s each; TTFT in ms, runs in s"
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for heading in ("\nclients", "\nmode", *COLUMNS, "\nerr"):
+        table.add_column(heading, justify="left" if heading == "\nmode" else "right", no_wrap=True)
+    for count, modes in clients.items():
+        for mode, figures in modes.items():
+            cells = (_cell(figures[name], shown) for name, shown in COLUMNS.values())
+            table.add_row(count, mode, *cells, str(figures["errors"]))
+    return table
+
+
+def _cell(figure: float | None, shown: str) -> str:
+    return "-" if figure is None else format(figure, shown)

@@ -1,0 +1,59 @@
+"""What every `Engine` must do, as tests. Subclass and give an engine:
+
+    class TestMyEngine(EngineConformance):
+        @pytest.fixture
+        def engine(self):
+            with MyEngine() as engine:
+                yield engine
+
+The engine may be shared by the tests of the class, as those that close it come last. It should take at least 1,024
+tokens a request, and be greedy at temperature 0. Override `small_engine` to have overload tested, and `check_at_rest`
+to look for what is left of requests that have ended. Nothing here imports pytest, so the methods can also be called by
+hand. To see what an assertion compared, call `pytest.register_assert_rewrite("kedge.engine.conformance")` first.
+"""
+
+from __future__ import annotations
+
+from kedge.engine.base import Engine, Preparing
+from kedge.engine.conformance.aborts import AbortTests
+from kedge.engine.conformance.answers import AnswerTests
+from kedge.engine.conformance.company import CompanyTests
+from kedge.engine.conformance.harness import expect as expect
+from kedge.engine.conformance.harness import fresh_text as fresh_text
+from kedge.engine.conformance.hints import HintTests
+from kedge.engine.conformance.identity import IdentityTests
+from kedge.engine.conformance.logprobs import LogprobTests
+from kedge.engine.conformance.overload import OverloadTests
+from kedge.engine.conformance.reuse import ReuseTests
+from kedge.engine.conformance.texts import TokenizerTests
+from kedge.engine.conformance.values import ValueTests
+from kedge.errors import EngineClosed
+from kedge.types import FinishReason
+
+
+class EngineConformance(
+    OverloadTests,
+    AbortTests,
+    IdentityTests,
+    ValueTests,
+    HintTests,
+    CompanyTests,
+    ReuseTests,
+    LogprobTests,
+    AnswerTests,
+    TokenizerTests,
+):
+    """The suite. `engine` comes from the subclass; the numbers may be set to fit it."""
+
+    def test_close_cancels_refuses_and_is_idempotent(self, engine: Engine) -> None:
+        request = self.request(engine, fresh_text("closing"), max_tokens=self.long_tokens)
+        stream = engine.submit(request)
+        next(iter(stream))
+        engine.close()
+        assert stream.result(self.timeout_s).finish_reason is FinishReason.CANCELLED
+        engine.close()
+        engine.forecast({})
+        if isinstance(engine, Preparing):
+            engine.prepare(request)
+        late = self.request(engine, fresh_text("closing"))
+        expect(EngineClosed, lambda: engine.submit(late))

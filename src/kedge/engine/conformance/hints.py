@@ -1,0 +1,111 @@
+"""What hints may do: save time, and change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from kedge.engine.base import Engine, Preparing
+from kedge.engine.conformance.harness import Harness, fresh, fresh_id, fresh_text
+from kedge.types import AgentId, RequestId, ReuseMode, RunId, SamplingParams, Segment, TenantId
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
+
+
+class HintTests(Harness):
+    """Forecasts, preparations and the ends of runs: right, wrong, late or hostile."""
+
+    def test_the_end_of_an_unknown_run_is_no_error(self, engine: Engine) -> None:
+        engine.end_run(TenantId("conformance"), RunId("unknown"))
+        self.serves(engine)
+
+    def test_hints_change_no_token(self, engine: Engine) -> None:
+        """Whether right, wrong, late or about nobody."""
+        text = fresh_text("hints")
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
+        plain = self.run(engine, request).tokens
+        keys = [AgentKey(request.tenant, request.client, request.run, AgentId(name)) for name in ("speaker", "nobody")]
+        for steps in (0.0, 3.0, math.inf):
+            engine.forecast(dict.fromkeys(keys, NextRun(steps)), dict.fromkeys(keys, request.segments[0].tokens))
+            again = replace(request, request_id=RequestId(f"hinted-{next(fresh)}"))
+            assert self.run(engine, again).tokens == plain
+        engine.forecast(dict.fromkeys(keys))
+        self.serves(engine)
+
+    def test_preparing_changes_no_token(self, engine: Engine) -> None:
+        """Hints of nothing, of half of the prompt, of all of it, of another one. An engine may do without them."""
+        text = " ".join(fresh_text("preparing") for _ in range(3))
+        request = replace(self.request(engine, text), agent=AgentId("speaker"), run=RunId("run"))
+        plain = self.run(engine, request).tokens
+        request = replace(request, reuse=ReuseMode.EXACT)
+        other = self.request(engine, fresh_text("others"), reuse=ReuseMode.EXACT).segments
+        begun = (request.segments[0], replace(request.segments[1], tokens=()), request.segments[2])
+        for segments in ((), begun, request.segments, other, ()):
+            if isinstance(engine, Preparing):
+                engine.prepare(replace(request, segments=segments, request_id=RequestId(f"hint-{next(fresh)}")))
+            done = self.run(engine, replace(request, request_id=RequestId(f"prepared-{next(fresh)}")))
+            assert done.tokens == plain
+            assert 0 <= done.receipt.preassembled < request.prompt_tokens
+        engine.end_run(request.tenant, request.run)
+
+    def test_hints_that_cannot_be_meant_are_ignored(self, engine: Engine) -> None:
+        text = fresh_text("nonsense")
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
+        plain = self.run(engine, request).tokens
+        key: Any = AgentKey(request.tenant, request.client, request.run, AgentId("speaker"))
+        engine.forecast({key: NextRun(1.0)}, {key: request.segments[0].tokens})
+        for changes, prompts in _nonsense(key):
+            engine.forecast(changes, prompts)
+            assert self.again(engine, request).tokens == plain
+        engine.forecast({key: None})
+        self.serves(engine)
+
+    def test_impossible_preparations_are_ignored(self, engine: Engine) -> None:
+        text = fresh_text("nonsense")
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
+        plain = self.run(engine, request).tokens
+        for changes in IMPOSSIBLE_PREPARATIONS:
+            if isinstance(engine, Preparing):
+                engine.prepare(replace(request, **{"request_id": fresh_id(), **changes}))
+            assert self.again(engine, request).tokens == plain
+
+    def test_the_end_of_a_run_ends_no_request(self, engine: Engine) -> None:
+        """Neither that of another run or tenant, nor that of its own."""
+        request = replace(self.request(engine, fresh_text("runs"), reuse=ReuseMode.TRANSLATE), run=RunId("run"))
+        plain = self.again(engine, request, reuse=ReuseMode.OFF).tokens
+        for tenant, run in (("others", "run"), (request.tenant, "other"), ("", ""), (request.tenant, "run")):
+            stream = engine.submit(replace(request, request_id=fresh_id(), reuse=ReuseMode.EXACT))
+            engine.end_run(TenantId(tenant), RunId(run))
+            assert stream.result(self.timeout_s).tokens == plain
+
+
+IMPOSSIBLE_PREPARATIONS: tuple[dict[str, Any], ...] = (
+    {"segments": ()},
+    {"segments": (Segment((-1, 2**70), "p0"),)},
+    {"segments": (Segment((1, 1.5), "p0"),)},  # type: ignore[arg-type]
+    {"sampling": SamplingParams(temperature=math.nan)},
+    {"sampling": SamplingParams(max_tokens=-1)},
+    {"request_id": RequestId("")},
+    {"tenant": 5},
+    {"fixed": "all"},
+    {"segments": None},
+)
+
+
+def _nonsense(key: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield forecasts, with prompts, that nobody can mean."""
+    runs: list[Any] = [(steps, 1.0) for steps in (math.nan, -1.0, -math.inf, "soon", None, True)]
+    runs += [(1.0, probability) for probability in (math.nan, -1.0, 2.0, "likely", None)]
+    for run in runs:
+        yield {key: NextRun(*run)}, {key: (1, 2)}
+        yield {key: run}, {}
+    keys: list[Any] = [None, "speaker", ("a", "b"), AgentKey(*runs[:4])]
+    for other in keys:
+        yield {other: NextRun(1.0)}, {other: (1, 2)}
+    prompts: list[Any] = [None, "text", (), (-1,), (2**70,), (1.5,), ([],), [1, 2]]
+    for tokens in prompts:
+        yield {key: NextRun(1.0)}, {key: tokens}
+    for nothing in (None, (), "text", 5):
+        yield nothing, nothing

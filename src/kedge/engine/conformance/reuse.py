@@ -1,0 +1,30 @@
+"""What must be reused, and what must not."""
+
+from __future__ import annotations
+
+from kedge.engine.base import Engine
+from kedge.engine.conformance.harness import Harness, fresh, fresh_text
+from kedge.types import ReuseMode
+
+
+class ReuseTests(Harness):
+    """Exact reuse, and the walls between tenants."""
+
+    def test_exact_reuse_changes_no_token(self, engine: Engine) -> None:
+        text = " ".join(fresh_text("reuse") for _ in range(3))
+        plain = self.run(engine, self.request(engine, text, reuse=ReuseMode.OFF))
+        first = self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT))
+        second = self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT))
+        again = self.run(engine, self.request(engine, text, reuse=ReuseMode.OFF))
+        assert plain.tokens == first.tokens == second.tokens == again.tokens
+        assert again.receipt.exact == 0, "a request without reuse leaned on others"
+        assert second.receipt.exact > 0, "the second call reused nothing"
+        assert second.receipt.computed > 0, "nobody computed the first logits"
+        assert second.receipt.translated == 0
+
+    def test_reuse_never_crosses_tenants(self, engine: Engine) -> None:
+        text = " ".join(fresh_text("tenants") for _ in range(3))
+        self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT, tenant="tenant-a"))
+        other = f"tenant-b{next(fresh)}"
+        done = self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT, tenant=other))
+        assert done.receipt.exact == 0

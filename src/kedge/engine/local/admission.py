@@ -1,0 +1,135 @@
+"""Admission: finding KV and room for a sequence, and planning where the tokens of its prompt come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kedge.cache import CacheManager, Lease
+from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.learning import Learning
+from kedge.engine.local.loading import Loading
+from kedge.engine.local.parts import Assembler
+from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.sequence import RequestSequence, Sequence
+from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
+from kedge.kv.storage import SlotTable
+from kedge.runtime.runtime import Runtime
+
+
+class Admission:
+    """Leases blocks to sequences. A request takes what prompts that nobody has asked for yet, learning and base
+    prefills hold; these take only what is free. The first request of a tenant takes what another tenant's youngest one
+    holds, if there is no other way: that one is computed again later.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        runtime: Runtime,
+        loading: Loading,
+        assembler: Assembler,
+        preassembly: Preassembly,
+        learning: Learning,
+        costs: EngineCosts,
+        preempt: Callable[[RequestSequence], bool],
+        end: Callable[[RequestSequence, BaseException], None],
+    ) -> None:
+        """`preempt` takes a running request's blocks for another one, if it may; `end` ends a request that cannot be
+        planned, with the error.
+        """
+        self._cache, self._runtime, self._loading, self._assembler = cache, runtime, loading, assembler
+        self._preassembly, self._learning, self._costs = preassembly, learning, costs
+        self._preempt, self._end = preempt, end
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Finds KV and room for a sequence; False where it has to wait for blocks, or has ended with an error."""
+        if isinstance(sequence, RequestSequence):
+            return self._admit_request(sequence)
+        lease = self._try_lease(sequence, len(sequence.tokens))
+        if lease is None:
+            return False
+        sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
+        sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+        return True
+
+    def _admit_request(self, sequence: RequestSequence) -> bool:
+        try:
+            return self._begin(sequence)
+        except KedgeError as error:
+            self._end(sequence, error)
+        except Exception as error:  # out of memory, say: planning is this request's alone
+            self._end(sequence, GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error))
+        return False
+
+    def _begin(self, sequence: RequestSequence) -> bool:
+        if sequence.plan is not None:
+            return self._resume(sequence)
+        began = time.monotonic()
+        adopted = self._preassembly.adopt(sequence, sequence.room)
+        lease = adopted or self._lease(sequence)
+        if lease is None:
+            return False
+        sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
+        waited = self._loading.ended(sequence, began)
+        planned = time.monotonic()
+        matched = self._complete(sequence) if adopted else self._plan(sequence, lease)
+        assembled = time.monotonic()
+        self._note_times(sequence, began, waited, planned, matched, assembled)
+        return True
+
+    def _resume(self, sequence: RequestSequence) -> bool:
+        """Compute a preempted request's tokens again, as far as they are not cached."""
+        lease = self._lease(sequence)
+        if lease is not None:
+            sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
+            sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+        return lease is not None
+
+    def _note_times(
+        self, sequence: RequestSequence, began: float, waited: float, planned: float, matched: float, assembled: float
+    ) -> None:
+        sequence.parts = {
+            "queue": began - sequence.arrival - waited,
+            "match": matched - planned,
+            "assemble": assembled - matched,
+            "other": planned - began,
+        }
+        if sequence.load_asked is not None:
+            sequence.parts["load"] = waited
+
+    def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
+        """Plan and write the translated spans. Returns the time at which planning ended."""
+        assert sequence.table is not None
+        began = time.monotonic()
+        plan = self._runtime.plan(sequence.request, lease.spans)
+        matched = time.monotonic()
+        sequence.plan = self._assembler.assemble(sequence.request, sequence.table, plan)
+        sequence.todo = sequence.plan.computed
+        if plan.translations:
+            self._costs.observe_translation(len(plan.translations), plan.translated_tokens, time.monotonic() - began)
+        return matched
+
+    def _complete(self, sequence: RequestSequence) -> float:
+        """Complete an adopted prompt. Returns the time at which this began."""
+        began = time.monotonic()
+        sequence.plan, sequence.todo = self._preassembly.complete(sequence)
+        return began
+
+    def _lease(self, sequence: RequestSequence) -> Lease | None:
+        """Lease blocks to a request, evicting speculatively prepared prompts first, then what waits to be learned from,
+        then base prefills, then another tenant's requests; None where there is no room now.
+        """
+        while (lease := self._try_lease(sequence, sequence.room)) is None:
+            if not (self._reclaim() or self._preempt(sequence)):
+                return None
+        return lease
+
+    def _reclaim(self) -> bool:
+        return self._preassembly.give_back() or self._learning.reclaim() or self._learning.reclaim_job()
+
+    def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
+        try:
+            return self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, sequence.exact_limit, room)
+        except OutOfBlocks:
+            return None

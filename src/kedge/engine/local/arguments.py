@@ -1,0 +1,71 @@
+"""What a model may hand to its attention function besides what Kedge's honours: the rest is refused by name.
+
+A model that is handed a function from outside trusts it with everything that its scores depend on. What is not read is
+a wrong answer that nobody sees: so nothing is ignored that is not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import Tensor, nn
+
+from kedge.errors import UnsupportedModel
+
+HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "position_ids": "queries and keys are rotated to them before",
+        "cache_position": "it is about Transformers' own cache, which is not used",
+        "use_cache": "it is about Transformers' own cache, which is not used",
+        "output_attentions": "only what the model returns besides its logits depends on it",
+        "output_hidden_states": "only what the model returns besides its logits depends on it",
+        "output_router_logits": "only what the model returns besides its logits depends on it",
+        "return_dict": "only what the model returns besides its logits depends on it",
+    }
+)
+"""Arguments that attention does not depend on, and why."""
+
+ONLY: Mapping[str, object] = MappingProxyType({"dropout": 0.0, "is_causal": True})
+"""Arguments that are honoured with this one value."""
+
+MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "attention_mask": "a mask of its own making",
+        "block_indices": "sparse attention",
+        "cu_seq_lens_q": "several sequences in one row",
+        "dropout": "dropout, as in training: call `eval()` on the model",
+        "head_mask": "heads that are switched off",
+        "indices": "sparse attention",
+        "is_causal": "attention to later tokens",
+        "position_bias": "a bias by distance",
+        "s_aux": "attention sinks",
+    }
+)
+"""What arguments mean that are known and not honoured."""
+
+
+def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Raise `UnsupportedModel` for the first argument that attention would depend on."""
+    for name, value in arguments.items():
+        if value is not None and name not in HARMLESS and (name not in ONLY or value != ONLY[name]):
+            meaning = f" ({MEANINGS[name]})" if name in MEANINGS else ""
+            raise unsupported(module, f"Kedge's attention does not know its argument `{name}`{meaning}")
+    if getattr(module, "is_causal", True) is False:
+        raise unsupported(module, "its tokens attend to later ones (`is_causal` is False)")
+
+
+def require_place(module: nn.Module, pool: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raise `UnsupportedModel` unless a layer's keys and values fit into a pool [layers, slots, kv_heads, head_dim]."""
+    layers, _, *expected = pool.shape
+    if (layer := getattr(module, "layer_idx", None)) not in range(layers):
+        raise unsupported(module, f"it attends in layer {layer}, and its config has {layers} layers")
+    for name, tensor in (("keys", keys), ("values", values)):
+        if (heads := tensor.shape[1], dim := tensor.shape[3]) != tuple(expected):
+            wanted = f"{expected[0]} of {expected[1]} in its config"
+            raise unsupported(module, f"its {name} have {heads} heads of {dim} dimensions, {wanted}")
+
+
+def unsupported(module: nn.Module, why: str) -> UnsupportedModel:
+    """Return the error that refuses a kind of attention."""
+    return UnsupportedModel("attention", type(module).__name__, why)

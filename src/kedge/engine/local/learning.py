@@ -1,0 +1,236 @@
+"""What the engine learns from finished requests, and the base KV that it computes for later ones.
+
+Neither may cost anybody else: both are bounded, the blocks that they hold are given up as soon as a request needs
+them, and while requests wait for their first token they take no more than a share of each pass. What fails while it is
+learned costs what would have been learned, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from kedge.cache import CacheManager
+from kedge.config import LearningSettings
+from kedge.engine.local.sequence import BaseJob, RequestSequence
+from kedge.errors import TranslationRefused
+from kedge.kv.storage import PagedStorage
+from kedge.runtime.layout import Placed
+from kedge.runtime.runtime import Runtime
+from kedge.types import RequestId, RunId, TenantId, new_request_id
+
+logger = logging.getLogger(__name__)
+MAX_CREDIT = 0.25
+"""Seconds of learning that passes may save up"""
+RunKey = tuple[TenantId, RunId]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingObservation:
+    """A finished dense request whose blocks are kept until its offsets have been measured, step by step."""
+
+    sequence: RequestSequence
+    steps: Iterator[Placed]
+
+    @property
+    def run(self) -> RunKey:
+        return self.sequence.request.tenant, self.sequence.request.run
+
+
+@dataclass(slots=True)
+class LearningStats:
+    """What has been learned from since the start, and what had to be given up."""
+
+    pending: int = 0
+    base_prefills: int = 0
+    """Queued or under way."""
+    observed: int = 0
+    """Requests that were learned from."""
+    reclaimed: int = 0
+    """Requests that were not, because others needed their blocks or too many waited."""
+    failed: int = 0
+    base_prefills_done: int = 0
+    base_prefills_dropped: int = 0
+
+
+class Learning:
+    """All that an engine has left to learn. Called by its owner thread only."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: CacheManager,
+        storage: PagedStorage,
+        jobs: deque[BaseJob],
+        settings: LearningSettings,
+        capacity: int,
+        release: Callable[[RequestSequence], None],
+    ) -> None:
+        """`jobs` is the scheduler's queue, `capacity` the tokens of the device tier; `release` frees the blocks of a
+        finished request.
+        """
+        self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
+        self._jobs, self._settings, self._capacity = jobs, settings, capacity
+        self._pending: deque[PendingObservation] = deque()
+        self._runs: Counter[RunKey] = Counter()
+        self._ended: set[RunKey] = set()
+        self._stats = LearningStats()
+        self._credit = 0.0
+
+    # finished requests ----------------------------------------------------------------------------------------
+
+    def offer(self, sequence: RequestSequence) -> None:
+        """Learn from a finished request later, or free its blocks now where there is nothing to learn."""
+        request, plan, table = sequence.request, sequence.plan, sequence.table
+        assert plan is not None and table is not None
+        if not self._runtime.wants_harvest(request, plan):
+            return self._release(sequence)
+        steps = self._runtime.observe(request, partial(self._storage.read, table))
+        observation = PendingObservation(sequence, steps)
+        self._pending.append(observation)
+        self._runs[observation.run] += 1
+        if len(self._pending) > self._settings.max_pending:
+            self.reclaim()
+        return None
+
+    def keep_response(self, sequence: RequestSequence) -> None:
+        """Keep an answer's own KV, with that of its trail, as the base KV of the placeholder that it fills."""
+        request, table, plan = sequence.request, sequence.table, sequence.plan
+        assert table is not None and plan is not None
+        answer = tuple(sequence.tokens[request.prompt_tokens :])
+        try:
+            kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
+            self._runtime.keep_response(request, answer, kv, exact=not plan.translates)
+        except Exception:  # out of memory, say: its readers compute it
+            self._stats.failed += 1
+            logger.exception("the KV of the answer to %s could not be kept", request.request_id)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `step` has something to do: a request whose values' base KV is not being computed just now."""
+        return self._next() is not None
+
+    def step(self) -> None:
+        """Measure the offsets of one segment of a finished request."""
+        observation = self._next()
+        if observation and not self._observes(observation):
+            self._pending.remove(observation)
+            self._stats.observed += 1
+            self._over(observation)
+
+    def spend(self, seconds: float) -> None:
+        """Learn within the budget that a pass of so many seconds earned, while requests wait for their first token."""
+        share = self._settings.budget
+        self._credit = min(self._credit + share * seconds, MAX_CREDIT)
+        while self._credit > 0 and self.ready:
+            began = time.monotonic()
+            self.step()
+            self._credit -= time.monotonic() - began
+
+    def reclaim(self) -> bool:
+        """Give up the oldest request that waits to be learned from, and free its blocks; False where there is none."""
+        if not self._pending:
+            return False
+        self._stats.reclaimed += 1
+        self._over(self._pending.popleft())
+        return True
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forget what a run shared, as soon as nothing of it is left to be learned from."""
+        if self._runs[tenant, run]:
+            self._ended.add((tenant, run))
+        else:
+            del self._runs[tenant, run]
+            self._runtime.end_run(tenant, run)
+
+    def _next(self) -> PendingObservation | None:
+        """Return the oldest request that no queued base prefill is for."""
+        if not self._pending:
+            return None
+        awaited = {job.wanted_by for job in self._jobs}
+        return next((one for one in self._pending if one.sequence.key not in awaited), None)
+
+    def _observes(self, observation: PendingObservation) -> bool:
+        """Observe one more segment; False where nothing is left, or it failed (which changes no pool)."""
+        try:
+            return next(observation.steps, None) is not None
+        except TranslationRefused as refusal:
+            logger.warning("request %s is not learned from: %s", observation.sequence.request.request_id, refusal)
+        except Exception:  # out of memory, say: what is lost is one sample
+            self._stats.failed += 1
+            logger.exception("request %s could not be learned from", observation.sequence.request.request_id)
+        return False
+
+    def _over(self, observation: PendingObservation) -> None:
+        self._release(observation.sequence)
+        run = observation.run
+        self._runs[run] -= 1
+        if not self._runs[run]:
+            del self._runs[run]
+            if run in self._ended:
+                self._ended.remove(run)
+                self._runtime.end_run(*run)
+
+    # base KV --------------------------------------------------------------------------------------------------
+
+    def started(self, sequence: RequestSequence) -> None:
+        """Queue the base prefills that a request's values need, now that it has its first token."""
+        needs = self._runtime.needs(sequence.request)
+        queued = {tuple(job.tokens) for job in self._jobs} if needs else ()
+        for need in needs:
+            if need.tokens not in queued and len(need.tokens) <= self._capacity:
+                key = RequestId(f"base-{new_request_id()}")
+                tokens, wanted_by = list(need.tokens), sequence.key
+                self._jobs.append(BaseJob(key, need.tenant, tokens, None, [], need.cuts, need.is_urgent, wanted_by))
+        for job in self._surplus():
+            self.drop(job)
+
+    def done(self, job: BaseJob) -> None:
+        """Keep the base KV that a finished prefill is for."""
+        assert job.table is not None
+        self._jobs.remove(job)
+        try:
+            for cut in job.cuts:
+                cut.keep(self._storage.read(job.table, cut.start, cut.stop))
+            self._stats.base_prefills_done += 1
+        except Exception:  # out of memory, say: it will be asked for again
+            self._stats.failed += 1
+            logger.exception("base KV of %s tokens could not be kept", len(job.tokens))
+        self._cache.finish(job.key, job.tokens)
+
+    def drop(self, job: BaseJob) -> None:
+        """Give a base prefill up; whoever needs it asks again."""
+        if job.admitted:
+            self._cache.abort(job.key)
+        self._jobs.remove(job)
+        self._stats.base_prefills_dropped += 1
+
+    def reclaim_job(self) -> bool:
+        """Give up a base prefill that holds blocks; False where none does."""
+        holding = next((job for job in self._jobs if job.admitted), None)
+        if holding:
+            self.drop(holding)
+        return holding is not None
+
+    def _surplus(self) -> Collection[BaseJob]:
+        """Return the base prefills that are too many and have not begun: those that save least, the oldest first."""
+        waiting = sorted((job for job in self._jobs if not job.admitted), key=lambda job: job.is_urgent)
+        return waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]
+
+    # the end --------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Give everything up."""
+        while self.reclaim():
+            pass
+        for job in tuple(self._jobs):
+            self.drop(job)
+
+    def stats(self) -> dict[str, int]:
+        """Return a snapshot as plain data."""
+        self._stats.pending, self._stats.base_prefills = len(self._pending), len(self._jobs)
+        return asdict(self._stats)

@@ -1,0 +1,70 @@
+"""Measuring at the start what passes and translations cost on this machine, in slots that nobody uses yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from kedge.engine.local.batch import flatten
+from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.scheduler import Work
+from kedge.engine.local.sequence import Sequence
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.types import RequestId, TenantId
+
+LONG = 128
+"""Tokens of the longest pass that is measured"""
+MANY = 4
+"""Sequences of the pass with several"""
+REPEATS = 3
+SLOW = 0.25
+"""Seconds of a pass over one token from which no longer ones are measured: the model is too large for this machine to
+learn it so."""
+
+
+def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
+    """Run a few passes and write a few segments; `capacity` is the tokens of the storage, none of them in use."""
+    longest = min(LONG, capacity, runner.max_positions)
+    run = partial(_run, runner, storage)
+    run(1, 1)  # the first use of anything takes longer
+    alone = _seconds(partial(run, 1, 1))
+    for tokens, sequences in ((1, 1), (longest, 1), (min(MANY, longest), min(MANY, longest))):
+        if alone < SLOW or tokens == 1:
+            for _ in range(REPEATS):
+                costs.observe_pass(tokens, sequences, _seconds(partial(run, tokens, sequences)))
+    for tokens in (1, longest):
+        for _ in range(REPEATS):
+            costs.observe_translation(1, tokens, _seconds(partial(_write, storage, tokens)))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int) -> None:
+    """Run a pass over `tokens` tokens, shared by so many sequences, and wait for its result."""
+    share = tokens // sequences
+    work = []
+    for at in range(sequences):
+        table = SlotTable(torch.arange(at * share, (at + 1) * share))
+        sequence = Sequence(RequestId("measuring"), TenantId(""), [0] * share, table)
+        work.append(Work(sequence, list(range(share))))
+    runner.forward(flatten(work, storage))[0, 0].item()
+
+
+def _write(storage: PagedStorage, tokens: int) -> None:
+    """Write so many tokens of base KV with offsets of zero."""
+    spec = storage.spec
+    shape = (spec.layers, tokens, spec.kv_heads, spec.head_dim)
+    zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
+    base, offsets = KVSegment(zeros, zeros), KVSegment(zeros[1:], zeros[1:])
+    storage.write(SlotTable(torch.arange(tokens)), 0, base, offsets)
+    if storage.keys.is_cuda:
+        torch.cuda.synchronize(storage.keys.device)

@@ -1,0 +1,50 @@
+"""Bodies come in the types that a route declares.
+
+It is also what keeps web pages of other sites out: a browser sends them forms and plain text without a question, but
+asks before it sends JSON or YAML (a preflight), and this server allows no other site anything. For that reason a body
+without a type is refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+JSON = "application/json"
+YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+"""RFC 9512 with its older names."""
+
+
+class TypedRoute(APIRoute):
+    """Route that answers 415 to a body in a type that it does not declare."""
+
+    def get_route_handler(self) -> Handler:
+        handle, declared = super().get_route_handler(), self._declared()
+
+        async def handle_declared(request: Request) -> Response:
+            if declared:
+                require_type(request, declared)
+            return await handle(request)
+
+        return handle_declared
+
+    def _declared(self) -> tuple[str, ...]:
+        """Return the types of bodies that are read; none for a route that reads no body."""
+        body = (self.openapi_extra or {}).get("requestBody", {})
+        return tuple(body.get("content", ())) or ((JSON,) if self.body_field else ())
+
+
+def require_type(request: Request, declared: tuple[str, ...]) -> None:
+    """Raise `HTTPException` (415) for a body whose `Content-Type` is none of `declared`."""
+    given = request.headers.get("content-type", "")
+    if not _is_one_of(given.partition(";")[0].strip().lower(), declared):
+        raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")
+
+
+def _is_one_of(given: str, declared: tuple[str, ...]) -> bool:
+    return given in declared or (JSON in declared and given.startswith("application/") and given.endswith("+json"))

@@ -1,0 +1,71 @@
+"""`kedge bench load`: its file, its table on 80 columns, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.cli.main import app
+
+LEAF = {
+    "teams_per_min", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "batch_mean",
+    "batch_mean_last_third", "translated_share",
+}  # fmt: skip
+SHORT = ["bench", "load", "--case", "nano", "--clients", "2", "--seconds", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "80")
+    return CliRunner()
+
+
+def test_the_file_has_a_leaf_for_every_mode(cli: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    done = cli.invoke(app, [*SHORT, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    saved = json.loads(file.read_text())
+    assert saved["cases"].keys() == {"nano"} and saved["cases"]["nano"].keys() == {"2"}
+    modes = saved["cases"]["nano"]["2"]
+    assert list(modes) == ["off", "exact", "translate"]
+    assert all(leaf.keys() >= LEAF for leaf in modes.values())
+    assert saved["machine"]["kedge"]
+    assert saved["settings"]["seconds"] == 1
+
+
+def test_the_table_fits_80_columns(cli: CliRunner) -> None:
+    done = cli.invoke(app, [*SHORT, "--mode", "translate"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.split()[:2] == ["2", "translate"] for line in lines)
+    assert "…" not in done.stdout
+
+
+def test_it_goes_on_where_a_file_ends(cli: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    again = [*SHORT, "--json", str(file), "--resume"]
+    assert cli.invoke(app, [*again, "--mode", "off"]).exit_code == 0
+    first = json.loads(file.read_text())["cases"]["nano"]["2"]
+    assert list(first) == ["off"]
+    assert cli.invoke(app, [*again, "--mode", "off", "--mode", "exact"]).exit_code == 0
+    both = json.loads(file.read_text())["cases"]["nano"]["2"]
+    assert list(both) == ["off", "exact"]
+    assert both["off"] == first["off"]
+
+
+def test_it_does_not_go_on_from_other_settings(cli: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    file.write_text(json.dumps({"settings": {"seconds": 5}, "cases": {}}))
+    done = cli.invoke(app, [*SHORT, "--json", str(file), "--resume"])
+    assert done.exit_code == 2
+    assert "other settings" in done.output
+
+
+def test_resume_needs_a_file(cli: CliRunner) -> None:
+    done = cli.invoke(app, [*SHORT, "--resume"])
+    assert done.exit_code == 2
+    assert "needs --json" in done.output

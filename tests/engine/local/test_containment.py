@@ -1,0 +1,394 @@
+"""Whatever one request does, or happens to it, ends this request with a typed error and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.register_assert_rewrite("kedge.engine.conformance")
+
+from kedge.engine.conformance import EngineConformance  # noqa: E402
+from kedge.engine.local import logprobs  # noqa: E402
+from kedge.engine.local.attention import Batch  # noqa: E402
+from kedge.engine.local.engine import LocalEngine  # noqa: E402
+from kedge.engine.local.model import ModelRunner  # noqa: E402
+from kedge.engine.local.parts import Parts, Translating  # noqa: E402
+from kedge.engine.local.sequence import LocalStream  # noqa: E402
+from kedge.engine.local.text import TextStream  # noqa: E402
+from kedge.errors import EngineClosed, KedgeError  # noqa: E402
+from kedge.kv.storage import SlotTable  # noqa: E402
+from kedge.runtime.plan import ReusePlan  # noqa: E402
+from kedge.runtime.runtime import Runtime  # noqa: E402
+from kedge.types import (  # noqa: E402
+    AgentId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    WorkflowId,
+    new_request_id,
+)
+from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
+
+T = TypeVar("T")
+PATIENCE = 20.0
+MARK = 200
+"""A token that is in a victim's prompt, and in no other."""
+VICTIM = AgentId("victim")
+FAULTS = [RuntimeError("a fault"), torch.OutOfMemoryError("out of memory"), KeyError("a fault"), MemoryError()]
+
+
+def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseMode = ReuseMode.OFF) -> GenerateRequest:
+    """An agent's call, whose answer others are going to read. Only the victim's value holds the mark."""
+    value = (*range(100, 100 + size), *([MARK] if agent == VICTIM else [5]))
+    segments = (
+        Segment(tuple(range(20)), "p0"),
+        Segment(value, "user_question", SampleId(f"user_question@{agent}"), lead_in=(1, 2, 3), stand_in=(4, 5, 6)),
+        Segment(tuple(range(9)), "p1"),
+    )
+    return GenerateRequest(
+        segments,
+        SamplingParams(count, ignore_eos=True),
+        reuse,
+        workflow=WorkflowId("flow"),
+        run=RunId("run"),
+        agent=AgentId(agent),
+        produces=SampleId(f"agent_{agent}@0"),
+    )
+
+
+def victim(reuse: ReuseMode = ReuseMode.EXACT, **sampling: Any) -> GenerateRequest:
+    request = call(agent=VICTIM, reuse=reuse)
+    return replace(request, sampling=replace(request.sampling, **sampling))
+
+
+@pytest.fixture
+def engine() -> Iterator[LocalEngine]:
+    with engine_of(tiny_model("llama")) as built:
+        yield built
+
+
+def within(action: Callable[[], T]) -> T:
+    """The result or the error of an action, in a thread that a test does not wait for longer than its patience."""
+    ended: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            ended.append(action())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert ended, "it never ended"
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+def outcome(stream: LocalStream) -> Completion | KedgeError:
+    """How a request ended: typed, and not with its engine."""
+    try:
+        return stream.result(PATIENCE)
+    except KedgeError as error:
+        assert not isinstance(error, EngineClosed), "the whole engine ended"
+        return error
+
+
+def beside_neighbours(engine: LocalEngine, submit: Callable[[], LocalStream]) -> Completion | KedgeError:
+    """How a request ends that is submitted between others, of which none may notice anything."""
+    alone = engine.submit(call()).result(PATIENCE).tokens
+    before = engine.submit(call(count=30))
+    next(iter(before))
+    stream = submit()
+    after = engine.submit(call())
+    ended = outcome(stream)
+    assert before.result(PATIENCE).tokens[:8] == after.result(PATIENCE).tokens == alone
+    at_rest(engine)
+    assert engine.submit(call()).result(PATIENCE).tokens == alone
+    return ended
+
+
+def at_rest(engine: LocalEngine) -> None:
+    """Nothing is left of requests that have ended."""
+    engine.wait_idle(PATIENCE)
+    within(lambda: engine._ask(engine._core.check_integrity))
+    assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+def fails_for(marked: Callable[..., bool], error: BaseException, real: Callable[..., T]) -> Callable[..., T]:
+    def fails(*args: Any, **named: Any) -> T:
+        if marked(*args):
+            raise error
+        return real(*args, **named)
+
+    return fails
+
+
+# the suite ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_hints_that_cannot_be_meant_are_ignored",
+        "test_misshapen_prompts_are_refused",
+        "test_what_is_no_token_is_refused_wherever_it_stands",
+        "test_a_duplicate_of_a_request_in_flight_is_refused",
+        "test_one_of_many_duplicates_at_once_is_accepted",
+        "test_an_id_may_come_again_once_its_request_has_ended",
+    ],
+)
+def test_what_could_end_an_engine_does_not(engine: LocalEngine, test: str) -> None:
+    getattr(EngineConformance(), test)(engine)
+
+
+# the caller's own callbacks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("drawn", [0, 3])
+def test_a_draw_that_raises_ends_its_request(engine: LocalEngine, drawn: int, error: Exception) -> None:
+    left = iter(range(10, 10 + drawn))
+
+    def draw(logits: Tensor) -> int:  # noqa: ARG001
+        token = next(left, None)
+        if token is None:
+            raise error
+        return token
+
+    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=draw))
+    assert isinstance(ended, KedgeError)
+
+
+@pytest.mark.parametrize(
+    "drawn", [-1, 264, 2**70, 1.5, float("nan"), None, "a", (), torch.tensor([1, 2])], ids=lambda drawn: repr(drawn)
+)
+def test_a_draw_that_answers_no_token_ends_its_request(engine: LocalEngine, drawn: Any) -> None:
+    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: drawn))
+    assert isinstance(ended, KedgeError)
+
+
+def test_a_draw_that_fails_is_neither_learned_from_nor_kept(engine: LocalEngine) -> None:
+    for _ in range(3):
+        draws = iter([1, 2, None])
+        with pytest.raises(KedgeError):
+            engine.submit(victim(ReuseMode.TRANSLATE), draw=lambda _, draws=draws: next(draws)).result(PATIENCE)
+    at_rest(engine)
+    assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) -> None:
+    def fails(*_: object) -> bool:
+        raise ZeroDivisionError("a fault")
+
+    stream = engine.submit(call(count=30))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            within(lambda: engine._ask(fails))
+    engine.submit(victim(ReuseMode.TRANSLATE)).result(PATIENCE)
+    engine.wait_idle(PATIENCE)
+    with pytest.raises(ZeroDivisionError):
+        within(lambda: engine._ask(lambda: fails()))
+    assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
+    at_rest(engine)
+
+
+# turning tokens into text ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_detokenizer_that_raises_ends_its_request(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    spoken = engine.submit(call(count=30)).result(PATIENCE).tokens
+    marked = next(token for token in range(256) if token not in spoken)
+    monkeypatch.setattr(TextStream, "push", fails_for(lambda _, token: token == marked, error, TextStream.push))
+    drawn = iter([10, 11, marked, 12])
+    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: next(drawn)))
+    assert isinstance(ended, KedgeError)
+
+
+def test_a_text_that_cannot_be_ended_ends_its_request(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = UnicodeDecodeError("utf-8", b"x", 0, 1, "a fault")
+    monkeypatch.setattr(TextStream, "flush", fails_for(lambda text: "vvv" in text.text, error, TextStream.flush))
+    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: ord("v") - 33))
+    assert isinstance(ended, KedgeError)
+
+
+@pytest.mark.parametrize("of_prompt", [False, True])
+def test_log_probabilities_that_raise_end_their_request(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, of_prompt: bool
+) -> None:
+    real, error = logprobs.token_logprobs, torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(logprobs, "token_logprobs", fails_for(lambda *args: args[2] == 7, error, real))
+    asked = replace(victim(), **({"prompt_logprobs": 7} if of_prompt else {"logprobs": 7}))
+    assert isinstance(beside_neighbours(engine, lambda: engine.submit(asked)), KedgeError)
+
+
+# reuse and learning ---------------------------------------------------------------------------------------------------
+
+
+class FailingAssembler(Translating):
+    """Brings no KV to the victim."""
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        if request.agent == VICTIM:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().assemble(request, table, plan)
+
+
+def test_an_assembly_that_raises_ends_its_request() -> None:
+    with engine_of(tiny_model("llama")) as template:
+        runner, tokenizer, config = template._runner, template.tokenizer, template.config
+    with LocalEngine.from_runner(runner, tokenizer, config, parts=Parts(assembler=FailingAssembler)) as engine:
+        for reuse in ReuseMode:
+            assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("seam", ["plan", "needs", "observe", "keep_response", "wants_harvest"])
+def test_trouble_with_reuse_is_the_requests_own(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, seam: str, error: Exception
+) -> None:
+    """Planning for it, learning from it, keeping what it said: it may end with an error, or do without."""
+
+    def of_victim(_: Runtime, request: GenerateRequest, *__: object) -> bool:
+        return request.agent == VICTIM
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runtime, seam, fails_for(of_victim, error, getattr(Runtime, seam)))
+        for _ in range(2):
+            beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
+    done = beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
+    assert isinstance(done, Completion) and done.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_learning_that_raises_half_way_costs_nobody_anything(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    observe = Runtime.observe
+
+    def half(runtime: Runtime, request: GenerateRequest, read: Any) -> Iterator[Any]:
+        yield from list(observe(runtime, request, read))[:1]
+        if request.agent == VICTIM:
+            raise error
+
+    monkeypatch.setattr(Runtime, "observe", half)
+    for _ in range(3):
+        done = beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
+        assert isinstance(done, Completion), "its answer was complete before it was learned from"
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_base_prefill_that_raises_costs_nobody_anything(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It computes the victim's value behind its lead-in, while nobody waits."""
+
+    def is_base(_: ModelRunner, batch: Batch) -> bool:
+        tokens: list[int] = batch.tokens.tolist()
+        return MARK in tokens and any(tokens[at : at + 4] == [1, 2, 3, 100] for at in range(len(tokens)))
+
+    forward = ModelRunner.forward
+    seen: list[Batch] = []
+
+    def failing(runner: ModelRunner, batch: Batch) -> Tensor:
+        if is_base(runner, batch):
+            seen.append(batch)
+            raise error
+        return forward(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", failing)
+    done = beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
+    assert isinstance(done, Completion) and done.finish_reason is FinishReason.LENGTH
+    assert seen, "no base prefill was tried"
+
+
+# the engine's own end -------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A draw that holds up the engine's thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, logits: Tensor) -> int:
+        self.reached.set()
+        self.opened.wait(PATIENCE)
+        return int(logits.argmax())
+
+
+def test_a_command_that_raises_in_the_last_drain_keeps_no_stream_from_ending(engine: LocalEngine) -> None:
+    gate = Gate()
+    streams = [engine.submit(call(count=300)), engine.submit(victim(), draw=gate)]
+    assert gate.reached.wait(PATIENCE)
+    for _ in range(2):
+        engine._post(lambda: 1 / 0)
+    late = engine.submit(call())
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    assert engine._closed.wait(PATIENCE)
+    gate.opened.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    for stream in (*streams, late):
+        assert stream.result(PATIENCE).finish_reason is FinishReason.CANCELLED
+
+
+def test_a_command_that_raises_ends_nothing_while_the_engine_runs(engine: LocalEngine) -> None:
+    stream = engine.submit(call(count=30))
+    engine._post(lambda: 1 / 0)
+    assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
+    at_rest(engine)
+
+
+class Fatal(BaseException):
+    """An end that nothing in the engine may catch and go on."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_with_the_engines_thread_everything_ends(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams, callers that wait for an answer, callers that come later."""
+
+    def fails(*_: object) -> bool:
+        raise Fatal("the last word")
+
+    gate = Gate()
+    streams = [engine.submit(call(count=300)), engine.submit(victim(), draw=gate)]
+    assert gate.reached.wait(PATIENCE)
+    monkeypatch.setattr(engine._core, "step", fails)
+    asked: list[object] = []
+    asking = threading.Thread(target=lambda: asked.append(_answer(engine.inspect)), daemon=True)
+    asking.start()
+    gate.opened.set()
+    asking.join(PATIENCE)
+    assert asked, "a caller waits for ever"
+    for stream in streams:
+        with pytest.raises(EngineClosed):
+            stream.result(PATIENCE)
+    with pytest.raises(EngineClosed):
+        engine.submit(replace(call(), request_id=new_request_id()))
+    with pytest.raises(EngineClosed):
+        within(engine.inspect)
+    within(engine.close)
+
+
+def _answer(question: Callable[[], object]) -> object:
+    try:
+        return question()
+    except EngineClosed as error:
+        return error

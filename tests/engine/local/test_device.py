@@ -1,0 +1,151 @@
+"""The engine on this machine's device, a GPU where there is one: Transformers' tokens, the KV of dense prefill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.config import AnchorSettings, TierConfig
+from kedge.engine.local.attention import SequenceSlice, _attend
+from kedge.kv.storage import PagedStorage
+from kedge.types import Completion, GenerateRequest
+from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
+from tests.engine.local.test_engine import greedy, prompt, request
+from tests.engine.local.test_translation import OPEN, SETTINGS, Driver, relative
+from tests.engine.local.test_translation import request as agent_request
+from tests.engine.local.test_translation import tokens as drawn
+
+LENGTHS = (5, 70, 200)
+ON_GPU = DEVICE.type == "cuda"
+NARROW = {"num_blocks": 32, "tiers": TierConfig(host_blocks=200, backup_hits=0)}
+
+
+@pytest.mark.parametrize("room", [{}, NARROW], ids=["device", "tiers"])
+@pytest.mark.parametrize("family", FAMILIES if ON_GPU else ["llama"])
+def test_greedy_tokens_are_those_of_transformers(family: str, room: dict[str, object]) -> None:
+    model = tiny_model(family).to(DEVICE)
+    expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate(LENGTHS)]
+    with engine_of(model, max_batch_tokens=96, **room) as engine:
+        assert (engine._runner.graphs is not None) == ON_GPU
+        for _ in range(3):  # from the second time on with KV of the cache, be it on the host
+            streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate(LENGTHS)]
+            assert [stream.result(120).tokens for stream in streams] == expected
+        engine.wait_idle()
+        engine._core.check_integrity()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+def test_an_anchors_own_value_is_translated_to_its_dense_kv(estimator: str, bits: int) -> None:
+    criterion = "entropy" if estimator == "interpolate" else "error"
+    settings = AnchorSettings(**OPEN, estimator=estimator, criterion=criterion, offset_bits=bits)
+    driver = Driver(device=DEVICE.type, anchors=settings)
+    asked = agent_request(drawn(50, 30), drawn(51, 12))
+    for seed in (60, 61):
+        driver.serve(agent_request(drawn(seed, 30), drawn(seed + 5, 12)))
+    first, dense = driver.serve(asked)
+    again, translated = driver.serve(replace(asked, request_id="again"))
+    assert not first.plan.translates and again.plan.translates
+    for half in ("keys", "values"):
+        assert relative(getattr(translated, half), getattr(dense, half)) < (1e-3 if bits == 16 else 2e-2)
+
+
+def test_translation_answers_and_changes_no_exact_answer() -> None:
+    settings = {**SETTINGS, "anchors": AnchorSettings(**OPEN, max_base_bytes=90_000, host_base_bytes=1 << 24)}
+    with engine_of(tiny_model("llama").to(DEVICE), **settings) as engine:
+
+        def served(asked: GenerateRequest) -> Completion:
+            done = engine.submit(asked).result(120)
+            engine.wait_idle()
+            return done
+
+        asked = [agent_request(drawn(50 + i % 3, 40), drawn(70 + i % 3, 20), run=f"run-{i}") for i in range(9)]
+        done = [served(one) for one in asked]
+        assert done[0].receipt.translated == 0 and done[-1].receipt.translated > 0
+        for one in asked[:3]:
+            exact, off = (replace(one, reuse=mode, request_id=f"{mode}-{one.request_id}") for mode in ("exact", "off"))
+            assert served(exact).tokens == served(off).tokens
+        inspected: Any = engine.inspect()
+        assert inspected["base_kv"]["tiers"]["bytes_loaded"] > 0, "base KV has been on the host and back"
+
+
+# attention in half precision: on a GPU PyTorch chooses between several kernels ----------------------------------------
+
+AWKWARD = (769, 801, 833, 1000, 1025)
+SHAPES = {"8B": (32, 8, 128), "few": (8, 2, 64), "seven in a group": (28, 4, 128)}
+WHERE: dict[str, Callable[[int], list[int]]] = {
+    "all": lambda context: list(range(context)),
+    "the last": lambda context: [context - 1],
+    "a chunk": lambda context: list(range(context - 150, context)),
+    "scattered": lambda context: [*range(3, 300, 7), *range(400, 470), context - 1],
+}
+
+
+def sequence_of(positions: list[int], context: int) -> SequenceSlice:
+    places = torch.tensor(positions, device=DEVICE)
+    contiguous = positions[0] == context - len(positions)
+    return SequenceSlice(0, len(positions), (slice(40, 40 + context),), context, places, contiguous)
+
+
+def masked_softmax(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """[queries, heads, dim] in float64, from query [heads, queries, dim] and KV [context, kv_heads, dim]."""
+    keys, values = (x.double().repeat_interleave(len(query) // x.shape[1], dim=1) for x in (keys, values))
+    places = torch.arange(len(keys), device=DEVICE)
+    seen = places <= positions[:, None]
+    if window is not None:
+        seen &= places > positions[:, None] - window
+    scores = torch.einsum("hqd,khd->hqk", query.double(), keys) * scaling
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("shape", SHAPES if ON_GPU else ["few"])
+def test_attention_is_right_at_lengths_that_no_tile_divides(
+    shape: str, where: str, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, dim = SHAPES[shape]
+    pool = [torch.randn(1, 1100, kv_heads, dim, device=DEVICE).to(dtype) for _ in range(2)]
+    storage = cast(PagedStorage, SimpleNamespace(keys=pool[0], values=pool[1]))
+    for context in AWKWARD if ON_GPU else AWKWARD[:1]:
+        sequence = sequence_of(WHERE[where](context), context)
+        query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(dtype)
+        got = _attend(query, storage, 0, sequence, dim**-0.5, window)
+        keys, values = (x[0, 40 : 40 + context] for x in pool)
+        wanted = masked_softmax(query, keys, values, sequence.positions, dim**-0.5, window)
+        assert (got.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+@pytest.mark.parametrize("where", ["all", "a chunk", "scattered"])
+def test_how_long_attention_takes_at_a_length_seen_for_the_first_time(
+    where: str, record_property: Callable[..., None]
+) -> None:
+    """A kernel that is built for every new length would cost most prompts their time to first token."""
+    heads, kv_heads, dim = SHAPES["8B"]
+    pool = [torch.randn(1, 1100, kv_heads, dim, device=DEVICE).to(torch.bfloat16) for _ in range(2)]
+    storage = cast(PagedStorage, SimpleNamespace(keys=pool[0], values=pool[1]))
+    spent: dict[str, list[float]] = {"first": [], "again": []}
+    for context in range(901, 931, 3):
+        sequence = sequence_of(WHERE[where](context), context)
+        query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(torch.bfloat16)
+        for name in spent:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            out = _attend(query, storage, 0, sequence, dim**-0.5, None)
+            torch.cuda.synchronize()
+            spent[name].append(time.perf_counter() - began)
+            assert out.isfinite().all()
+    for name, seconds in spent.items():
+        record_property(f"attend_{where.replace(' ', '_')}_{name}_ms", round(sorted(seconds)[5] * 1e3, 3))

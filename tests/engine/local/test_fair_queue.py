@@ -1,0 +1,324 @@
+"""Fair queueing between tenants: order, the bound on what one tenant is ahead of another, and no credit for idling."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kedge.engine.local import fair_queue
+from kedge.engine.local.fair_queue import FairQueue
+from kedge.errors import ConfigError, PlanError
+from kedge.types import TenantId
+
+A, B, C = map(TenantId, "abc")
+TENANTS = [A, B, C, TenantId("a/one"), TenantId("a/two"), TenantId("d")]
+WEIGHTS = {"a": 2.0, "b": 0.5}
+COSTS = st.sampled_from([1, 2, 3, 64, 500])
+
+
+def served(queue: FairQueue[str], most: int = 10**9) -> list[str]:
+    """Take what is next until nothing waits."""
+    order = []
+    while len(order) < most and (item := queue.peek()):
+        queue.take(item)
+        order.append(item)
+    return order
+
+
+def test_one_tenant_is_served_in_order_of_arrival() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number, cost in enumerate((500, 1, 30)):
+        queue.push(f"{number}", A, cost)
+    assert list(queue) == ["0", "1", "2"] == served(queue)
+    assert queue.peek() is None
+
+
+def test_a_short_call_waits_for_no_backlog_of_another_tenant() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(64):
+        queue.push(f"a{number}", A, 500)
+    assert served(queue, 16)[-1] == "a15"
+    queue.push("b", B, 4)
+    assert queue.peek() == "b"
+    for number in range(8):
+        queue.take(queue.peek())
+        queue.push(f"again {number}", B, 4)
+        assert "again" in str(list(queue)[:2]), "no more than one item of the backlog goes before it"
+
+
+def test_equal_tenants_take_turns_by_tokens() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        queue.push(f"a{number}", A, 100)
+    for number in range(6):
+        queue.push(f"b{number}", B, 50)
+    assert served(queue, 6) == ["b0", "a0", "b1", "b2", "a1", "b3"]
+
+
+def test_weights_divide_the_cost() -> None:
+    queue: FairQueue[str] = FairQueue({"a": 3})
+    for number in range(30):
+        queue.push(f"a{number}", A, 10)
+        queue.push(f"b{number}", B, 10)
+    first = served(queue, 20)
+    assert sum(item.startswith("a") for item in first) == 15
+
+
+def test_partitions_of_a_tenant_share_its_part() -> None:
+    queue: FairQueue[str] = FairQueue({"a": 1})
+    for number in range(4):
+        queue.push(f"a{number}", TenantId(f"a/{number}"), 10)
+        queue.push(f"b{number}", B, 10)
+    assert sum(item.startswith("a") for item in served(queue, 4)) == 2
+
+
+def test_an_urgent_item_goes_first_and_costs_nothing_in_other_classes() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("later", A, 1, priority=1)
+    queue.push("urgent", A, 500, priority=-1)
+    queue.push("other", B, 2, priority=1)
+    queue.push("usual", B, 500)
+    assert list(queue) == ["urgent", "usual", "later", "other"] == served(queue)
+
+
+def test_idle_time_earns_no_credit() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("early", B, 1)
+    served(queue)
+    for number in range(200):
+        queue.push(f"a{number}", A, 10)
+    served(queue, 100)
+    for number in range(100):
+        queue.push(f"b{number}", B, 10)
+    assert sum(item.startswith("b") for item in served(queue, 20)) == 10
+
+
+def test_what_a_tenant_received_while_nothing_of_it_waited_counts() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("b0", B, 10)
+    queue.push("a0", A, 10)
+    queue.push("a1", A, 10)
+    queue.take("b0")
+    queue.charge(B, 100)
+    queue.push("b1", B, 10)
+    for number in range(2, 20):
+        queue.push(f"a{number}", A, 10)
+    assert served(queue).index("b1") == 11
+
+
+def test_a_removed_item_costs_nothing() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a0", A, 1000)
+    queue.push("a1", A, 10)
+    queue.push("b0", B, 10)
+    queue.remove("a0")
+    assert served(queue) == ["a1", "b0"]
+
+
+def test_an_item_that_waits_or_does_not_is_named() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("item", A, 1)
+    with pytest.raises(PlanError, match=r"item='item': waits already"):
+        queue.push("item", B, 1)
+    for call in (queue.take, queue.remove):
+        with pytest.raises(PlanError, match="does not wait"):
+            call("other")
+    assert ("item" in queue, "other" in queue, len(queue)) == (True, False, 1)
+
+
+@pytest.mark.parametrize("cost", [0, -1, math.nan, math.inf])
+def test_a_cost_that_cannot_be_is_refused(cost: float) -> None:
+    queue: FairQueue[str] = FairQueue()
+    with pytest.raises(PlanError):
+        queue.push("item", A, cost)
+    assert len(queue) == 0
+    assert list(queue) == []
+
+
+@pytest.mark.parametrize("tokens", [-1, math.nan, math.inf])
+def test_a_charge_that_cannot_be_is_refused(tokens: float) -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("item", A, 1)
+    with pytest.raises(PlanError):
+        queue.charge(A, tokens)
+    with pytest.raises(PlanError):
+        queue.take("item", tokens)
+    assert queue.peek() == "item"
+
+
+@pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf])
+def test_a_weight_that_cannot_be_is_a_wrong_setting(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.a"):
+        FairQueue({"a": weight})
+
+
+def test_memory_of_idle_tenants_and_classes_is_bounded() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("stays", A, 1)
+    for number in range(3 * fair_queue.MAX_IDLE_TENANTS):
+        queue.push(f"{number}", TenantId(f"t{number}"), 5)
+        queue.take(f"{number}", 5 + number)
+        queue.charge(TenantId(f"s{number}"), number)
+    for priority in range(1, 100):
+        queue.push(f"at {priority}", A, 1, priority)
+        queue.take(f"at {priority}")
+    assert len(queue._classes) <= fair_queue.MAX_IDLE_CLASSES + 1
+    of_class = queue._classes[0]
+    assert len(of_class._idle) <= fair_queue.MAX_IDLE_TENANTS
+    assert len(of_class._active) == 1
+    assert served(queue) == ["stays"]
+
+
+# properties -----------------------------------------------------------------------------------------------------------
+
+BACKLOG = st.lists(COSTS, min_size=1, max_size=40)
+
+
+@given(st.lists(BACKLOG, min_size=2, max_size=5), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=5, max_size=5))
+def test_backlogged_tenants_differ_by_no_more_than_one_item_each(
+    backlogs: list[list[int]], weights: list[float]
+) -> None:
+    queue: FairQueue[tuple[int, int]] = FairQueue({f"t{i}": weight for i, weight in enumerate(weights)})
+    for tenant, costs in enumerate(backlogs):
+        for number, cost in enumerate(costs):
+            queue.push((tenant, number), TenantId(f"t{tenant}"), cost)
+    bound = max(cost / weights[tenant] for tenant, costs in enumerate(backlogs) for cost in costs)
+    received = [0.0] * len(backlogs)
+    waiting = [len(costs) for costs in backlogs]
+    while all(waiting):
+        tenant, number = item = queue.peek() or (0, 0)
+        queue.take(item)
+        received[tenant] += backlogs[tenant][number] / weights[tenant]
+        waiting[tenant] -= 1
+        assert max(received) - min(received) <= bound * (1 + 1e-9)
+
+
+@given(st.lists(st.tuples(st.sampled_from(TENANTS), COSTS, st.integers(0, 2)), max_size=40))
+def test_iteration_foretells_the_order_of_service(pushed: list[tuple[TenantId, int, int]]) -> None:
+    queue: FairQueue[str] = FairQueue(WEIGHTS)
+    for number, (tenant, cost, priority) in enumerate(pushed):
+        queue.push(f"{number}", tenant, cost, priority)
+    foretold = list(queue)
+    assert foretold == served(queue)
+    assert len(foretold) == len(pushed)
+
+
+@given(st.lists(COSTS, min_size=1, max_size=30), st.integers(1, 4))
+def test_nobody_starves_while_others_never_stop_pushing(costs: list[int], others: int) -> None:
+    """An item is served within its tenant's turns, whatever the others push in the meantime."""
+    queue: FairQueue[object] = FairQueue()
+    queue.push("mine", A, 500)
+    numbers = count()
+    for other in range(others):
+        queue.push((other, next(numbers)), TenantId(f"o{other}"), costs[0])
+    for step in range(10**6):
+        item = queue.peek()
+        queue.take(item)
+        if item == "mine":
+            break
+        assert isinstance(item, tuple)
+        queue.push((item[0], next(numbers)), TenantId(f"o{item[0]}"), costs[step % len(costs)])
+    assert step <= others, "its counter was the least; the others pass it once each at most"
+
+
+class Twin:
+    """The same discipline, written down as in the paper, with no thought of cost or memory."""
+
+    def __init__(self) -> None:
+        self.counters: dict[tuple[int, str], float] = defaultdict(float)
+        self.waiting: list[tuple[str, int, str, float]] = []
+        self.last: dict[int, str] = {}
+
+    def of(self, priority: int, tenant: str | None = None) -> list[tuple[str, int, str, float]]:
+        return [one for one in self.waiting if one[1] == priority and tenant in (None, one[2])]
+
+    def level(self, priority: int) -> float:
+        names = {one[2] for one in self.of(priority)} or {self.last.get(priority, "nobody")}
+        return min(self.counters[priority, name] for name in names)
+
+    def push(self, item: str, tenant: str, cost: float, priority: int) -> None:
+        if not self.of(priority, tenant):
+            self.counters[priority, tenant] = max(self.counters[priority, tenant], self.level(priority))
+        self.waiting.append((item, priority, tenant, cost))
+
+    def remove(self, item: str) -> None:
+        _, priority, tenant, _ = next(one for one in self.waiting if one[0] == item)
+        self.waiting = [one for one in self.waiting if one[0] != item]
+        if not self.of(priority, tenant):
+            self.last[priority] = tenant
+
+    def charge(self, tenant: str, virtual: float, priority: int) -> None:
+        if (priority, tenant) not in self.counters:
+            self.counters[priority, tenant] = self.level(priority)
+        self.counters[priority, tenant] += virtual
+
+    def next(self) -> str | None:
+        heads = {(one[1], one[2]): one for one in reversed(self.waiting)}.values()
+        ranked = ((p, self.counters[p, t], cost, self.waiting.index((i, p, t, cost)), i) for i, p, t, cost in heads)
+        return min(ranked)[-1] if self.waiting else None
+
+
+class AgainstTheTwin(RuleBasedStateMachine):
+    """Any history of calls leads to the same next item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: FairQueue[str] = FairQueue(WEIGHTS)
+        self.twin = Twin()
+        self.numbers = count()
+
+    @staticmethod
+    def virtual(tenant: str, tokens: float) -> tuple[str, float]:
+        owner = tenant.partition("/")[0]
+        return owner, tokens / WEIGHTS.get(owner, 1.0)
+
+    @rule(tenant=st.sampled_from(TENANTS), cost=COSTS, priority=st.integers(0, 1))
+    def push(self, tenant: TenantId, cost: int, priority: int) -> None:
+        item = f"{next(self.numbers)}"
+        self.queue.push(item, tenant, cost, priority)
+        owner, virtual = self.virtual(tenant, cost)
+        self.twin.push(item, owner, virtual, priority)
+
+    @precondition(lambda self: self.twin.waiting)
+    @rule(tokens=st.none() | COSTS)
+    def take_the_next(self, tokens: int | None) -> None:
+        item = self.twin.next()
+        self.take(next(one for one in self.twin.waiting if one[0] == item), tokens)
+
+    @precondition(lambda self: self.twin.waiting)
+    @rule(data=st.data(), tokens=st.none() | COSTS)
+    def take_any(self, data: st.DataObject, tokens: int | None) -> None:
+        self.take(data.draw(st.sampled_from(self.twin.waiting)), tokens)
+
+    def take(self, waiting: tuple[str, int, str, float], tokens: int | None) -> None:
+        item, priority, owner, virtual = waiting
+        self.queue.take(item, tokens)
+        self.twin.charge(owner, virtual if tokens is None else self.virtual(owner, tokens)[1], priority)
+        self.twin.remove(item)
+
+    @precondition(lambda self: self.twin.waiting)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from(self.twin.waiting))[0]
+        self.queue.remove(item)
+        self.twin.remove(item)
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=COSTS, priority=st.integers(0, 1))
+    def charge(self, tenant: TenantId, tokens: int, priority: int) -> None:
+        self.queue.charge(tenant, tokens, priority)
+        self.twin.charge(*self.virtual(tenant, tokens), priority)
+
+    @invariant()
+    def the_same_is_next(self) -> None:
+        assert self.queue.peek() == self.twin.next()
+        assert len(self.queue) == len(self.twin.waiting)
+        assert next(iter(self.queue), None) == self.twin.next()
+
+
+TestAgainstTheTwin = AgainstTheTwin.TestCase

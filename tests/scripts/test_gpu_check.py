@@ -1,0 +1,226 @@
+"""The kit for a GPU: its calls go on where the last one stopped, and its tiny stages run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.gpu.check import Call, lack
+from scripts.gpu.environment import missing, remedy
+from scripts.gpu.perform import perform
+from scripts.gpu.stages import Stage, Step, read_json, read_junit, stages
+
+ROOT = Path(__file__).parents[2]
+COUNT = (
+    "import json, pathlib; p = pathlib.Path('{out}/ran'); p.write_text((p.read_text() if p.exists() else '') + '%s');"
+)
+WRITE = "pathlib.Path('{results}').write_text(json.dumps(dict(figure=7)))"
+
+
+def step(name: str, code: str = "", *, limit: float = 60, least: float = 0, **more: Any) -> Step:
+    """A step that notes its name in the file `ran`, does something, and writes a figure."""
+    return Step(name, ("-c", f"{COUNT % name} {code}\n{WRITE}"), limit, least, read_json, **more)
+
+
+def called(out: Path, *steps: Step, seconds: float = 500, **more: Any) -> dict[str, Any]:
+    """The summary of a call with a stage for each step."""
+    call = Call(out, [Stage(one.name, "", (one,)) for one in steps], "cpu", seconds, **more)
+    call.run()
+    return call.summary({})
+
+
+def ran(out: Path) -> str:
+    return (out / "ran").read_text(encoding="utf-8")
+
+
+def saved(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        summary = called(tmp_path, step("a"), step("b"))
+    assert ran(tmp_path) == "ab"
+    assert (summary["failed"], summary["left"]) == ([], [])
+    assert saved(tmp_path, "a")["steps"]["a"]["results"] == {"figure": 7}
+
+
+def test_a_failed_step_is_reported_and_the_others_run(tmp_path: Path) -> None:
+    steps = step("a", "raise SystemExit('no such kernel')"), step("b")
+    for _ in range(2):
+        summary = called(tmp_path, *steps)
+    assert ran(tmp_path) == "ab"
+    assert (summary["failed"], summary["left"]) == (["a"], [])
+    failed = saved(tmp_path, "a")["steps"]["a"]
+    assert (failed["state"], failed["rc"], failed["log_tail"]) == ("failed", 1, ["no such kernel"])
+    called(tmp_path, *steps, retry=True)
+    assert ran(tmp_path) == "aba"
+
+
+def test_a_step_without_results_has_failed(tmp_path: Path) -> None:
+    summary = called(tmp_path, step("a", "raise SystemExit"), step("b", f"{WRITE[:-12]}')); raise SystemExit"))
+    assert summary["failed"] == ["a", "b"]
+
+
+def test_what_does_not_fit_is_left_for_the_next_call(tmp_path: Path) -> None:
+    steps = step("a"), step("b", least=100), step("c")
+    summary = called(tmp_path, *steps, seconds=60)
+    assert (ran(tmp_path), summary["left"]) == ("a", ["b", "c"])
+    assert (called(tmp_path, *steps)["left"], ran(tmp_path)) == ([], "abc")
+
+
+SLEEPER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)']);"
+
+
+def test_a_step_that_was_cut_short_is_run_again(tmp_path: Path) -> None:
+    result = perform(step("a", SLEEPER, limit=60), tmp_path, 1)
+    assert (result["state"], result["rc"]) == ("partial", 124)
+
+
+def test_a_step_beyond_its_limit_has_failed(tmp_path: Path) -> None:
+    result = perform(step("a", SLEEPER, limit=1), tmp_path, 1)
+    assert (result["state"], result["rc"]) == ("failed", 124)
+
+
+def test_a_step_that_is_to_go_on_ends_the_call_and_is_called_again(tmp_path: Path) -> None:
+    again = step("a", is_done=lambda _: ran(tmp_path) == "aa")
+    summary = called(tmp_path, again, step("b"))
+    assert (ran(tmp_path), summary["left"]) == ("a", ["a", "b"])
+    assert called(tmp_path, again, step("b"))["left"] == []
+    assert ran(tmp_path) == "aab"
+
+
+@pytest.mark.parametrize("spoil", [lambda data: json.dumps({**data, "version": "another"}), lambda _: "{"])
+def test_results_of_other_sources_and_damaged_ones_do_not_count(tmp_path: Path, spoil: Any) -> None:
+    called(tmp_path, step("a"))
+    (tmp_path / "a.json").write_text(spoil(saved(tmp_path, "a")), encoding="utf-8")
+    called(tmp_path, step("a"))
+    assert ran(tmp_path) == "aa"
+
+
+def test_a_folder_is_one_file_between_two_steps(tmp_path: Path) -> None:
+    code = "f = pathlib.Path('{out}/model'); f.mkdir(exist_ok=True); (f / str(len([*f.iterdir()]))).touch();"
+    for _ in range(2):
+        perform(step("a", code, folder="model"), tmp_path, 60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.tar", "ran"]
+    assert read_tar(tmp_path / "model.tar") == ["model", "model/0", "model/1"]
+
+
+def read_tar(file: Path) -> list[str]:
+    with tarfile.open(file) as tar:
+        return sorted(tar.getnames())
+
+
+def test_a_report_of_tests_is_summed_up(tmp_path: Path) -> None:
+    file = tmp_path / "report.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="k" name="good" time="2"><properties><property name="gb_per_s" '
+        'value="3.5"/></properties></testcase><testcase classname="k" name="bad" time="1"><failure message="off by 1"/>'
+        '</testcase><testcase classname="k" name="none" time="0"><skipped/></testcase></testsuite></testsuites>'
+    )
+    summed = read_junit(file)
+    assert (summed["passed"], summed["skipped"], summed["failed"]) == (1, 1, {"k::bad": "off by 1"})
+    assert summed["figures"] == {"gb_per_s": 3.5}
+    assert next(iter(summed["slowest_s"])) == "k::good"
+
+
+def test_missing_packages_are_named_with_a_remedy() -> None:
+    found = missing({"json": "json", "no_such_module": "no-such-package"})
+    assert list(found) == ["no-such-package"]
+    assert "-d wheels no-such-package" in remedy(found)
+    assert "no-such-package" in (lack({"missing": found, "gpu": None}, "cpu") or "")
+
+
+def test_a_gpu_that_is_not_there_is_lacking_for_its_stages_alone() -> None:
+    assert "no CUDA device" in (lack({"missing": {}, "gpu": None}, "cuda") or "")
+    assert lack({"missing": {}, "gpu": None}, "cpu") is None
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_step_ends_within_nine_minutes_and_has_its_tests(device: str) -> None:
+    for stage in stages(device):
+        for one in stage.steps:
+            assert one.least < one.limit <= 540
+            files = [name for name in one.arguments if name.startswith(("tests/", "scripts/"))]
+            assert all((ROOT / name).is_file() for name in files)
+
+
+# the whole, on the CPU ------------------------------------------------------------------------------------------------
+
+
+def kit(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "scripts/gpu_check.sh", *arguments]
+    settings = {**os.environ, "PYTHON": sys.executable, **env}
+    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False, timeout=1200)
+
+
+def test_packages_come_from_a_folder_of_wheels(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("sitecustomize.py", "print('from a wheel')\n")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    listed = kit("--list", GPU_WHEELS=str(tmp_path))
+    assert listed.returncode == 0, listed.stderr
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [one.name for one in stages("cuda")]
+
+
+def test_an_unknown_stage_is_refused() -> None:
+    refused = kit("--only", "cooking")
+    assert refused.returncode == 2
+    assert "kernels, graphs, ttft, load, train" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the tiny stages leave."""
+    folder = tmp_path_factory.mktemp("gpu") / "results"
+    done = kit("--device", "cpu", "--out", str(folder), "--seconds", "1100")
+    expected = 0 if find_spec("kedge.bench.load") else 1
+    assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
+    yield folder
+
+
+@pytest.mark.slow
+def test_the_tiny_stages_leave_their_results_in_few_flat_files(out: Path) -> None:
+    names = {*(f"{stage.name}.json" for stage in stages("cpu")), "summary.json", "model.tar"}
+    assert {path.name for path in out.iterdir()} == names
+    summary = saved(out, "summary")
+    assert summary["environment"]["packages"]["torch"]
+    assert summary["left"] == []
+
+
+@pytest.mark.slow
+def test_every_stage_says_what_came_of_it(out: Path) -> None:
+    assert saved(out, "kernels")["state"] == "complete"
+    graphs = saved(out, "graphs")["steps"]
+    assert all(graphs[name]["results"]["passed"] and not graphs[name]["results"]["failed"] for name in graphs)
+    assert saved(out, "ttft")["steps"]["tiny"]["results"]["agents"][1]["translated_ms"] > 0
+    record = saved(out, "train")["steps"]["evaluate"]["results"]
+    assert record["trained_minutes"] >= record["minutes"] and record["loss_curve"]
+    assert record["accuracy"].keys() == {"math", "choice", "code"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("kedge.bench.load"), reason="there is no `kedge bench load`")
+def test_the_load_stage_measures_every_mode(out: Path) -> None:
+    assert saved(out, "load")["steps"]["clients-2"]["results"]["cases"]["tiny"]["2"].keys() == {
+        "off", "exact", "translate",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_another_call_has_nothing_left_to_do(out: Path) -> None:
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "summary.json"}
+    kit("--device", "cpu", "--out", str(out))
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "summary.json"} == before

@@ -1,0 +1,133 @@
+"""What a client is told of a wrong value: the field that it sent, and what is accepted there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kedge.engine.echo import EchoEngine
+from kedge.server.config import ServerConfig
+from tests.server.conftest import FLOW, YAML, serving
+
+CHAT, TEXT, HINTS = "/v1/chat/completions", "/v1/completions", "/v1/hints"
+FLOWS, RUNS = "/v1/workflows", "/v1/workflows/pair/runs"
+HI = [{"role": "user", "content": "hi"}]
+ASK = {"user_question": "?"}
+PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
+STOP = "stop: Input should be a string or a list of strings"
+PARTS = 'messages.0.content: Input should be a string or a list of text parts (objects with `type: "text"` and `text`)'
+MODES = "'off', 'exact' or 'translate'"
+REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
+HALF = "has half of a surrogate pair"
+
+WRONG: list[tuple[str, object, str | None, str]] = [
+    *((TEXT, {"prompt": bad}, "prompt", PROMPT) for bad in ([True], [1, "a"], [[1], "a"], [[True]], [1.5], {}, 5)),
+    (TEXT, {}, "prompt", "prompt: Field required"),
+    (TEXT, {"prompt": ""}, "prompt", "prompt='': has no tokens"),
+    (TEXT, {"prompt": []}, "prompt", "prompt=[]: there is none"),
+    (TEXT, {"prompt": [[]]}, "prompt", "prompt=[]: has no tokens"),
+    (TEXT, {"prompt": ["a", ""]}, "prompt", "prompt='': has no tokens"),
+    (TEXT, {"prompt": [97, 300]}, "prompt", "prompt=300: outside the vocabulary of 259"),
+    (TEXT, {"prompt": "x" * 9000}, "prompt", "prompt='9000 tokens': at most 8192 are served"),
+    (TEXT, {"prompt": "\ud800"}, "prompt", f"prompt='\\ud800': {HALF}"),
+    *((TEXT, {"prompt": "x", "stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
+    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop=('a', ''): an empty string stops everything"),
+    (TEXT, {"prompt": "x", "stream_options": 5}, "stream_options", "stream_options: Input should be an object"),
+    (TEXT, {"prompt": "x", "n": 1.5}, "n", "n: Input should be a valid integer"),
+    (TEXT, [1], None, "body: Input should be an object"),
+    (CHAT, {"messages": [5]}, "messages", "messages.0: Input should be an object"),
+    (CHAT, {"messages": "hi"}, "messages", "messages: Input should be a valid list"),
+    *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "image"}])),
+    (CHAT, {"messages": [{**HI[0], "content": "x" * 9000}]}, "messages",
+     "messages='9018 tokens': at most 8192 are served"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages",
+     "messages.0.tool_calls.0.function: Input should be an object"),
+    (CHAT, {"messages": HI, "tool_choice": 5}, "tool_choice", "tool_choice: Input should be a string or an object"),
+    (CHAT, {"messages": HI, "tools": [{}]}, "tools", "tools.0.type: Field required"),
+    (CHAT, {"messages": HI, "kedge": {"reuse": 5}}, "kedge.reuse", "kedge.reuse=5: not one of off, exact, translate"),
+    (HINTS, 5, None, "body: Input should be an object"),
+    (RUNS, {"inputs": 5}, "inputs", "inputs: Input should be an object"),
+    *((RUNS, {"inputs": ASK, "reuse": bad}, "reuse", REUSE) for bad in (5, "fast", {"first": "fast"}, [])),
+    (FLOWS, {"name": "x", "agents": [{"id": "a", "user": "x"}], "topology": 5}, "workflow: topology",
+     "workflow: topology=5: Input should be a mapping"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with EchoEngine() as engine, serving(engine, ServerConfig()) as running, running.http() as opened:
+        opened.post(FLOWS, content=FLOW, headers=YAML).raise_for_status()
+        yield opened
+        running.wait_quiet()
+        assert not engine.requests, "nothing of all this came to the engine"
+
+
+def post(http: httpx.Client, path: str, body: object) -> httpx.Response:
+    return http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), WRONG)
+def test_an_error_names_the_field_and_what_is_accepted(
+    http: httpx.Client, path: str, body: object, param: str | None, message: str
+) -> None:
+    error = error_of(post(http, path, body))
+    assert (error["param"], error["message"]) == (param, message)
+
+
+def test_a_header_is_named_as_it_was_sent(http: httpx.Client) -> None:
+    error = error_of(http.get("/v1/runs/none/events", headers={"Last-Event-ID": "x"}))
+    assert error["param"] == "last-event-id"
+    assert error["message"].startswith("last-event-id: Input should be a valid integer")
+
+
+ODD = [None, True, 5, -1, 1.5, "x", "", [], [True], [None], [[]], [[1.5]], [{}], {}, {"x": True}, {"type": 1}]
+FIELDS = {
+    TEXT: ["prompt", "stop", "stream_options", "logprobs", "seed", "kedge"],
+    CHAT: ["messages", "stop", "tools", "tool_choice", "top_logprobs", "parallel_tool_calls"],
+    RUNS: ["inputs", "reuse", "stream"],
+}
+NOISE = re.compile(r"\bstr\b|\bint\b|list\[|literal\[|function-|dictionary|instance|segments|Segment\(|extract")
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in FIELDS.items() for field in fields])
+@pytest.mark.parametrize("value", ODD, ids=str)
+def test_no_message_speaks_of_pythons_types(http: httpx.Client, path: str, field: str, value: object) -> None:
+    # Another field is wrong in each, so that nothing runs where the value is none that is refused.
+    least = {TEXT: {"prompt": "x", "n": 0}, CHAT: {"messages": HI, "n": 0}, RUNS: {"inputs": {}}}[path]
+    error = error_of(post(http, path, {**least, field: value}))
+    assert not NOISE.search(error["message"]), error["message"]
+    assert error["message"].startswith((error["param"], "inputs"))
+
+
+# the inputs of a run --------------------------------------------------------------------------------------------------
+
+NEEDED = "a run needs a text that is not blank"
+INPUTS = [
+    ({}, "inputs.user_question", f"inputs.user_question=None: {NEEDED}"),
+    ({"user_question": ""}, "inputs.user_question", f"inputs.user_question='': {NEEDED}"),
+    ({"user_question": " \n"}, "inputs.user_question", f"inputs.user_question=' \\n': {NEEDED}"),
+    ({"user_question": "\udc00"}, "inputs.user_question", f"inputs.user_question='\\udc00': {HALF}"),
+    ({**ASK, "other": "x"}, "inputs", "inputs='other': the workflow has only user_question"),
+    ({"user_question": 5}, "inputs", "inputs.user_question: Input should be a valid string"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("inputs", "param", "message"), INPUTS)
+def test_wrong_inputs_are_refused_before_a_run_begins(
+    http: httpx.Client, inputs: object, param: str, message: str, stream: bool
+) -> None:
+    error = error_of(post(http, RUNS, {"inputs": inputs, "stream": stream}))
+    assert (error["param"], error["message"]) == (param, message)
+    assert http.get("/v1/runs").json()["data"] == []
