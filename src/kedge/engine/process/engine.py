@@ -7,29 +7,22 @@ same time. Calls and tokens cross a socket in batches.
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any, Self
 
 from kedge.engine.base import Engine, Tokenizer
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
+from kedge.engine.process.spawn import ENDING, start, wait_for
 from kedge.engine.stream import TokenStream
 from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
-
-ENDING = 60.0
-"""Seconds that the process has to end after `close`; then it is killed."""
 
 
 class ProcessEngine:
@@ -50,7 +43,7 @@ class ProcessEngine:
         """What the engine failed of, where it could still say so."""
         self._over: str | None = None
         """Why the process is no more."""
-        self._process, self._connection = _started()
+        self._process, self._connection = start()
         self.tokenizer: Tokenizer = self._begin(first)
         self._reader = threading.Thread(target=self._read, name="kedge-process", daemon=True)
         self._reader.start()
@@ -187,7 +180,7 @@ class ProcessEngine:
         """End everything that is expected of a process that is no more."""
         with self._sending:
             self._connection.close()
-        code = _ended(self._process)
+        code = wait_for(self._process)
         with self._lock:
             cause = f"with code {code}" if self._cause is None else f"after {self._cause!r}"
             self._over = "was closed" if self._closing else f"ended by itself {cause}"
@@ -200,29 +193,6 @@ class ProcessEngine:
 
     def _closed_error(self, why: str) -> EngineClosed:
         return EngineClosed("engine process", self._process.pid, why)
-
-
-def _started() -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start the process and connect to it. It imports what this one does."""
-    ours, theirs = socket.socketpair()
-    path = os.pathsep.join(filter(None, sys.path))
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kedge.engine.process.child", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": path},
-        )
-    return process, Connection(ours.detach())
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that has hung up."""
-    try:
-        return process.wait(ENDING)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 def _pickled(name: str, data: object) -> bytes:
