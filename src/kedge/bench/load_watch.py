@@ -40,6 +40,10 @@ class WatchedEngine:
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._engine.failure
+
     def submit(self, request: GenerateRequest) -> Stream:
         if now() >= self._deadline:
             raise EngineClosed("engine", request.request_id, "the window has ended")

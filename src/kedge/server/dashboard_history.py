@@ -56,7 +56,7 @@ class _Tenant:
         key = RunKey(request.tenant, request.client, request.run) if request.run else None
         self.live[request.request_id] = Live(name, key)
         agent = self._agent(name)
-        if request.fixed:
+        if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:
             tokens = chain.from_iterable(segment.tokens for segment in request.segments)
             agent.fixed = request.tenant, tuple(islice(tokens, request.fixed))
         if key:

@@ -7,6 +7,7 @@ from functools import partial
 from types import MappingProxyType
 
 from kedge.engine.base import Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
+from kedge.engine.validation import sensible_hints
 from kedge.server.dashboard_history import History
 from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -54,6 +55,7 @@ class WatchedEngine:
         self._history.run_ended(tenant, run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        changes, prompts = sensible_hints(changes, prompts)
         self._engine.forecast(changes, prompts)
         self._history.forecast(changes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -65,16 +66,16 @@ class EngineCore:
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
         self._copier, self._assembler, self._costs = copier, assembler, costs
         self._fixed = FixedPrompts(cache)
-        share = config.learning.budget
-        self.scheduler = Scheduler(self._admit, loading, costs, config.max_batch_tokens, config.max_running, share)
-        longest, ahead = min(runner.max_positions, capacity), self.scheduler.ahead
-        translator = Translator(storage)
+        longest, translator = min(runner.max_positions, capacity), Translator(storage)
+        jobs: deque[BaseJob] = deque()
+        ahead: deque[Preparation] = deque()
         self._preassembly = Preassembly(cache, runtime, translator, storage.block_size, longest, ahead, costs)
-        jobs = self.scheduler.jobs
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, self._release)
         self._admission = Admission(
             cache, runtime, loading, assembler, self._preassembly, self._learning, costs, self._preempt, self.end
         )
+        limits = config.max_batch_tokens, config.max_running, config.learning.budget
+        self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead)
         self._loading = loading
         self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime)
 
@@ -241,14 +242,12 @@ class EngineCore:
 
     # admission ------------------------------------------------------------------------------------------------
 
-    def _admit(self, sequence: Sequence) -> bool:
-        return self._admission.admit(sequence)
-
     def _preempt(self, sequence: RequestSequence) -> bool:
         """Frees the blocks of another tenant's request for `sequence`, if it may have them."""
         victim = self.scheduler.victim(sequence)
         if victim is None:
             return False
+        self._learning.forget(victim)
         self._release(victim)
         victim.table, victim.todo = None, []
         if victim.waits_for_first_token:
@@ -353,7 +352,7 @@ class EngineCore:
         held = sequence.text.flush()
         self._keep_response(sequence)
         self.scheduler.done(sequence)
-        self._learning.offer(sequence)
+        self._learning.finished(sequence)
         assert sequence.finish is not None
         sequence.finished(held, sequence.finish)
 
@@ -382,6 +381,7 @@ class EngineCore:
         if sequence.is_over:
             return
         self.scheduler.done(sequence)
+        self._learning.forget(sequence)
         if sequence.admitted:
             self._cache.abort(sequence.key)
             self._preassembly.wake()

@@ -1,4 +1,4 @@
-"""What the engine learns from finished requests, and the base KV that it computes for later ones.
+"""What the engine learns from dense prompts, and the base KV that it computes for later ones.
 
 Neither may cost anybody else: both are bounded, the blocks that they hold are given up as soon as a request needs
 them, and while requests wait for their first token they take no more than a share of each pass. What fails while it is
@@ -19,6 +19,7 @@ from kedge.config import LearningSettings
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
+from kedge.runtime.interfaces import BaseNeed
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
 from kedge.types import RequestId, RunId, TenantId, new_request_id
@@ -31,7 +32,7 @@ RunKey = tuple[TenantId, RunId]
 
 @dataclass(frozen=True, slots=True)
 class PendingObservation:
-    """A finished dense request whose blocks are kept until its offsets have been measured, step by step."""
+    """A dense prompt whose offsets are measured, step by step. Its blocks are kept for that when the request ends."""
 
     sequence: RequestSequence
     steps: Iterator[Placed]
@@ -81,21 +82,33 @@ class Learning:
         self._stats = LearningStats()
         self._credit = 0.0
 
-    # finished requests ----------------------------------------------------------------------------------------
+    # requests -------------------------------------------------------------------------------------------------
 
-    def offer(self, sequence: RequestSequence) -> None:
-        """Learn from a finished request later, or free its blocks now where there is nothing to learn."""
+    def started(self, sequence: RequestSequence) -> None:
+        """Take in a request that has its first token: queue the base prefills that its values need, and learn from its
+        prompt, where that is dense.
+        """
+        self._queue_base_prefills(sequence)
         request, plan, table = sequence.request, sequence.plan, sequence.table
         assert plan is not None and table is not None
-        if not self._runtime.wants_harvest(request, plan):
-            return self._release(sequence)
-        steps = self._runtime.observe(request, partial(self._storage.read, table))
-        observation = PendingObservation(sequence, steps)
-        self._pending.append(observation)
-        self._runs[observation.run] += 1
-        if len(self._pending) > self._settings.max_pending:
-            self.reclaim()
-        return None
+        if self._runtime.wants_harvest(request, plan):
+            steps = self._runtime.observe(request, partial(self._storage.read, table))
+            observation = PendingObservation(sequence, steps)
+            self._pending.append(observation)
+            self._runs[observation.run] += 1
+            if len(self._pending) > self._settings.max_pending:
+                self._give_up(self._pending[0])
+
+    def finished(self, sequence: RequestSequence) -> None:
+        """Free the blocks of a finished request, unless it is still to be learned from."""
+        if all(one.sequence is not sequence for one in self._pending):
+            self._release(sequence)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """Learn nothing more from a request, whose blocks are being taken from it."""
+        for observation in [one for one in self._pending if one.sequence is sequence]:
+            self._pending.remove(observation)
+            self._leave_run(observation.run)
 
     def keep_response(self, sequence: RequestSequence) -> None:
         """Keep an answer's own KV, with that of its trail, as the base KV of the placeholder that it fills."""
@@ -115,10 +128,9 @@ class Learning:
         return self._next() is not None
 
     def step(self) -> None:
-        """Measure the offsets of one segment of a finished request."""
+        """Measure the offsets of one segment of a prompt."""
         observation = self._next()
         if observation and not self._observes(observation):
-            self._pending.remove(observation)
             self._stats.observed += 1
             self._over(observation)
 
@@ -132,12 +144,17 @@ class Learning:
             self._credit -= time.monotonic() - began
 
     def reclaim(self) -> bool:
-        """Give up the oldest request that waits to be learned from, and free its blocks; False where there is none."""
-        if not self._pending:
-            return False
+        """Give up the oldest finished request that is still to be learned from, and free its blocks; False where there
+        is none.
+        """
+        holding = next((one for one in self._pending if one.sequence.is_over), None)
+        if holding:
+            self._give_up(holding)
+        return holding is not None
+
+    def _give_up(self, observation: PendingObservation) -> None:
         self._stats.reclaimed += 1
-        self._over(self._pending.popleft())
-        return True
+        self._over(observation)
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
         """Forget what a run shared, as soon as nothing of it is left to be learned from."""
@@ -166,8 +183,13 @@ class Learning:
         return False
 
     def _over(self, observation: PendingObservation) -> None:
-        self._release(observation.sequence)
-        run = observation.run
+        """Nothing more is learned from a request; its blocks go where it has ended."""
+        self._pending.remove(observation)
+        if observation.sequence.is_over:
+            self._release(observation.sequence)
+        self._leave_run(observation.run)
+
+    def _leave_run(self, run: RunKey) -> None:
         self._runs[run] -= 1
         if not self._runs[run]:
             del self._runs[run]
@@ -177,17 +199,40 @@ class Learning:
 
     # base KV --------------------------------------------------------------------------------------------------
 
-    def started(self, sequence: RequestSequence) -> None:
-        """Queue the base prefills that a request's values need, now that it has its first token."""
-        needs = self._runtime.needs(sequence.request)
-        queued = {tuple(job.tokens) for job in self._jobs} if needs else ()
-        for need in needs:
-            if need.tokens not in queued and len(need.tokens) <= self._capacity:
-                key = RequestId(f"base-{new_request_id()}")
-                tokens, wanted_by = list(need.tokens), sequence.key
-                self._jobs.append(BaseJob(key, need.tenant, tokens, None, [], need.cuts, need.is_urgent, wanted_by))
+    def awaits_base(self, sequence: RequestSequence, *, busy: bool) -> bool:
+        """Return whether a request is to wait for base KV of its values, which is queued if the engine is `busy` when
+        this is first asked.
+        """
+        if sequence.awaits is None:
+            sequence.awaits = self._queue_prerequisites(sequence) if busy else ()
+        return bool(sequence.awaits) and any(job.key in sequence.awaits for job in self._jobs)
+
+    def _queue_prerequisites(self, sequence: RequestSequence) -> tuple[RequestId, ...]:
+        if sequence.preparation is not None or not self._runtime.learns(sequence.request):
+            return ()
+        exact = self._cache.match(sequence.namespace, sequence.tokens[: sequence.exact_limit]).tokens_count
+        jobs = [self._queue(need, sequence) for need in self._runtime.prerequisites(sequence.request, exact)]
+        for job in jobs:
+            job.is_awaited = True
+        return tuple(job.key for job in jobs)
+
+    def _queue_base_prefills(self, sequence: RequestSequence) -> None:
+        for need in self._runtime.needs(sequence.request):
+            if len(need.tokens) <= self._capacity:
+                self._queue(need, sequence)
         for job in self._surplus():
             self.drop(job)
+
+    def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:
+        """Return the base prefill of these tokens: the one that is queued, or a new one."""
+        tokens = list(need.tokens)
+        queued = next((job for job in self._jobs if job.tokens == tokens and job.tenant == need.tenant), None)
+        if queued is None:
+            key = RequestId(f"base-{new_request_id()}")
+            queued = BaseJob(key, need.tenant, tokens, cuts=need.cuts)
+            queued.is_urgent, queued.wanted_by = need.is_urgent, sequence.key
+            self._jobs.append(queued)
+        return queued
 
     def done(self, job: BaseJob) -> None:
         """Keep the base KV that a finished prefill is for."""
@@ -210,23 +255,25 @@ class Learning:
         self._stats.base_prefills_dropped += 1
 
     def reclaim_job(self) -> bool:
-        """Give up a base prefill that holds blocks; False where none does."""
+        """Give up a base prefill that holds blocks, or one that a request waits for; False where there is none."""
         holding = next((job for job in self._jobs if job.admitted), None)
-        if holding:
-            self.drop(holding)
-        return holding is not None
+        given_up = holding or next((job for job in self._jobs if job.is_awaited), None)
+        if given_up:
+            self.drop(given_up)
+        return given_up is not None
 
     def _surplus(self) -> Collection[BaseJob]:
         """Return the base prefills that are too many and have not begun: those that save least, the oldest first."""
-        waiting = sorted((job for job in self._jobs if not job.admitted), key=lambda job: job.is_urgent)
+        waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
+        waiting.sort(key=lambda job: job.is_urgent)
         return waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]
 
     # the end --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Give everything up."""
-        while self.reclaim():
-            pass
+        for observation in tuple(self._pending):
+            self._give_up(observation)
         for job in tuple(self._jobs):
             self.drop(job)
 

@@ -68,6 +68,8 @@ class BaseJob(Sequence):
     cuts: tuple[Cut, ...] = ()
     is_urgent: bool = True
     """Whether it saves more than it costs, so that it is worth its share of a busy pass."""
+    is_awaited: bool = False
+    """Whether a request waits for it, whose own work it is then."""
     wanted_by: RequestId | None = None
     """The request that it is for: what that one teaches is learned once this is there."""
 
@@ -183,6 +185,8 @@ class RequestSequence(Sequence):
     """Set when the response is complete; one more pass may follow, for KV that is left behind."""
     response_stop: int | None = None
     """The response ends here. `tokens` that follow are its trail."""
+    awaits: tuple[RequestId, ...] | None = None
+    """Base prefills that are to end before it is admitted; None: nobody has looked yet."""
     is_over: bool = False
     """Its stream has ended: with a completion, or with an error."""
     last_pass: int = 0
