@@ -1,4 +1,4 @@
-"""The engine without its thread: schedule, run a pass, draw tokens, finish. One owner, no locks.
+"""The engine without its thread: schedule, run a pass, go on with what it computed. One owner, no locks.
 
 What one request brings along (its sampling, its text, what is learned from it) ends that request and no other. A pass
 that raises ends the batch that was in it.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from kedge.anchors.base_store import BaseStore
@@ -22,6 +20,7 @@ from kedge.cache import CacheManager, Changes
 from kedge.config import EngineConfig
 from kedge.engine.base import Quota
 from kedge.engine.local.admission import Admission
+from kedge.engine.local.answers import Answers
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fixed import FixedPrompts
@@ -31,10 +30,9 @@ from kedge.engine.local.loading import Loading
 from kedge.engine.local.model import ModelRunner
 from kedge.engine.local.parts import Assembler
 from kedge.engine.local.preassembly import Preassembly
-from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
-from kedge.errors import EngineClosed, ForwardFailed, GenerationFailed, OutOfBlocks
+from kedge.errors import EngineClosed, ForwardFailed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
 from kedge.runtime.runtime import Runtime
@@ -76,6 +74,16 @@ class EngineCore:
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
         self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead)
+        self._answers = Answers(
+            runner.eos_token_ids,
+            self.scheduler,
+            cache,
+            self._fixed,
+            runtime,
+            self._learning,
+            self._preassembly,
+            self.end,
+        )
         self._loading = loading
         self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime)
 
@@ -181,7 +189,7 @@ class EngineCore:
             return self._fail(work, error)
         for item in work:
             del item.sequence.todo[: len(item.positions)]
-        self._read_prompts(work, logits)
+        self._answers.read_prompts(work, logits)
         ready = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
@@ -194,13 +202,6 @@ class EngineCore:
     def _forward(self, work: list[Work]) -> tuple[Tensor, ...]:
         """The logits [rows, vocab] of each share: after its last position, or after all of them."""
         return self._runner.forward(flatten(work, self._storage)).split([item.logit_rows for item in work])
-
-    def _read_prompts(self, work: list[Work], logits: tuple[Tensor, ...]) -> None:
-        """Note the log-probabilities of prompts, where they are asked for."""
-        for item, rows in zip(work, logits, strict=True):
-            if isinstance(item.sequence, RequestSequence) and item.sequence.needs_all_logits:
-                with self._contained(item.sequence, "its prompt's log-probabilities were read"):
-                    item.sequence.logprobs.read_prompt(item.positions, rows)
 
     def _fail(self, work: list[Work], error: Exception) -> None:
         """Give up what nobody waits for of a pass that raised, and run the rest again; else end what was in it."""
@@ -230,15 +231,6 @@ class EngineCore:
         self._preassembly.clear()
         self._learning.clear()
         self.check_integrity()
-
-    @contextmanager
-    def _contained(self, sequence: RequestSequence, when: str) -> Iterator[None]:
-        """End a request, and nothing else, with what is raised on its behalf."""
-        try:
-            yield
-        except Exception as error:
-            logger.exception("request %s ends: an error was raised when %s", sequence.request.request_id, when)
-            self.end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
 
     # admission ------------------------------------------------------------------------------------------------
 
@@ -274,95 +266,14 @@ class EngineCore:
 
     def _computed(self, sequences: list[Sequence], rows: list[Tensor]) -> None:
         """Go on with sequences whose tokens are all computed; `rows` are their last logits [vocab]."""
-        drawing: list[tuple[RequestSequence, Tensor]] = []
-        for sequence, row in zip(sequences, rows, strict=True):
+        for sequence in sequences:
             if isinstance(sequence, BaseJob):
                 self._learning.done(sequence)
                 self._preassembly.wake()
             elif isinstance(sequence, Preparation):
                 self.scheduler.done(sequence)
-            elif isinstance(sequence, RequestSequence) and not sequence.is_over:
-                drawing += self._drawing(sequence, row)
-        if drawing:
-            self._draw(drawing)
-
-    def _drawing(self, sequence: RequestSequence, row: Tensor) -> list[tuple[RequestSequence, Tensor]]:
-        """The sequence and its logits if a token is to be drawn; one that needs none is finished."""
-        if not sequence.finish and sequence.max_tokens:
-            return [(sequence, row)]
-        with self._contained(sequence, "it was finished"):
-            if sequence.finish:
-                self._finish(sequence)
-            else:
-                self._note_first_token(sequence)
-                self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
-        return []
-
-    def _draw(self, drawing: list[tuple[RequestSequence, Tensor]]) -> None:
-        """Draw the next tokens of all these at once."""
-        logits = torch.stack([row for _, row in drawing])
-        drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
-        for (sequence, row), token in zip(drawing, drawn, strict=True):
-            with self._contained(sequence, "its next token was drawn"):
-                if isinstance(token, Exception):
-                    raise token
-                self._next_token(sequence, token, row)
-
-    def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
-        sequence.logprobs.read_answer(token, logits)
-        if sequence.first_token is None:
-            self._note_first_token(sequence)
-        self.scheduler.served(sequence, 1)
-        if token in self._runner.eos_token_ids and not sequence.request.sampling.ignore_eos:
-            return self._end_response(sequence, FinishReason.STOP, computed=len(sequence.tokens))
-        sequence.tokens.append(token)
-        sequence.tell(sequence.text.push(token), (token,))
-        last = len(sequence.tokens) - 1
-        if sequence.text.stopped:
-            return self._end_response(sequence, FinishReason.STOP, computed=last)
-        if len(sequence.response) >= sequence.max_tokens:
-            return self._end_response(sequence, FinishReason.LENGTH, computed=last)
-        sequence.todo = [last]
-        return None
-
-    def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """Finishes, after one more pass where KV is left behind for others."""
-        sequence.end_response(reason, computed, is_read=self._is_read(sequence))
-        if not sequence.todo:
-            self._finish(sequence)
-
-    def _is_read(self, sequence: RequestSequence) -> bool:
-        """Whether others are going to read the response and may have its KV translated."""
-        request = sequence.request
-        return request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
-
-    def _note_first_token(self, sequence: RequestSequence) -> None:
-        sequence.first_token = time.monotonic()
-        spent = sequence.first_token - sequence.arrival
-        assert sequence.plan is not None
-        name = "last_token" if sequence.plan.translates else "compute"
-        sequence.parts[name] = spent - sum(sequence.parts.values())
-        if sequence.request.reuse is not ReuseMode.OFF:
-            self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
-            self._fixed.called(sequence.request)
-        self._learning.started(sequence)
-
-    def _finish(self, sequence: RequestSequence) -> None:
-        """Answer, leave the answer's KV to its readers, and learn from the prompt or free its blocks."""
-        held = sequence.text.flush()
-        self._keep_response(sequence)
-        self.scheduler.done(sequence)
-        self._learning.finished(sequence)
-        assert sequence.finish is not None
-        sequence.finished(held, sequence.finish)
-
-    def _keep_response(self, sequence: RequestSequence) -> None:
-        """Leave an answer's KV to those that read it; its text is known to their prepared prompts."""
-        request = sequence.request
-        if self._is_read(sequence):
-            self._learning.keep_response(sequence)
-        if request.produces is not None:
-            self._preassembly.answered(request.tenant, request.run, request.produces, tuple(sequence.response))
+        pairs = zip(sequences, rows, strict=True)
+        self._answers.go_on([(one, row) for one, row in pairs if isinstance(one, RequestSequence)])
 
     def _release(self, sequence: RequestSequence) -> None:
         """Free a request's blocks. Exact tokens with KV enter the tree."""

@@ -22,6 +22,9 @@ FEW = 64
 AHEAD_CHUNK = 32
 """Tokens that are computed ahead of a request in one pass."""
 
+Allowances = dict[TenantId, float]
+"""Seconds that each tenant's work may still add to a pass"""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -133,13 +136,13 @@ class Scheduler:
         self._add_requests(filling, self._decoding(), allowed)
         prefills = [one for one in self.running if one.waits_for_first_token]
         self._add_requests(filling, [one for one in prefills if len(one.todo) <= FEW], allowed)
-        self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget)
+        self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget, allowed)
         if waits:
             urgent = [job for job in self.jobs if job.is_urgent and not job.is_awaited]
-            self._add_jobs(filling, urgent, int(self._learning_share * self._budget))
+            self._add_jobs(filling, urgent, int(self._learning_share * self._budget), allowed)
         self._add_requests(filling, [one for one in prefills if len(one.todo) > FEW], allowed)
         if not waits:
-            self._add_spare(filling)
+            self._add_spare(filling, allowed)
         return filling.work
 
     # admission ------------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class Scheduler:
         """The sequences that decode; those that the last passes had no room for first."""
         return sorted((one for one in self.running if not one.waits_for_first_token), key=lambda one: one.last_pass)
 
-    def _allowances(self) -> dict[TenantId, float] | None:
+    def _allowances(self) -> Allowances | None:
         """Seconds that each tenant's work may add to the pass; None where only one tenant runs."""
         wanted: dict[TenantId, list[int]] = {}
         for sequence in self.running:
@@ -227,36 +230,40 @@ class Scheduler:
         if len(wanted) < 2:
             return None
         least = min(self._costs.pass_seconds(min(sum(many), self._budget), len(many)) for many in wanted.values())
-        return dict.fromkeys(wanted, least)
+        return dict.fromkeys([*wanted, *(tenant_of(job.tenant) for job in self.jobs)], least)
 
-    def _add_requests(
-        self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: dict[TenantId, float] | None
-    ) -> None:
+    def _add_requests(self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: Allowances | None) -> None:
         for sequence in sequences:
-            tenant = tenant_of(sequence.tenant)
-            most = sys.maxsize if allowed is None else self._affordable(sequence, allowed[tenant])
-            if count := filling.add(sequence, most):
+            if self._add(filling, sequence, sys.maxsize, allowed):
                 sequence.last_pass = self._passes
-                if allowed is not None:
-                    allowed[tenant] -= self._costs.added_seconds(count, 1)
 
-    def _affordable(self, sequence: RequestSequence, seconds: float) -> int:
+    def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
+        """Adds base prefills, oldest first; one that finds no room waits, and so do those behind it."""
+        for job in jobs:
+            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
+                return
+            most -= self._add(filling, job, most, allowed)
+
+    def _add(self, filling: _Pass, sequence: Sequence, most: int, allowed: Allowances | None) -> int:
+        """Adds up to `most` positions of a sequence, and no more than its tenant is allowed; returns how many."""
+        if allowed is None:
+            return filling.add(sequence, most)
+        tenant = tenant_of(sequence.tenant)
+        count = filling.add(sequence, min(most, self._affordable(sequence, allowed.get(tenant, 0.0))))
+        if count:
+            allowed[tenant] -= self._costs.added_seconds(count, 1)
+        return count
+
+    def _affordable(self, sequence: Sequence, seconds: float) -> int:
         """How many tokens of a sequence fit into so many seconds, at least one while any are left."""
         if seconds <= 0:
             return 0
         return max(1, self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo)))
 
-    def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int) -> None:
-        """Adds base prefills, oldest first; one that finds no room waits, and so do those behind it."""
-        for job in jobs:
-            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
-                return
-            most -= filling.add(job, most)
-
-    def _add_spare(self, filling: _Pass) -> None:
+    def _add_spare(self, filling: _Pass, allowed: Allowances | None) -> None:
         """Adds what nobody waits for."""
         if self.jobs:
-            self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK)
+            self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
         else:
             for one in self._assembled():
                 filling.add(one, AHEAD_CHUNK)

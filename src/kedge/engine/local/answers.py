@@ -1,0 +1,148 @@
+"""Answers: drawing the tokens of requests whose prompts are computed, and finishing them.
+
+Whatever is raised on behalf of one request ends that request, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kedge.cache import CacheManager
+from kedge.engine.local.fixed import FixedPrompts
+from kedge.engine.local.learning import Learning
+from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.sampler import draw_tokens
+from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.sequence import RequestSequence
+from kedge.errors import GenerationFailed
+from kedge.runtime.runtime import Runtime
+from kedge.types import FinishReason, ReuseMode
+
+logger = logging.getLogger(__name__)
+Drawing = tuple[RequestSequence, Tensor]
+"""A request, and the logits [vocab] after its last token"""
+
+
+class Answers:
+    """The answers of one engine's requests, token by token. Called by its owner thread only."""
+
+    def __init__(
+        self,
+        eos_token_ids: Container[int],
+        scheduler: Scheduler,
+        cache: CacheManager,
+        fixed: FixedPrompts,
+        runtime: Runtime,
+        learning: Learning,
+        preassembly: Preassembly,
+        end: Callable[[RequestSequence, BaseException], None],
+    ) -> None:
+        """`end` ends a request early, with an error."""
+        self._eos_token_ids, self._scheduler, self._cache, self._fixed = eos_token_ids, scheduler, cache, fixed
+        self._runtime, self._learning, self._preassembly, self._end = runtime, learning, preassembly, end
+
+    def read_prompts(self, work: Sequence[Work], logits: Sequence[Tensor]) -> None:
+        """Note the log-probabilities of prompts, where they are asked for."""
+        for item, rows in zip(work, logits, strict=True):
+            if isinstance(item.sequence, RequestSequence) and item.sequence.needs_all_logits:
+                with self._contained(item.sequence, "its prompt's log-probabilities were read"):
+                    item.sequence.logprobs.read_prompt(item.positions, rows)
+
+    def go_on(self, computed: Sequence[Drawing]) -> None:
+        """Draw the next tokens of requests whose tokens are all computed, or finish them."""
+        drawing = [one for sequence, row in computed if not sequence.is_over for one in self._drawing(sequence, row)]
+        if drawing:
+            self._draw(drawing)
+
+    def _drawing(self, sequence: RequestSequence, row: Tensor) -> list[Drawing]:
+        """The sequence and its logits if a token is to be drawn; one that needs none is finished."""
+        if not sequence.finish and sequence.max_tokens:
+            return [(sequence, row)]
+        with self._contained(sequence, "it was finished"):
+            if sequence.finish:
+                self._finish(sequence)
+            else:
+                self._note_first_token(sequence)
+                self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
+        return []
+
+    def _draw(self, drawing: list[Drawing]) -> None:
+        """Draw the next tokens of all these at once."""
+        logits = torch.stack([row for _, row in drawing])
+        drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
+        for (sequence, row), token in zip(drawing, drawn, strict=True):
+            with self._contained(sequence, "its next token was drawn"):
+                if isinstance(token, Exception):
+                    raise token
+                self._next_token(sequence, token, row)
+
+    def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
+        sequence.logprobs.read_answer(token, logits)
+        if sequence.first_token is None:
+            self._note_first_token(sequence)
+        self._scheduler.served(sequence, 1)
+        if token in self._eos_token_ids and not sequence.request.sampling.ignore_eos:
+            return self._end_response(sequence, FinishReason.STOP, computed=len(sequence.tokens))
+        sequence.tokens.append(token)
+        sequence.tell(sequence.text.push(token), (token,))
+        last = len(sequence.tokens) - 1
+        if sequence.text.stopped:
+            return self._end_response(sequence, FinishReason.STOP, computed=last)
+        if len(sequence.response) >= sequence.max_tokens:
+            return self._end_response(sequence, FinishReason.LENGTH, computed=last)
+        sequence.todo = [last]
+        return None
+
+    def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
+        """Finishes, after one more pass where KV is left behind for others."""
+        sequence.end_response(reason, computed, is_read=self._is_read(sequence))
+        if not sequence.todo:
+            self._finish(sequence)
+
+    def _is_read(self, sequence: RequestSequence) -> bool:
+        """Whether others are going to read the response and may have its KV translated."""
+        request = sequence.request
+        return request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
+
+    def _note_first_token(self, sequence: RequestSequence) -> None:
+        sequence.first_token = time.monotonic()
+        spent = sequence.first_token - sequence.arrival
+        assert sequence.plan is not None
+        name = "last_token" if sequence.plan.translates else "compute"
+        sequence.parts[name] = spent - sum(sequence.parts.values())
+        if sequence.request.reuse is not ReuseMode.OFF:
+            self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
+            self._fixed.called(sequence.request)
+        self._learning.started(sequence)
+
+    def _finish(self, sequence: RequestSequence) -> None:
+        """Answer, leave the answer's KV to its readers, and learn from the prompt or free its blocks."""
+        held = sequence.text.flush()
+        self._keep_response(sequence)
+        self._scheduler.done(sequence)
+        self._learning.finished(sequence)
+        assert sequence.finish is not None
+        sequence.finished(held, sequence.finish)
+
+    def _keep_response(self, sequence: RequestSequence) -> None:
+        """Leave an answer's KV to those that read it; its text is known to their prepared prompts."""
+        request = sequence.request
+        if self._is_read(sequence):
+            self._learning.keep_response(sequence)
+        if request.produces is not None:
+            self._preassembly.answered(request.tenant, request.run, request.produces, tuple(sequence.response))
+
+    @contextmanager
+    def _contained(self, sequence: RequestSequence, when: str) -> Iterator[None]:
+        """End a request, and nothing else, with what is raised on its behalf."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("request %s ends: an error was raised when %s", sequence.request.request_id, when)
+            self._end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
