@@ -130,19 +130,26 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         room = self._admit_aside()
-        while (sequence := self.waiting.peek()) and len(self.loading) < self._max_running:
-            if not self._has_place(sequence) or not (room or self._is_first(sequence)):
-                return
+        while len(self.loading) < self._max_running and (sequence := self._next(room)):
             if not self._aside.is_ready(sequence):
                 if not self._aside.lets_pass:
                     return
                 self.waiting.take(sequence)
                 self.loading.append(sequence)
-            elif not self._start(sequence):
-                return
-            else:
+            elif self._start(sequence):
                 for other in self.loading:
                     self._aside.skipped(other)
+            elif room and not self._is_first(sequence):
+                room = False
+            else:
+                return
+
+    def _next(self, room: bool) -> RequestSequence | None:
+        """Return the waiting request that goes next. Where it lacks a place or room, that holds up whoever is in the
+        same position, but not a tenant with nothing running.
+        """
+        heads = self.waiting.heads()
+        return next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
 
     def _admit_aside(self) -> bool:
         """Admits who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
@@ -209,7 +216,8 @@ class Scheduler:
             wanted.setdefault(tenant_of(sequence.tenant), []).append(len(sequence.todo))
         if len(wanted) < 2:
             return None
-        least = min(self._costs.pass_seconds(min(sum(many), self._budget), len(many)) for many in wanted.values())
+        share = max(1, self._budget // len(wanted))
+        least = min(self._costs.pass_seconds(min(sum(many), share), len(many)) for many in wanted.values())
         return dict.fromkeys(wanted, least)
 
     def _add_requests(
