@@ -32,10 +32,13 @@ class Method:
     parts: Parts = Parts()
 
     def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineConfig:
-        """Settings of an engine that serves like this; what is given here wins."""
+        """Settings of an engine that serves like this; what is given here wins.
+
+        Methods are compared at what they translate, so that nothing is computed because that would cost less.
+        """
         return EngineConfig(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
-            planner=PlannerSettings(**{**self.planner, **planner}),
+            planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
             **engine,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kedge.bench.shapes import random_engine
 from kedge.bench.ttft import TtftSettings, ask, workload_of
-from kedge.config import AnchorSettings, EngineConfig
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
 from kedge.engine.local.engine import LocalEngine
 from kedge.types import RunId, TenantId, Tokens
 from kedge.workloads.copy_machine import CopyMachine
@@ -28,7 +28,11 @@ class SoakSettings:
 
 def soak(settings: SoakSettings, on_look: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
     """Runs all questions; what is stored and the process's peak memory, every so many questions."""
-    config = EngineConfig(num_blocks=256, anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20))
+    config = EngineConfig(
+        num_blocks=256,
+        anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20),
+        planner=PlannerSettings(by_cost=False),
+    )
     looks = []
     with random_engine(settings.workload.model_size, config) as engine:
         workload = workload_of(settings.workload)

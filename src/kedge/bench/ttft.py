@@ -148,7 +148,11 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
 
 
 def engine_config(settings: TtftSettings) -> EngineConfig:
-    """Thresholds open (random weights have no meaning to keep), pools as large as the samples."""
+    """Thresholds open (random weights have no meaning to keep), pools as large as the samples.
+
+    Translation is measured even where computing would cost less.
+    """
+    recompute: dict[str, Any] = {} if settings.recompute_head is None else {"recompute_head": settings.recompute_head}
     anchors = AnchorSettings(
         **estimator_settings(settings.estimator),
         capacity=settings.samples,
@@ -159,15 +163,13 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
         weak_error=1e9,
     )
     longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
-    config = EngineConfig(
+    return EngineConfig(
         device=settings.device,
         num_blocks=settings.agents * longest // 16 + 64,
         max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
+        planner=PlannerSettings(by_cost=False, **recompute),
     )
-    if settings.recompute_head is None:
-        return config
-    return config.model_copy(update={"planner": PlannerSettings(recompute_head=settings.recompute_head)})
 
 
 def _warm(

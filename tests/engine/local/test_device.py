@@ -15,7 +15,7 @@ from torch import Tensor
 from kedge.config import AnchorSettings, TierConfig
 from kedge.engine.local.attention import SequenceSlice, _attend
 from kedge.kv.storage import PagedStorage
-from kedge.types import Completion, GenerateRequest
+from kedge.types import Completion, GenerateRequest, ReuseMode
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt, request
 from tests.engine.local.test_translation import OPEN, SETTINGS, Driver, relative
@@ -70,7 +70,8 @@ def test_translation_answers_and_changes_no_exact_answer() -> None:
         done = [served(one) for one in asked]
         assert done[0].receipt.translated == 0 and done[-1].receipt.translated > 0
         for one in asked[:3]:
-            exact, off = (replace(one, reuse=mode, request_id=f"{mode}-{one.request_id}") for mode in ("exact", "off"))
+            modes = (ReuseMode.EXACT, ReuseMode.OFF)
+            exact, off = (replace(one, reuse=mode, request_id=f"{mode}-{one.request_id}") for mode in modes)
             assert served(exact).tokens == served(off).tokens
         inspected: Any = engine.inspect()
         assert inspected["base_kv"]["tiers"]["bytes_loaded"] > 0, "base KV has been on the host and back"
