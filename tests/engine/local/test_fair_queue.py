@@ -52,6 +52,21 @@ def test_a_short_call_waits_for_no_backlog_of_another_tenant() -> None:
         assert "again" in str(list(queue)[:2]), "no more than one item of the backlog goes before it"
 
 
+def test_the_heads_are_every_tenants_next_item_in_the_order_of_service() -> None:
+    queue: FairQueue[str] = FairQueue()
+    assert queue.heads() == []
+    for tenant, name, cost in ((A, "a0", 500), (A, "a1", 1), (B, "b0", 30), (C, "c0", 7)):
+        queue.push(name, tenant, cost)
+    queue.push("urgent", A, 10, priority=-1)
+    assert queue.heads() == ["urgent"]
+    queue.take("urgent")
+    assert queue.heads() == ["c0", "b0", "a0"]
+    queue.take("c0")
+    assert queue.heads() == ["b0", "a0"]
+    queue.charge(B, 100)
+    assert queue.heads() == ["a0", "b0"]
+
+
 def test_equal_tenants_take_turns_by_tokens() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(3):

@@ -1,11 +1,15 @@
-"""Drawing tokens, and text as it comes."""
+"""Drawing the tokens of a batch, each row as if it were alone, and text as it comes."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sampler import Draw, Sampler, draw_tokens
 from kedge.engine.local.text import TextStream
 from kedge.types import SamplingParams
 from tests.engine.local.conftest import tiny_tokenizer
@@ -27,6 +31,176 @@ def test_nucleus_keeps_the_fewest_tokens_that_reach_top_p() -> None:
     drawn = [sampler(logits) for _ in range(300)]
     assert set(drawn) == {0, 1}
     assert 0.5 < drawn.count(0) / 300 < 0.75
+
+
+# a batch --------------------------------------------------------------------------------------------------------------
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.3, "seed": 2},
+    {"temperature": 1.0, "top_p": 0.5, "seed": 3},
+    {"temperature": 5.0, "top_p": 0.9, "seed": 1},
+    {"temperature": 1e-5, "seed": 4},
+    {"temperature": 1.0, "top_p": 1e-46, "seed": 5},
+    {"temperature": 1e30, "seed": 6},
+]
+"""Ways of drawing: greedy, plain, from a nucleus, and at the ends of what floats can say"""
+
+
+def sampler_of(draw: Draw | None = None, **params: Any) -> Sampler:
+    return Sampler(SamplingParams(**params), draw)
+
+
+def logits_of(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_batch_draws_what_each_row_draws_alone() -> None:
+    batch, alone = ([sampler_of(**kind) for kind in KINDS] for _ in range(2))
+    for step in range(50):
+        logits = logits_of(len(KINDS), seed=step)
+        assert draw_tokens(logits, batch) == [one(row) for one, row in zip(alone, logits, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+def test_a_seed_repeats_exactly_whatever_else_is_in_the_batch(kind: dict[str, Any]) -> None:
+    logits, draws = logits_of(1)[0], []
+    for others in (0, 1, 6):
+        one, rest = sampler_of(**kind), [sampler_of(temperature=1.0, top_p=0.8) for _ in range(others)]
+        at = others // 2
+        rows = [*rest[:at], one, *rest[at:]]
+        batch = logits_of(len(rows), seed=others)
+        batch[at] = logits
+        draws.append([draw_tokens(batch, rows)[at] for _ in range(20)])
+    assert draws[0] == draws[1] == draws[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_come_as_often_as_the_model_says(dtype: torch.dtype) -> None:
+    """Within five standard deviations of each token's count, for every row of a batch."""
+    many, logits = 3000, logits_of(3, vocab=12).to(dtype)
+    temperatures = (0.7, 1.0, 2.0)
+    samplers = [sampler_of(temperature=one, seed=at) for at, one in enumerate(temperatures)]
+    counts = torch.zeros(3, 12)
+    for _ in range(many):
+        for row, token in enumerate(draw_tokens(logits, samplers)):
+            assert isinstance(token, int)
+            counts[row, token] += 1
+    for row, temperature in enumerate(temperatures):
+        wanted = torch.softmax(logits[row].double() / temperature, dim=-1)
+        bound = 5 * (many * wanted * (1 - wanted)).sqrt() + 1
+        assert ((counts[row] - many * wanted).abs() <= bound).all(), temperature
+
+
+def test_a_nucleus_is_drawn_from_in_its_own_proportions() -> None:
+    many, logits = 2000, torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
+    sampler = sampler_of(temperature=1.0, top_p=0.6, seed=0)
+    drawn = [sampler(logits) for _ in range(many)]
+    assert set(drawn) == {1, 3}
+    share = 0.5 / 0.8
+    assert abs(drawn.count(1) - many * share) <= 5 * math.sqrt(many * share * (1 - share))
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324, 1e-9, 0.0])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+    logits = logits_of(4)
+    assert draw_tokens(logits, [sampler_of(temperature=temperature)] * 4) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_a_huge_temperature_draws_evenly(temperature: float) -> None:
+    many, sampler = 1000, sampler_of(temperature=temperature, seed=0)
+    logits = logits_of(1, vocab=4)[0]
+    drawn = [sampler(logits) for _ in range(many)]
+    bound = 5 * math.sqrt(many * 0.25 * 0.75)
+    assert all(abs(drawn.count(token) - many / 4) <= bound for token in range(4))
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 5e-324, 1e-12])
+def test_the_smallest_nucleus_holds_the_likeliest_token(top_p: float) -> None:
+    logits, sampler = logits_of(1)[0], sampler_of(temperature=1.0, top_p=top_p, seed=0)
+    assert {sampler(logits) for _ in range(50)} == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
+def test_extreme_logits_give_tokens(temperature: float, top_p: float) -> None:
+    """Tokens that a model rules out have logits of minus infinity."""
+    rows = torch.tensor([[3e38, -3e38, 0.0, -math.inf], [-3e38, -3e38, -3e38, -math.inf], [0.0, -math.inf, 5.0, -1.0]])
+    samplers = [sampler_of(temperature=temperature, top_p=top_p, seed=at) for at in range(3)]
+    for _ in range(30):
+        drawn = draw_tokens(rows, samplers)
+        assert all(isinstance(token, int) for token in drawn)
+        assert all(math.isfinite(rows[row, token]) for row, token in enumerate(drawn))  # type: ignore[index]
+
+
+def test_the_last_token_can_be_drawn_and_none_behind_it() -> None:
+    logits = torch.full((1, 7), -math.inf)
+    logits[0, 6] = 0.0
+    sampler = sampler_of(temperature=1.0, seed=0)
+    assert [draw_tokens(logits, [sampler]) for _ in range(100)] == [[6]] * 100
+
+
+# rows in trouble ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("bad", [[math.nan], [math.inf], [-math.inf] * 50, [math.nan] * 50, [1.0, math.inf, math.nan]])
+def test_logits_that_are_not_finite_are_an_error_of_their_row_only(kind: dict[str, Any], bad: list[float]) -> None:
+    logits = logits_of(3)
+    beside = [sampler_of(temperature=1.0, seed=7), sampler_of()]
+    alone = [sampler_of(temperature=1.0, seed=7)(logits[0]), int(logits[2].argmax())]
+    logits[1, : len(bad)] = torch.tensor(bad)
+    before, error, after = draw_tokens(logits, [beside[0], sampler_of(**kind), beside[1]])
+    assert isinstance(error, ArithmeticError)
+    assert [before, after] == alone
+
+
+def test_a_row_in_trouble_leaves_the_random_numbers_of_others_as_they_are() -> None:
+    with_it, without = sampler_of(temperature=1.0, seed=7), sampler_of(temperature=1.0, seed=7)
+    bad = torch.full((1, 50), math.nan)
+    for step in range(10):
+        row = logits_of(1, seed=step)
+        drawn = draw_tokens(torch.cat([bad, row]), [sampler_of(temperature=1.0), with_it])
+        assert drawn[1] == without(row[0])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), MemoryError(), StopIteration()], ids=repr)
+def test_a_draw_that_raises_is_an_error_of_its_row_only(error: Exception) -> None:
+    def raises(_: Tensor) -> int:
+        raise error
+
+    logits = logits_of(3)
+    drawn = draw_tokens(logits, [sampler_of(), sampler_of(raises), sampler_of()])
+    assert drawn == [int(logits[0].argmax()), error, int(logits[2].argmax())]
+    with pytest.raises(type(error)):
+        sampler_of(raises)(logits[1])
+
+
+@pytest.mark.parametrize(
+    "nonsense", [-1, 50, 2**70, 1.0, math.nan, True, None, "1", (), torch.tensor(3)], ids=lambda one: repr(one)
+)
+def test_a_draw_that_gives_no_token_is_an_error_of_its_row_only(nonsense: Any) -> None:
+    logits = logits_of(3)
+    first, error, last = draw_tokens(logits, [sampler_of(), sampler_of(lambda _: nonsense), sampler_of()])
+    assert isinstance(error, ValueError)
+    assert (first, last) == (int(logits[0].argmax()), int(logits[2].argmax()))
+
+
+def test_a_draw_sees_its_own_logits_whatever_they_are_and_has_the_last_word() -> None:
+    logits, seen = logits_of(2), []
+
+    def draw(row: Tensor) -> int:
+        seen.append(row.clone())
+        return 49
+
+    logits[1, 3] = math.nan
+    assert draw_tokens(logits, [sampler_of(), sampler_of(draw, temperature=1.0)]) == [int(logits[0].argmax()), 49]
+    torch.testing.assert_close(seen, [logits[1]], rtol=0, atol=0, equal_nan=True)
+
+
+# text -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [("END",), ("xEND", "END"), ("END", "no")])

@@ -144,3 +144,22 @@ def test_logits_of_whole_prompts_are_bounded_for_all_together_and_hold_nobody_up
     work = {cast(Any, item.sequence).name: item for item in scheduler.schedule()}
     assert {name: len(item.positions) for name, item in work.items()} == {"a": LOGIT_ROWS - 50, "b": 50, "c": 5000}
     assert {name: item.logit_rows for name, item in work.items()} == {"a": LOGIT_ROWS - 50, "b": 50, "c": 1}
+
+
+def test_a_tenants_first_request_is_held_up_neither_by_others_that_step_aside_nor_by_those_without_room() -> None:
+    for world in (World(loading=set("bcd")), World(full=set("bcd"))):
+        scheduler = scheduler_of(world, "abcd", max_running=2)
+        scheduler.schedule()
+        for name in "xy":
+            scheduler.add(cast(Any, Request(name, tenant="another")))
+        scheduler.schedule()
+        assert world.admitted == ["a", "x"], "the second one is a request like any other"
+
+
+def test_first_requests_step_aside_only_so_many_at_once() -> None:
+    world = World(loading=set("abcdefgh"))
+    scheduler = scheduler_of(world, "", max_running=2)
+    for name in "abcdefgh":
+        scheduler.add(cast(Any, Request(name, tenant=name)))
+    scheduler.schedule()
+    assert (len(scheduler.loading), world.admitted) == (4, [])

@@ -64,6 +64,14 @@ class FairQueue(Generic[T]):
         waiting = [priority for priority, one in self._classes.items() if one.queues]
         return self._classes[min(waiting)].peek() if waiting else None
 
+    def heads(self) -> list[T]:
+        """Return the next item of every tenant in the first class where one waits, in the order of service.
+
+        O(tenants log tenants + classes).
+        """
+        waiting = [priority for priority, one in self._classes.items() if one.queues]
+        return self._classes[min(waiting)].heads() if waiting else []
+
     def push(self, item: T, tenant: TenantId, cost: float, priority: int = 0) -> None:
         """Let an item wait that will cost about `cost` tokens (above 0). O(1), O(tenants) if its tenant was idle.
 
@@ -142,6 +150,9 @@ class _PriorityClass(Generic[T]):
 
     def peek(self) -> T:
         return next(iter(self.queues[min(self.queues, key=self._rank)]))
+
+    def heads(self) -> list[T]:
+        return [next(iter(self.queues[tenant])) for tenant in sorted(self.queues, key=self._rank)]
 
     def in_order(self) -> Iterator[T]:
         """Iterate over the items as they would be served one after the other."""

@@ -29,10 +29,15 @@ class Logprobs:
         return self._prompt_top is not None
 
     def read_prompt(self, positions: Sequence[int], logits: Tensor) -> None:
-        """Logits [positions, vocab] after these neighbouring positions; what they say of the prompt is noted."""
+        """Logits [positions, vocab] after these neighbouring positions; what they say of the prompt is noted.
+
+        It takes the place of what was noted of these positions and those behind them: after a request has stepped
+        aside its prompt is read again.
+        """
         following = self._prompt[positions[0] + 1 : positions[-1] + 2]
         if self._prompt_top is not None and following:
-            self.prompt += token_logprobs(logits[: len(following)], following, self._prompt_top)
+            noted = token_logprobs(logits[: len(following)], following, self._prompt_top)
+            self.prompt[positions[0] + 1 :] = noted
 
     def read_answer(self, token: int, logits: Tensor) -> None:
         """`token` was drawn from logits [vocab]."""

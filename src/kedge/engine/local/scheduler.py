@@ -149,19 +149,26 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         room = self._admit_aside()
-        while (sequence := self.waiting.peek()) and len(self.loading) < self._max_running:
-            if not self._has_place(sequence) or not (room or self._is_first(sequence)):
-                return
+        while sequence := self._next(room and len(self.loading) < self._max_running):
             if not self._aside.is_ready(sequence, busy=bool(self.running)):
                 if not self._aside.lets_pass:
                     return
                 self.waiting.take(sequence)
                 self.loading.append(sequence)
-            elif not self._start(sequence):
-                return
-            else:
+            elif self._start(sequence):
                 for other in self.loading:
                     self._aside.skipped(other)
+            elif room and not self._is_first(sequence):
+                room = False
+            else:
+                return
+
+    def _next(self, room: bool) -> RequestSequence | None:
+        """Return the waiting request that goes next. Where it lacks a place or room, that holds up whoever is in the
+        same position, but not a tenant with nothing begun.
+        """
+        heads = self.waiting.heads()
+        return next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
 
     def _admit_aside(self) -> bool:
         """Admits who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
@@ -207,7 +214,7 @@ class Scheduler:
     def _has_place(self, sequence: RequestSequence) -> bool:
         """Another request may run, and there is something left for it in a pass; a tenant's first needs neither."""
         if self._is_first(sequence):
-            return len(self.running) < 2 * self._max_running
+            return max(len(self.running), len(self.loading)) < 2 * self._max_running
         pending = sum(len(one.todo) for one in self.running)
         pending += sum(len(job.todo if job.admitted else job.tokens) for job in self.jobs if job.is_awaited)
         return len(self.running) < self._max_running and pending < self._budget
@@ -229,7 +236,8 @@ class Scheduler:
             wanted.setdefault(tenant_of(sequence.tenant), []).append(len(sequence.todo))
         if len(wanted) < 2:
             return None
-        least = min(self._costs.pass_seconds(min(sum(many), self._budget), len(many)) for many in wanted.values())
+        share = max(1, self._budget // len(wanted))
+        least = min(self._costs.pass_seconds(min(sum(many), share), len(many)) for many in wanted.values())
         return dict.fromkeys([*wanted, *(tenant_of(job.tenant) for job in self.jobs)], least)
 
     def _add_requests(self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: Allowances | None) -> None:
