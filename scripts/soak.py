@@ -2,10 +2,13 @@
 
     python scripts/soak.py --engine echo --minutes 5
     python scripts/soak.py --engine nano --minutes 1 --json soak.json
+    python scripts/soak.py --engine nano --minutes 0.6 --rounds 5 --no-engine-process
 
 The load comes from `locust` (`pip install locust`) and `scripts/locustfile.py`, in a process of its own. The engine's
 own throughput is what as many threads get from `Engine.submit` without a server, for prompts as long, in a process of
-its own as well. Memory is the resident set of the server's process, looked at every second.
+its own as well; rounds measure both, one after the other. Nothing is left out of the clock: the load generator and the
+start of its clients run on the same cores. Memory is the resident set of the server's process and of the engine's,
+looked at every second; the time for which each process had a core is told by token.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -48,24 +54,35 @@ def make_engine(name: str) -> Any:
     return LocalEngine(config=EngineConfig(max_running=64, kv_memory=NANO_KV))
 
 
-def serve(name: str, port: int) -> None:
-    """A server in this process, until it is told to end."""
+def open_engine(name: str, *, apart: bool) -> Any:
+    """Return the engine, in a process of its own where it is to be apart."""
+    if not apart:
+        return make_engine(name)
+    from kedge.engine.process.engine import ProcessEngine
+    from kedge.engine.process.local import LocalProcessEngine
+
+    kind = ProcessEngine if name == "echo" else LocalProcessEngine
+    return kind(partial(import_module(Path(__file__).stem).make_engine, name))
+
+
+def serve(name: str, port: int, apart: bool) -> None:
+    """Run a server in this process until it is told to end."""
     from kedge.server.app import create_app
     from kedge.server.ending import GracefulServer
 
-    with make_engine(name) as engine:
+    with open_engine(name, apart=apart) as engine:
         GracefulServer(create_app(engine), port=port, access_log=False, log_level="warning").run()
 
 
 def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
-    """Tokens a second that threads get from the engine itself, put into the queue `answer`."""
+    """Put what threads get from the engine itself into the queue `answer`: tokens a second, and time of a core."""
     from kedge.server import prompts
     from kedge.server.protocol import Message
     from kedge.types import GenerateRequest, ReuseMode, SamplingParams
 
     counts = [0] * clients
     with make_engine(name) as engine:
-        began = time.monotonic()
+        began, started = time.monotonic(), cpu_seconds(os.getpid())
 
         def client(at: int) -> None:
             number = 0
@@ -85,21 +102,34 @@ def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        answer.put(sum(counts) / (time.monotonic() - began))
+        per_token = (cpu_seconds(os.getpid()) - started) / sum(counts)
+        answer.put({"tokens_per_second": sum(counts) / (time.monotonic() - began), "cpu_ms_per_token": per_token * 1e3})
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in started for one in family(int(child)))]
 
 
 def resident(pid: int) -> float:
-    """MiB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    """Return the memory of a process and all that it has started, in MiB."""
+    pages = sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in family(pid))
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the time for which a process has had a core, by itself and for the system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def server(name: str, port: int) -> Any:
+def server(name: str, port: int, apart: bool = True) -> Any:
     """A server in a process of its own."""
     import httpx
 
-    process = get_context("spawn").Process(target=serve, args=(name, port))
+    process = get_context("spawn").Process(target=serve, args=(name, port, apart))
     process.start()
     try:
         for _ in range(1200):
@@ -124,16 +154,19 @@ def load(port: int, clients: int, minutes: float) -> subprocess.Popen[str]:
     )
 
 
-def measured(name: str, port: int, clients: int, minutes: float) -> dict[str, Any]:
-    """What locust saw, tokens a second, and memory once a second."""
+def measured(name: str, port: int, clients: int, minutes: float, apart: bool) -> dict[str, Any]:
+    """What locust saw, tokens a second, memory once a second, and what each process needed of a core."""
     import httpx
 
-    with server(name, port) as process:
-        began, memory = time.monotonic(), []
+    with server(name, port, apart) as process:
+        began, memory, pids = time.monotonic(), [], family(process.pid)
+        started = {pid: cpu_seconds(pid) for pid in pids}
         clients_process = load(port, clients, minutes)
         while clients_process.poll() is None:
             memory.append(resident(process.pid))
+            clients_cpu = cpu_seconds(clients_process.pid)
             time.sleep(1)
+        needed = [cpu_seconds(pid) - started[pid] for pid in pids] + [clients_cpu]
         took = min(time.monotonic() - began, minutes * 60)
         output = clients_process.stdout.read() if clients_process.stdout else ""
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
@@ -147,7 +180,13 @@ def measured(name: str, port: int, clients: int, minutes: float) -> dict[str, An
         "tokens_per_second": generated / took,
         "mean_first_token_ms": first["total_response_time"] / max(1, first["num_requests"]),
         "memory_mib": spread(memory),
+        "cpu_ms_per_token": dict(zip(names(apart), (one / generated * 1e3 for one in needed), strict=True)),
     }
+
+
+def names(apart: bool) -> list[str]:
+    """Return the processes whose time is told."""
+    return ["server", "engine", "clients"] if apart else ["server", "clients"]
 
 
 def spread(memory: list[float]) -> dict[str, float]:
@@ -163,20 +202,33 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--port", type=int, default=8713)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    rounds = [one_round(given) for _ in range(given.rounds)]
+    shares = [one["share_of_engine"] for one in rounds]
+    result = rounds[0] if given.rounds == 1 else {"share_of_engine": median(shares), "rounds": rounds}
+    result |= {"engine": given.engine, "clients": given.clients, "minutes": given.minutes}
+    print(json.dumps(result, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def one_round(given: argparse.Namespace) -> dict[str, Any]:
+    """The engine by itself, then the server."""
     context = get_context("spawn")
     answer = context.Queue()
     process = context.Process(target=alone, args=(given.engine, given.clients, min(30.0, given.minutes * 60), answer))
     process.start()
     own = answer.get()
     process.join()
-    result = measured(given.engine, given.port, given.clients, given.minutes)
-    result |= {"engine_tokens_per_second": own, "share_of_engine": result["tokens_per_second"] / own}
-    result |= {"engine": given.engine, "clients": given.clients, "minutes": given.minutes}
-    print(json.dumps(result, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    served = measured(given.engine, given.port, given.clients, given.minutes, given.engine_process)
+    return served | {
+        "engine_tokens_per_second": own["tokens_per_second"],
+        "engine_cpu_ms_per_token": own["cpu_ms_per_token"],
+        "share_of_engine": served["tokens_per_second"] / own["tokens_per_second"],
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 
 import pytest
@@ -56,3 +58,11 @@ def test_a_message_names_the_key_and_the_value(cls: type[KedgeError]) -> None:
     error = cls("block_size", -1, "must be positive")
     assert str(error) == "block_size=-1: must be positive"
     assert (error.key, error.value, error.why) == ("block_size", -1, "must be positive")
+
+
+@pytest.mark.parametrize("cls", defined().values(), ids=lambda cls: cls.__name__)
+def test_a_copy_says_the_same(cls: type[KedgeError]) -> None:
+    error = cls("block_size", (-1, "x"), "must be positive")
+    error.add_note("in a test")
+    for same in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(same), str(same), vars(same)) == (cls, str(error), vars(error))

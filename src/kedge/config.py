@@ -320,6 +320,8 @@ class ServerSettings(_Section):
     """Seconds between two snapshots."""
     grace: Seconds = 10.0
     """Seconds that running answers may go on when the server is told to end."""
+    engine_process: bool = True
+    """Whether the embedded engine runs in a process of its own, so that the server's work does not slow it down."""
     log_format: Literal["text", "json"] = "text"
     tracing: bool = False
     """Whether OpenTelemetry spans are sent, to where its own variables (`OTEL_…`) say."""

@@ -46,6 +46,10 @@ class KedgeError(Exception):
         super().__init__(f"{key}={value!r}: {why}")
         self.key, self.value, self.why = key, value, why
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle by the three arguments, with notes and whatever else was set."""
+        return type(self), (self.key, self.value, self.why), vars(self)
+
 
 class ConfigError(KedgeError):
     """A setting has a bad value."""

@@ -33,6 +33,11 @@ def tenant_of(namespace: TenantId) -> TenantId:
     return TenantId(namespace.partition("/")[0])
 
 
+def is_owned(tenant: TenantId, namespace: TenantId) -> bool:
+    """Whether a namespace is the tenant's."""
+    return tenant_of(namespace) == tenant
+
+
 def new_request_id() -> RequestId:
     """A request id that is unique in this process."""
     return RequestId(f"req-{next(_counter)}")

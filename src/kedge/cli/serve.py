@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kedge.cli.run import open_engine
+from kedge.cli.serving import open_engine
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 

@@ -49,6 +49,21 @@ class Stream(Protocol):
         """Waits for the end; raises the request's error, or `TimeoutError` after `timeout` seconds."""
 
 
+Item = TokenDelta | BaseException
+"""What comes in a stream: a delta, or the error that ends it."""
+Listener = Callable[[Item], None]
+
+
+@runtime_checkable
+class Listenable(Protocol):
+    """A `Stream` that can call its reader, so that no thread has to wait for its tokens."""
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with each delta, or with the request's error, in order: at once with what has come, later on
+        the engine's thread. It must return at once and never raise. Once, and in place of reading.
+        """
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """What Kedge needs of a tokenizer."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import itertools
 import math
-import queue
 import re
 import threading
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
+from kedge.engine.stream import TokenStream
 from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.runtime.plan import ALL_COMPUTED
@@ -75,35 +75,7 @@ class ByteTokenizer:
         return f"<|bos|>{opening}<|turn|>user\n{user}<|turn|>assistant\n"
 
 
-class EchoStream:
-    """One request's tokens as they come; see `kedge.engine.base.Stream`."""
-
-    def __init__(self, request_id: RequestId) -> None:
-        self.request_id = request_id
-        self._deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
-        self._completion: Completion | None = None
-        self._done = threading.Event()
-
-    def __iter__(self) -> Iterator[TokenDelta]:
-        while True:
-            delta = self._deltas.get()
-            yield delta
-            if delta.completion is not None:
-                return
-
-    def result(self, timeout: float | None = None) -> Completion:
-        """Waits for the end; `TimeoutError` after `timeout` seconds."""
-        self._done.wait(timeout)
-        if self._completion is None:
-            raise TimeoutError(f"{self.request_id} is not done after {timeout} s")
-        return self._completion
-
-    def put(self, delta: TokenDelta) -> None:
-        """Called by the engine for every step; the delta with the completion is the last."""
-        self._completion = delta.completion
-        self._deltas.put(delta)
-        if delta.completion is not None:
-            self._done.set()
+EchoStream = TokenStream
 
 
 class _Text:

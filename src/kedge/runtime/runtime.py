@@ -92,6 +92,26 @@ class Runtime:
         missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
         return [*self._template_need(request, placed), *missing]
 
+    def prerequisites(self, request: GenerateRequest, exact_tokens: int) -> list[BaseNeed]:
+        """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
+        others are going to read too, and that its own agent can translate once they are there.
+
+        The first reader of a value would compute it in its own context, and then its base KV had to be computed for the
+        others; so all of them translate it.
+        """
+        if not self.learns(request) or request.prompt_logprobs is not None:
+            return []
+        key, placed = template_key(request), layout(request)
+        if later_prefixes(placed) and self._bases.prefixes(request.tenant, key) is None:
+            return []
+        values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
+        needs = [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
+        return [need for need in needs if need.is_urgent]
+
+    def _comes_first(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
+        trained = self._anchors.is_trained(Slot(key, placed.index), self._pool(request, placed))
+        return trained and self._planner.pays(placed) and self._planner.sample(request, placed) is None
+
     def learns(self, request: GenerateRequest) -> bool:
         """Whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None

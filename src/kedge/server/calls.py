@@ -1,59 +1,19 @@
-"""One HTTP call's generations, from the engine's threads to the event loop.
+"""One HTTP call's generations, from the engine to whoever reads them.
 
-A thread for each generation waits for its tokens and posts them to the loop; a call that ends early, for whatever
-reason, cancels in the engine what still goes on.
+A call that ends early, for whatever reason, cancels in the engine what still goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from kedge.engine.base import Engine, Stream
+from kedge.engine.base import Engine, Item, Stream
 from kedge.errors import EngineClosed, KedgeError
-from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, TokenDelta
-
-logger = logging.getLogger(__name__)
-WORKERS = 4
-"""Threads for what takes milliseconds: tokenizing, submitting, cancelling."""
-T = TypeVar("T")
-
-
-class Threads:
-    """The threads of a server: a few that work, and as many that wait as there may be calls in flight."""
-
-    def __init__(self, engine: Engine, max_in_flight: int) -> None:
-        self._engine = engine
-        self._work = ThreadPoolExecutor(WORKERS, "kedge-work")
-        self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
-
-    async def work(self, task: Callable[[], T]) -> T:
-        """Does something short off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._work, task)
-
-    def wait(self, task: Callable[[], T]) -> Future[T]:
-        """Does something that mostly waits."""
-        return self._wait.submit(task)
-
-    def cancel(self, requests: Sequence[RequestId]) -> None:
-        """Cancels requests in the engine, soon."""
-        for request_id in requests:
-            self._work.submit(self._cancel, request_id)
-
-    def _cancel(self, request_id: RequestId) -> None:
-        try:
-            self._engine.cancel(request_id)
-        except EngineClosed:
-            logger.debug("request %s ended with the engine", request_id)
-
-    def shut(self) -> None:
-        """Waits for what is under way; nothing new is taken."""
-        self._wait.shutdown()
-        self._work.shutdown()
+from kedge.server.threads import Threads
+from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta
 
 
 class Account(Protocol):
@@ -81,68 +41,77 @@ class Call:
         self._ids = [stream.request_id for stream in streams]
         self._begun: set[int] = set()
         self._following = len(streams)
-        self._arrived: asyncio.Queue[tuple[int, TokenDelta] | BaseException] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
+        self._has_news = asyncio.Event()
         for at, stream in enumerate(streams):
-            threads.wait(partial(self._follow, at, stream)).add_done_callback(self._post_end)
+            threads.follow(stream, partial(self._take, at))
 
-    # a waiting thread ---------------------------------------------------------------------------------------------
-
-    def _follow(self, at: int, stream: Stream) -> None:
-        for delta in stream:
-            self._loop.call_soon_threadsafe(self._take, at, delta)
-
-    def _post_end(self, followed: Future[None]) -> None:
-        self._loop.call_soon_threadsafe(self._take_end, followed.exception())
-
-    # the event loop -----------------------------------------------------------------------------------------------
-
-    def _take(self, at: int, delta: TokenDelta) -> None:
-        if at not in self._begun and delta.tokens:
+    def _take(self, at: int, item: Item) -> None:
+        if isinstance(item, BaseException):
+            self._arrive(item)
+            return self._end_one()
+        if at not in self._begun and item.tokens:
             self._begun.add(at)
             self._account.begun(at)
-        if delta.completion:
-            self.completions[at] = delta.completion
-            self._account.finished(at, delta.completion)
-        self._arrived.put_nowait((at, delta))
+        if item.completion:
+            self.completions[at] = item.completion
+            self._account.finished(at, item.completion)
+        self._arrive((at, item))
+        return self._end_one() if item.completion else None
 
-    def _take_end(self, error: BaseException | None) -> None:
+    def _arrive(self, item: tuple[int, TokenDelta] | BaseException) -> None:
+        self._arrived.append(item)
+        self._has_news.set()
+
+    def _end_one(self) -> None:
         self._following -= 1
-        if error is not None:
-            self._arrived.put_nowait(error)
         if not self._following:
             self._account.over(self)
 
-    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        """Deltas as they come, each with the number of its generation. Raises the first error of any of them, and
-        `EngineClosed` where the engine cancelled one."""
+    async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
+        """Yield the deltas that have come since the last look, each with the number of its generation. Raises the
+        first error of any of them, and `EngineClosed` where the engine cancelled one."""
         left = len(self._ids)
         while left:
-            item = await self._arrived.get()
-            if isinstance(item, BaseException):
-                raise item
-            at, delta = item
-            if delta.completion:
-                left -= 1
-                if delta.completion.finish_reason is FinishReason.CANCELLED:
-                    raise EngineClosed("choice", at, "its generation was cancelled")
-            yield at, delta
+            await self._has_news.wait()
+            self._has_news.clear()
+            arrived, self._arrived = self._arrived, []
+            deltas, error = _up_to_error(arrived)
+            left -= sum(delta.completion is not None for _, delta in deltas)
+            if deltas:
+                yield deltas
+            if error is not None:
+                raise error
 
     async def finished(self) -> list[Completion]:
-        """All completions. Raises as `deltas` does."""
-        async for _ in self.deltas():
+        """Return all completions. Raises as `batches` does."""
+        async for _ in self.batches():
             pass
         return [completion for completion in self.completions if completion is not None]
 
     def fail(self, error: BaseException) -> None:
-        """Whoever reads the deltas gets this error next."""
-        self._arrived.put_nowait(error)
+        """Raise this error next in whoever reads the deltas."""
+        self._arrive(error)
 
     def end(self) -> None:
         """Nobody reads on: what still goes on is cancelled. Idempotent."""
         if not self._ended:
             self._ended = True
             self._threads.cancel([name for name, done in zip(self._ids, self.completions, strict=True) if done is None])
+
+
+def _up_to_error(
+    arrived: Sequence[tuple[int, TokenDelta] | BaseException],
+) -> tuple[list[tuple[int, TokenDelta]], BaseException | None]:
+    deltas: list[tuple[int, TokenDelta]] = []
+    for item in arrived:
+        if isinstance(item, BaseException):
+            return deltas, item
+        at, delta = item
+        if delta.completion and delta.completion.finish_reason is FinishReason.CANCELLED:
+            return deltas, EngineClosed("choice", at, "its generation was cancelled")
+        deltas.append(item)
+    return deltas, None
 
 
 def submit_all(

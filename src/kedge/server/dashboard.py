@@ -23,7 +23,7 @@ from kedge.engine.base import Engine, Inspectable
 from kedge.errors import EngineClosed, LimitReached, NotFound
 from kedge.server import drawing
 from kedge.server.dashboard_history import History
-from kedge.server.dashboard_records import AgentName, owner
+from kedge.server.dashboard_records import AgentName
 from kedge.server.dashboard_watch import WatchedEngine
 from kedge.server.registry import Registered
 from kedge.server.runs import Runs
@@ -31,7 +31,7 @@ from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
 from kedge.server.wire import EventStream, event
 from kedge.server.workflow_api import runs_of
-from kedge.types import TenantId, Tokens
+from kedge.types import TenantId, Tokens, is_owned
 
 PACE, REST = 0.5, 5.0
 """Seconds between two states: at least, and at most."""
@@ -99,7 +99,7 @@ def _look(
 ) -> dict[str, Any]:
     """Asks the engine; blocks until it comes round to it."""
     try:
-        own = engine.inspect_tenants(lambda one: owner(one) == tenant, list(prompts.values()))
+        own = engine.inspect_tenants(partial(is_owned, tenant), list(prompts.values()))
         totals = _totals(engine.inspect()) if with_totals else {}
     except EngineClosed:
         return {"closed": True}

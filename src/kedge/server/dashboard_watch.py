@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 
-from kedge.engine.base import Engine, Preparing, Stream, Tokenizer
+from kedge.engine.base import Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
 from kedge.engine.validation import sensible_hints
 from kedge.server.dashboard_history import History
 from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
@@ -34,6 +35,8 @@ class WatchedEngine:
     def submit(self, request: GenerateRequest) -> WatchedStream:
         stream = self._engine.submit(request)
         self._history.submitted(request)
+        if isinstance(stream, Listenable):
+            return WatchedListenable(stream, request.tenant, self._history)
         return WatchedStream(stream, request.tenant, self._history)
 
     def prepare(self, request: GenerateRequest) -> None:
@@ -67,15 +70,12 @@ class WatchedStream:
         self.request_id = stream.request_id
         self._stream, self._tenant, self._history = stream, tenant, history
 
+        self._has_begun = False
+
     def __iter__(self) -> Iterator[TokenDelta]:
-        has_begun = False
         try:
             for delta in self._stream:
-                if delta.tokens and not has_begun:
-                    has_begun = True
-                    self._history.begun(self._tenant, self.request_id)
-                if delta.completion:
-                    self._tell_end(delta.completion)
+                self._tell(delta)
                 yield delta
         finally:
             self._tell_end(None)
@@ -85,7 +85,30 @@ class WatchedStream:
         self._tell_end(completion)
         return completion
 
+    def _tell(self, delta: TokenDelta) -> None:
+        if delta.tokens and not self._has_begun:
+            self._has_begun = True
+            self._history.begun(self._tenant, self.request_id)
+        if delta.completion:
+            self._tell_end(delta.completion)
+
     def _tell_end(self, completion: Completion | None) -> None:
         """The first one counts. None, or a cancelled one: there is no answer."""
         answered = completion and completion.finish_reason is not FinishReason.CANCELLED
         self._history.ended(self._tenant, self.request_id, completion if answered else None)
+
+
+class WatchedListenable(WatchedStream):
+    """The same of a stream that calls its reader, see `kedge.engine.base.Listenable`."""
+
+    def listen(self, listener: Listener) -> None:
+        """Pass everything to the listener and the history."""
+        assert isinstance(self._stream, Listenable)
+        self._stream.listen(partial(self._hear, listener))
+
+    def _hear(self, listener: Listener, item: Item) -> None:
+        if isinstance(item, BaseException):
+            self._tell_end(None)
+        else:
+            self._tell(item)
+        listener(item)

@@ -64,6 +64,14 @@ class Format(ABC):
     def writer(self, at: int, request: GenerateRequest) -> Writer:
         """The writer of the choice with this number."""
 
+    @abstractmethod
+    def only_text(self, choice: Choice) -> str | None:
+        """Return the text of a chunk's choice that says nothing else; None where it says more."""
+
+    @abstractmethod
+    def with_text(self, choice: Choice, text: str) -> Choice:
+        """Return such a choice with another text."""
+
 
 # chat -----------------------------------------------------------------------------------------------------------------
 
@@ -79,6 +87,13 @@ class ChatFormat(Format):
 
     def writer(self, at: int, request: GenerateRequest) -> Writer:
         return ChatWriter(at, request.logprobs is not None, self)
+
+    def only_text(self, choice: Choice) -> str | None:
+        is_plain = choice["delta"].keys() == {"content"} and not (choice["logprobs"] or choice["finish_reason"])
+        return choice["delta"]["content"] if is_plain else None
+
+    def with_text(self, choice: Choice, text: str) -> Choice:
+        return {**choice, "delta": {"content": text}}
 
 
 class ChatWriter(Writer):
@@ -145,6 +160,12 @@ class CompletionFormat(Format):
 
     def writer(self, at: int, request: GenerateRequest) -> Writer:
         return TextWriter(at, self.tokenizer, request, echo=self.echo)
+
+    def only_text(self, choice: Choice) -> str | None:
+        return None if choice["logprobs"] or choice["finish_reason"] else choice["text"]
+
+    def with_text(self, choice: Choice, text: str) -> Choice:
+        return {**choice, "text": text}
 
 
 class TextWriter(Writer):

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 from kedge.errors import KedgeError
 from kedge.server import protocol
 from kedge.server.calls import Call
-from kedge.server.formats import ChatFormat, CompletionFormat, Format, Writer
+from kedge.server.chunks import ChunkEncoder
+from kedge.server.formats import ChatFormat, Choice, CompletionFormat, Format, Writer
 from kedge.server.generation import Job, chat_job, completion_job
 from kedge.server.media_types import TypedRoute
 from kedge.server.problems import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, problem_of, told
@@ -19,7 +20,7 @@ from kedge.server.protocol import ChatBody, CompletionBody, GenerationBody
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tool_calls import PlainText
 from kedge.server.wire import DONE, EventStream, JSONAnswer, event
-from kedge.types import Completion
+from kedge.types import Completion, TokenDelta
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
@@ -111,30 +112,45 @@ def _writers(form: Format, call: Call) -> list[Writer]:
 
 async def _chunks(job: Job, call: Call, form: Format) -> AsyncIterator[bytes]:
     """A stream's events: what the choices say, usage if it is asked for, and the mark of the end."""
-    usage = {"usage": None} if _wants_usage(job.body) else {}
+    encoder = ChunkEncoder(form, **_usage_field(job.body))
     writers, left = _writers(form, call), job.count
     try:
-        async for at, delta in call.deltas():
-            write = partial(writers[at].chunks, delta)
-            choices = await job.service.threads.work(write) if delta.prompt_logprobs else write()
-            said = [form.chunk(choice, **usage) for choice in choices]
-            left -= delta.completion is not None
+        async for batch in call.batches():
+            choices = await _choices(job, writers, batch)
+            left -= sum(delta.completion is not None for _, delta in batch)
             if not left:
-                _seal(said, job, call, form)
-            if said:
-                yield b"".join(map(event, said))
+                yield b"".join(map(event, _sealed(choices, job, call, form)))
+            elif choices:
+                yield b"".join(map(encoder.event, choices))
     except KedgeError as error:
         job.service.metrics.failed(job.tenant.id, problem_of(error).status)
         yield event(told(error))
     yield DONE
 
 
-def _seal(said: list[dict[str, object]], job: Job, call: Call, form: Format) -> None:
-    """Puts the receipts into the stream's very last chunk, which has the usage if it is asked for."""
+async def _choices(job: Job, writers: list[Writer], batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
+    """Return what is to be sent of a few deltas. Log-probabilities of a whole prompt are written off the event loop."""
+
+    def write() -> list[Choice]:
+        return [choice for at, delta in batch for choice in writers[at].chunks(delta)]
+
+    is_long = any(delta.prompt_logprobs for _, delta in batch)
+    return await job.service.threads.work(write) if is_long else write()
+
+
+def _sealed(choices: list[Choice], job: Job, call: Call, form: Format) -> list[dict[str, object]]:
+    """Return a stream's last chunks, the very last with the receipts, and with the usage if it is asked for."""
     finished = [completion for completion in call.completions if completion]
+    said = [form.chunk(choice, **_usage_field(job.body)) for choice in choices]
     if _wants_usage(job.body):
         said.append(form.chunk(usage=protocol.usage(finished, job.body.choices_per_prompt)))
     said[-1]["kedge"] = protocol.kedge_field(job.hints, finished)
+    return said
+
+
+def _usage_field(body: GenerationBody) -> dict[str, None]:
+    """Return what chunks say of the usage before the last one: nothing yet."""
+    return {"usage": None} if _wants_usage(body) else {}
 
 
 def _wants_usage(body: GenerationBody) -> bool:

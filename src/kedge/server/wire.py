@@ -10,11 +10,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def dumps(data: object) -> bytes:
     """JSON in UTF-8. Half of a surrogate pair, which UTF-8 has no form for, becomes a question mark."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return _encoder.encode(data).encode("utf-8", "replace")
 
 
 def event(data: object, *, name: str = "", number: int | None = None) -> bytes:

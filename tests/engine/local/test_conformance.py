@@ -19,14 +19,6 @@ class LocalConformance(EngineConformance):
 
     small_capacity = 16 * 16
 
-    test_hints_that_cannot_be_meant_are_ignored = None
-    test_misshapen_prompts_are_refused = None
-    test_what_is_no_token_is_refused_wherever_it_stands = None
-    test_a_duplicate_of_a_request_in_flight_is_refused = None
-    test_one_of_many_duplicates_at_once_is_accepted = None
-    test_an_id_may_come_again_once_its_request_has_ended = None
-    """These are in `test_containment.py`, on engines of their own."""
-
     def small_engine(self, engine: LocalEngine) -> LocalEngine:
         return LocalEngine.from_runner(
             engine._runner, engine.tokenizer, engine.config.model_copy(update={"num_blocks": 16, "block_size": 16})

@@ -11,21 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.register_assert_rewrite("kedge.engine.conformance")
-
-from kedge.engine.conformance import EngineConformance  # noqa: E402
-from kedge.engine.local import logprobs  # noqa: E402
-from kedge.engine.local.attention import Batch  # noqa: E402
-from kedge.engine.local.engine import LocalEngine  # noqa: E402
-from kedge.engine.local.model import ModelRunner  # noqa: E402
-from kedge.engine.local.parts import Parts, Translating  # noqa: E402
-from kedge.engine.local.sequence import LocalStream  # noqa: E402
-from kedge.engine.local.text import TextStream  # noqa: E402
-from kedge.errors import EngineClosed, KedgeError  # noqa: E402
-from kedge.kv.storage import SlotTable  # noqa: E402
-from kedge.runtime.plan import ReusePlan  # noqa: E402
-from kedge.runtime.runtime import Runtime  # noqa: E402
-from kedge.types import (  # noqa: E402
+from kedge.engine.local import logprobs
+from kedge.engine.local.attention import Batch
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.parts import Parts, Translating
+from kedge.engine.local.sequence import LocalStream
+from kedge.engine.local.text import TextStream
+from kedge.errors import EngineClosed, KedgeError
+from kedge.kv.storage import SlotTable
+from kedge.runtime.plan import ReusePlan
+from kedge.runtime.runtime import Runtime
+from kedge.types import (
     AgentId,
     Completion,
     FinishReason,
@@ -38,7 +35,7 @@ from kedge.types import (  # noqa: E402
     WorkflowId,
     new_request_id,
 )
-from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
+from tests.engine.local.conftest import engine_of, tiny_model
 
 T = TypeVar("T")
 PATIENCE = 20.0
@@ -134,24 +131,6 @@ def fails_for(marked: Callable[..., bool], error: BaseException, real: Callable[
         return real(*args, **named)
 
     return fails
-
-
-# the suite ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "test_hints_that_cannot_be_meant_are_ignored",
-        "test_misshapen_prompts_are_refused",
-        "test_what_is_no_token_is_refused_wherever_it_stands",
-        "test_a_duplicate_of_a_request_in_flight_is_refused",
-        "test_one_of_many_duplicates_at_once_is_accepted",
-        "test_an_id_may_come_again_once_its_request_has_ended",
-    ],
-)
-def test_what_could_end_an_engine_does_not(engine: LocalEngine, test: str) -> None:
-    getattr(EngineConformance(), test)(engine)
 
 
 # the caller's own callbacks -------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class World:
     admitted: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
-    def is_ready(self, request: Request) -> bool:
+    def is_ready(self, request: Request, *, busy: bool) -> bool:  # noqa: ARG002
         self.asked.append(request.name)
         return request.name not in self.loading
 

@@ -11,7 +11,7 @@ from kedge.engine.local.learning import Learning
 from kedge.engine.local.loading import Loading
 from kedge.engine.local.parts import Assembler
 from kedge.engine.local.preassembly import Preassembly
-from kedge.engine.local.sequence import RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
 from kedge.runtime.runtime import Runtime
@@ -47,11 +47,33 @@ class Admission:
         if isinstance(sequence, RequestSequence):
             return self._admit_request(sequence)
         lease = self._try_lease(sequence, len(sequence.tokens))
+        while lease is None and isinstance(sequence, BaseJob) and sequence.is_awaited and self._reclaim_spare():
+            lease = self._try_lease(sequence, len(sequence.tokens))
         if lease is None:
             return False
         sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
         sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
         return True
+
+    # what `Scheduler` asks of requests that may have to step aside -----------------------------------------------
+
+    @property
+    def lets_pass(self) -> bool:
+        """Whether others go before a request that waits for its KV."""
+        return self._loading.lets_pass
+
+    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
+        """Whether to admit a request now: its KV has been loaded and, where others run too, base KV of its values is
+        there. Alone, its exact prefill costs nobody anything, and base KV is computed in idle time.
+        """
+        return self._loading.is_ready(sequence) and not self._learning.awaits_base(sequence, busy=busy)
+
+    def skipped(self, sequence: RequestSequence) -> None:
+        """Another request went before one that stepped aside."""
+        if sequence.load_asked is not None:
+            self._loading.skipped(sequence)
+
+    # leases -------------------------------------------------------------------------------------------------------
 
     def _admit_request(self, sequence: RequestSequence) -> bool:
         try:
@@ -126,7 +148,11 @@ class Admission:
         return lease
 
     def _reclaim(self) -> bool:
-        return self._preassembly.give_back() or self._learning.reclaim() or self._learning.reclaim_job()
+        return self._reclaim_spare() or self._learning.reclaim_job()
+
+    def _reclaim_spare(self) -> bool:
+        """Free blocks of what nobody waits for; False where there are none."""
+        return self._preassembly.give_back() or self._learning.reclaim()
 
     def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -65,16 +66,16 @@ class EngineCore:
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
         self._copier, self._assembler, self._costs = copier, assembler, costs
         self._fixed = FixedPrompts(cache)
-        share = config.learning.budget
-        self.scheduler = Scheduler(self._admit, loading, costs, config.max_batch_tokens, config.max_running, share)
-        longest, ahead = min(runner.max_positions, capacity), self.scheduler.ahead
-        translator = Translator(storage)
+        longest, translator = min(runner.max_positions, capacity), Translator(storage)
+        jobs: deque[BaseJob] = deque()
+        ahead: deque[Preparation] = deque()
         self._preassembly = Preassembly(cache, runtime, translator, storage.block_size, longest, ahead, costs)
-        jobs = self.scheduler.jobs
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, self._release)
         self._admission = Admission(
             cache, runtime, loading, assembler, self._preassembly, self._learning, costs, self._preempt, self.end
         )
+        limits = config.max_batch_tokens, config.max_running, config.learning.budget
+        self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead)
         self._loading = loading
         self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime)
 
@@ -240,9 +241,6 @@ class EngineCore:
             self.end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
 
     # admission ------------------------------------------------------------------------------------------------
-
-    def _admit(self, sequence: Sequence) -> bool:
-        return self._admission.admit(sequence)
 
     def _preempt(self, sequence: RequestSequence) -> bool:
         """Frees the blocks of another tenant's request for `sequence`, if it may have them."""

@@ -100,7 +100,9 @@ class EngineCosts:
     def tokens_within(self, seconds: float, most: int) -> int:
         """Return how many tokens, of `most`, add no more than `seconds` to a pass."""
         per_token = self._passes.coefficients[1]
-        return most if per_token * most <= seconds else max(0, int(seconds / per_token))
+        if per_token * most <= seconds:
+            return most
+        return int(seconds / per_token) if seconds > 0 else 0
 
     def translation_pays(self, tokens: int, segments: int = 1) -> bool:
         """Return whether translating these tokens is expected to take less time than computing them."""

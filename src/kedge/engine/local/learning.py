@@ -19,6 +19,7 @@ from kedge.config import LearningSettings
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
+from kedge.runtime.interfaces import BaseNeed
 from kedge.runtime.layout import Placed
 from kedge.runtime.runtime import Runtime
 from kedge.types import RequestId, RunId, TenantId, new_request_id
@@ -198,16 +199,40 @@ class Learning:
 
     # base KV --------------------------------------------------------------------------------------------------
 
+    def awaits_base(self, sequence: RequestSequence, *, busy: bool) -> bool:
+        """Return whether a request is to wait for base KV of its values, which is queued if the engine is `busy` when
+        this is first asked.
+        """
+        if sequence.awaits is None:
+            sequence.awaits = self._queue_prerequisites(sequence) if busy else ()
+        return bool(sequence.awaits) and any(job.key in sequence.awaits for job in self._jobs)
+
+    def _queue_prerequisites(self, sequence: RequestSequence) -> tuple[RequestId, ...]:
+        if sequence.preparation is not None or not self._runtime.learns(sequence.request):
+            return ()
+        exact = self._cache.match(sequence.namespace, sequence.tokens[: sequence.exact_limit]).tokens_count
+        jobs = [self._queue(need, sequence) for need in self._runtime.prerequisites(sequence.request, exact)]
+        for job in jobs:
+            job.is_awaited = True
+        return tuple(job.key for job in jobs)
+
     def _queue_base_prefills(self, sequence: RequestSequence) -> None:
-        needs = self._runtime.needs(sequence.request)
-        queued = {tuple(job.tokens) for job in self._jobs} if needs else ()
-        for need in needs:
-            if need.tokens not in queued and len(need.tokens) <= self._capacity:
-                key = RequestId(f"base-{new_request_id()}")
-                tokens, wanted_by = list(need.tokens), sequence.key
-                self._jobs.append(BaseJob(key, need.tenant, tokens, None, [], need.cuts, need.is_urgent, wanted_by))
+        for need in self._runtime.needs(sequence.request):
+            if len(need.tokens) <= self._capacity:
+                self._queue(need, sequence)
         for job in self._surplus():
             self.drop(job)
+
+    def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:
+        """Return the base prefill of these tokens: the one that is queued, or a new one."""
+        tokens = list(need.tokens)
+        queued = next((job for job in self._jobs if job.tokens == tokens and job.tenant == need.tenant), None)
+        if queued is None:
+            key = RequestId(f"base-{new_request_id()}")
+            queued = BaseJob(key, need.tenant, tokens, cuts=need.cuts)
+            queued.is_urgent, queued.wanted_by = need.is_urgent, sequence.key
+            self._jobs.append(queued)
+        return queued
 
     def done(self, job: BaseJob) -> None:
         """Keep the base KV that a finished prefill is for."""
@@ -230,15 +255,17 @@ class Learning:
         self._stats.base_prefills_dropped += 1
 
     def reclaim_job(self) -> bool:
-        """Give up a base prefill that holds blocks; False where none does."""
+        """Give up a base prefill that holds blocks, or one that a request waits for; False where there is none."""
         holding = next((job for job in self._jobs if job.admitted), None)
-        if holding:
-            self.drop(holding)
-        return holding is not None
+        given_up = holding or next((job for job in self._jobs if job.is_awaited), None)
+        if given_up:
+            self.drop(given_up)
+        return given_up is not None
 
     def _surplus(self) -> Collection[BaseJob]:
         """Return the base prefills that are too many and have not begun: those that save least, the oldest first."""
-        waiting = sorted((job for job in self._jobs if not job.admitted), key=lambda job: job.is_urgent)
+        waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
+        waiting.sort(key=lambda job: job.is_urgent)
         return waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]
 
     # the end --------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fair_queue import FairQueue
-from kedge.engine.local.loading import Loading
 from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
 from kedge.types import TenantId, tenant_of
@@ -17,6 +17,8 @@ from kedge.types import TenantId, tenant_of
 JOB_CHUNK = 256
 """Tokens of base prefills in a pass while nobody waits: decodes beside them, or a request that comes, are held up by
 no more than these."""
+FEW = 64
+"""Tokens of a prefill that goes before base prefills: it is of a prompt that is translated, and soon done."""
 AHEAD_CHUNK = 32
 """Tokens that are computed ahead of a request in one pass."""
 
@@ -55,6 +57,15 @@ class _Pass:
         return len(positions)
 
 
+class Aside(Protocol):
+    """Knows which requests have to wait for KV: to come from the host, or to be computed for several at once."""
+
+    @property
+    def lets_pass(self) -> bool: ...
+    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool: ...
+    def skipped(self, sequence: RequestSequence) -> None: ...
+
+
 class Scheduler:
     """Fair between tenants and first come, first served within one, in chunks of at most `max_batch_tokens` a pass.
 
@@ -74,22 +85,23 @@ class Scheduler:
     def __init__(
         self,
         admit: Callable[[Sequence], bool],
-        aside: Loading,
+        aside: Aside,
         costs: EngineCosts,
         max_batch_tokens: int,
         max_running: int,
         learning_share: float,
+        jobs: deque[BaseJob] | None = None,
+        ahead: deque[Preparation] | None = None,
     ) -> None:
-        """`admit` answers False where a sequence has to wait for blocks; `aside` knows who has to wait for a load."""
+        """`admit` answers False where a sequence has to wait for blocks. `jobs` and `ahead` are filled by others."""
         self._admit, self._aside, self._costs = admit, aside, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self._passes = 0
         self.waiting: FairQueue[RequestSequence] = FairQueue()
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
-        self.jobs: deque[BaseJob] = deque()
-        self.ahead: deque[Preparation] = deque()
-        """Prompts that nobody has asked for yet, with tokens to be computed."""
+        self.jobs: deque[BaseJob] = deque() if jobs is None else jobs
+        self.ahead: deque[Preparation] = deque() if ahead is None else ahead
         self.running: list[RequestSequence] = []
         self.preempted: deque[RequestSequence] = deque()
         """Requests that gave their blocks to another tenant's, with what they have answered so far."""
@@ -119,9 +131,13 @@ class Scheduler:
         filling, waits = _Pass(self._budget, LOGIT_ROWS), self.someone_waits
         allowed = self._allowances()
         self._add_requests(filling, self._decoding(), allowed)
-        if waits and self._learning_share:
-            self._add_jobs(filling, int(self._learning_share * self._budget), busy=True)
-        self._add_requests(filling, [one for one in self.running if one.waits_for_first_token], allowed)
+        prefills = [one for one in self.running if one.waits_for_first_token]
+        self._add_requests(filling, [one for one in prefills if len(one.todo) <= FEW], allowed)
+        self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget)
+        if waits:
+            urgent = [job for job in self.jobs if job.is_urgent and not job.is_awaited]
+            self._add_jobs(filling, urgent, int(self._learning_share * self._budget))
+        self._add_requests(filling, [one for one in prefills if len(one.todo) > FEW], allowed)
         if not waits:
             self._add_spare(filling)
         return filling.work
@@ -133,7 +149,7 @@ class Scheduler:
         while (sequence := self.waiting.peek()) and len(self.loading) < self._max_running:
             if not self._has_place(sequence) or not (room or self._is_first(sequence)):
                 return
-            if not self._aside.is_ready(sequence):
+            if not self._aside.is_ready(sequence, busy=bool(self.running)):
                 if not self._aside.lets_pass:
                     return
                 self.waiting.take(sequence)
@@ -148,7 +164,7 @@ class Scheduler:
         """Admits who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
         room = True
         for sequence in (*self.preempted, *self.loading):
-            is_ready = sequence in self.preempted or self._aside.is_ready(sequence)
+            is_ready = sequence in self.preempted or self._aside.is_ready(sequence, busy=bool(self.running))
             if is_ready and self._has_place(sequence):
                 room &= self._start(sequence)
         return room
@@ -190,6 +206,7 @@ class Scheduler:
         if self._is_first(sequence):
             return len(self.running) < 2 * self._max_running
         pending = sum(len(one.todo) for one in self.running)
+        pending += sum(len(job.todo if job.admitted else job.tokens) for job in self.jobs if job.is_awaited)
         return len(self.running) < self._max_running and pending < self._budget
 
     def served(self, sequence: RequestSequence, tokens: int) -> None:
@@ -229,17 +246,17 @@ class Scheduler:
             return 0
         return max(1, self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo)))
 
-    def _add_jobs(self, filling: _Pass, most: int, *, busy: bool) -> None:
+    def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int) -> None:
         """Adds base prefills, oldest first; one that finds no room waits, and so do those behind it."""
-        for job in [one for one in self.jobs if one.is_urgent or not busy]:
-            if most <= 0 or not (job.admitted or self._admit(job)):
+        for job in jobs:
+            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
                 return
             most -= filling.add(job, most)
 
     def _add_spare(self, filling: _Pass) -> None:
         """Adds what nobody waits for."""
         if self.jobs:
-            self._add_jobs(filling, JOB_CHUNK, busy=False)
+            self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK)
         else:
             for one in self._assembled():
                 filling.add(one, AHEAD_CHUNK)

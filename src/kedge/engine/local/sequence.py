@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kedge.cache import Namespace
 from kedge.engine.local.logprobs import Logprobs
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.text import TextStream
+from kedge.engine.stream import TokenStream
 from kedge.kv.storage import SlotTable
 from kedge.runtime.interfaces import Cut
 from kedge.runtime.layout import known_segments, template_key
@@ -28,42 +27,7 @@ from kedge.types import (
     Tokens,
 )
 
-
-class LocalStream:
-    """The reader's end of a request; the engine thread puts deltas, then a completion or an error."""
-
-    def __init__(self, request_id: RequestId, on_end: Callable[[RequestId], object] = lambda _: None) -> None:
-        """`on_end` is called when the end is put, before anybody can read it."""
-        self.request_id = request_id
-        self._on_end = on_end
-        self._items: queue.SimpleQueue[TokenDelta | BaseException] = queue.SimpleQueue()
-        self._completion: Completion | None = None
-
-    def put(self, item: TokenDelta | BaseException) -> None:
-        if isinstance(item, BaseException) or item.completion is not None:
-            self._on_end(self.request_id)
-        self._items.put(item)
-
-    def __iter__(self) -> Iterator[TokenDelta]:
-        while self._completion is None:
-            yield self._next(None)
-
-    def result(self, timeout: float | None = None) -> Completion:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._completion is None:
-            self._next(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return self._completion
-
-    def _next(self, timeout: float | None) -> TokenDelta:
-        try:
-            item = self._items.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"no token of {self.request_id} in time") from None
-        if isinstance(item, BaseException):
-            self._items.put(item)  # whoever asks again gets it again
-            raise item
-        self._completion = item.completion
-        return item
+LocalStream = TokenStream
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +68,8 @@ class BaseJob(Sequence):
     cuts: tuple[Cut, ...] = ()
     is_urgent: bool = True
     """Whether it saves more than it costs, so that it is worth its share of a busy pass."""
+    is_awaited: bool = False
+    """Whether a request waits for it, whose own work it is then."""
     wanted_by: RequestId | None = None
     """The request that it is for: what that one teaches is learned once this is there."""
 
@@ -219,6 +185,8 @@ class RequestSequence(Sequence):
     """Set when the response is complete; one more pass may follow, for KV that is left behind."""
     response_stop: int | None = None
     """The response ends here. `tokens` that follow are its trail."""
+    awaits: tuple[RequestId, ...] | None = None
+    """Base prefills that are to end before it is admitted; None: nobody has looked yet."""
     is_over: bool = False
     """Its stream has ended: with a completion, or with an error."""
     last_pass: int = 0

@@ -1,0 +1,38 @@
+"""The engine that `kedge serve` runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kedge.cli import run
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from kedge.config import Settings
+    from kedge.engine.base import Engine
+    from kedge.engine.local.engine import LocalEngine
+
+
+def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
+    """Open the engine that the settings name, the embedded one in a process of its own unless they say otherwise.
+
+    Raises `ConfigError` where it cannot be had.
+    """
+    if settings.engine.backend != "local" or not settings.server.engine_process:
+        return run.open_engine(settings)
+    from kedge.engine.process.local import LocalProcessEngine
+
+    return LocalProcessEngine(partial(_open_local, settings))
+
+
+def _open_local(settings: Settings) -> LocalEngine:
+    """Open the embedded engine in its process, whose log reads as the server's does."""
+    from kedge.engine.local.engine import LocalEngine
+    from kedge.server import logs
+
+    logs.configure(settings.server.log_format)
+    engine = run.open_engine(settings)
+    assert isinstance(engine, LocalEngine)
+    return engine

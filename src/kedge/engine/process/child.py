@@ -1,0 +1,139 @@
+"""The engine's process: an engine, what it is asked, and what it has to say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+
+from kedge.engine.base import Engine, Item, Listenable
+from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
+from kedge.errors import ConfigError, EngineClosed
+
+logger = logging.getLogger(__name__)
+Sent = Packed | Answer | Ready | Failed
+IN_ORDER = frozenset({"submit", "end_run", "forecast", "prepare"})
+"""Methods that return at once. The others may wait for a step, and are called on threads of their own."""
+ASKING = 16
+"""Calls that wait for the engine at once."""
+LOOK = 0.25
+"""Seconds between two looks at whether the engine has failed."""
+
+
+class Outbox:
+    """The way back. A thread of its own sends what has gathered while it sent, so that the engine never waits."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._items: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="kedge-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Sent) -> None:
+        """Send an item soon. Any thread may call."""
+        self._items.put(item)
+
+    def close(self) -> None:
+        """Send everything that is left."""
+        self._items.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        with suppress(OSError):  # nobody is there any more: the other thread finds out as well
+            self._send_all()
+
+    def _send_all(self) -> None:
+        while (first := self._items.get()) is not None:
+            items: list[Sent | None] = [first]
+            while not self._items.empty() and items[-1] is not None:
+                items.append(self._items.get())
+            self._connection.send_bytes(pickle.dumps([item for item in items if item is not None]))
+            if items[-1] is None:
+                return
+
+
+class Host:
+    """Calls the engine as it is asked to, until it is closed, has failed, or nobody is there who asks."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine, self._connection = engine, connection
+        self._outbox = Outbox(connection)
+        self._asking = ThreadPoolExecutor(ASKING, "kedge-ask")
+
+    def serve(self) -> int:
+        """Return the process's exit code."""
+        self._outbox.put(Ready(self._engine.tokenizer))
+        try:
+            while (failure := self._engine.failure) is None:
+                if self._connection.poll(LOOK) and not self._take(pickle.loads(self._connection.recv_bytes())):
+                    return 0
+            self._outbox.put(Failed(portable(failure)))
+            return 1
+        except (EOFError, ConnectionResetError):
+            return 0
+        finally:
+            self._engine.close()
+            self._outbox.close()
+
+    def _take(self, call: Call) -> bool:
+        """Start a call; False where it is the last one."""
+        if call.method in IN_ORDER:
+            self._answer(call)
+        elif call.method != "close":
+            self._asking.submit(self._answer, call)
+        return call.method != "close"
+
+    def _answer(self, call: Call) -> None:
+        try:
+            value = self._call(call)
+            answer = Answer(call.number or 0, pickle.dumps(value))
+        except Exception as error:  # whoever asked gets it, whatever it is
+            answer = Answer(call.number or 0, error=portable(error))
+        if call.number is not None:
+            self._outbox.put(answer)
+        elif answer.error is not None and not isinstance(answer.error, EngineClosed):
+            logger.error("%s failed", call.method, exc_info=answer.error)
+
+    def _call(self, call: Call) -> object:
+        method: Callable[..., object] | None = getattr(self._engine, call.method, None)
+        if method is None:
+            raise ConfigError("engine", type(self._engine).__name__, f"has no `{call.method}`")
+        value = method(*call.arguments)
+        if call.method != "submit":
+            return value
+        assert isinstance(value, Listenable) and call.number is not None
+        value.listen(partial(self._heard, call.number))
+        return None
+
+    def _heard(self, number: int, item: Item) -> None:
+        self._outbox.put(packed(number, item))
+
+
+def main(descriptor: int) -> None:
+    """Serve the engine that the first message makes, on a socket that was inherited."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may be sent to a whole group: the program ends the engine
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    try:
+        make: Callable[[], Engine] = pickle.loads(connection.recv_bytes())
+        engine = make()
+    except Exception as error:  # the program raises it
+        connection.send_bytes(pickle.dumps([Ready(error=portable(error))]))
+        return
+    code = Host(engine, connection).serve()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # a call that still waits for the closed engine keeps nobody
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,202 @@
+"""`ProcessEngine`: the embedded engine for a program whose own work must not slow it down, or be slowed down by it.
+
+Two Python programs on two threads of one process take turns at the interpreter lock; in two processes they run at the
+same time. Calls and tokens cross a socket in batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, Self
+
+from kedge.engine.base import Engine, Tokenizer
+from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
+from kedge.engine.process.spawn import ENDING, start, wait_for
+from kedge.engine.stream import TokenStream
+from kedge.engine.validation import require_sensible, sensible_hints
+from kedge.errors import EngineClosed, KedgeError, RequestError
+from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
+
+
+class ProcessEngine:
+    """Runs the engine that `make` makes in a process of its own, as `kedge.engine.base.Engine` describes.
+
+    `make` is pickled: a function of a module or a `partial` of one, `partial(EchoEngine, delay_s=...)` say. Raises what
+    `make` raises. If the process ends by itself, everything that goes on raises `EngineClosed`, and `failure` says why.
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        first = _pickled("make", make)
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._streams: dict[int, TokenStream] = {}
+        self._closing = False
+        self._cause: BaseException | None = None
+        """What the engine failed of, where it could still say so."""
+        self._over: str | None = None
+        """Why the process is no more."""
+        self._process, self._connection = start()
+        self.tokenizer: Tokenizer = self._begin(first)
+        self._reader = threading.Thread(target=self._read, name="kedge-process", daemon=True)
+        self._reader.start()
+
+    def _begin(self, make: bytes) -> Tokenizer:
+        try:
+            self._connection.send_bytes(make)
+            [ready] = pickle.loads(self._connection.recv_bytes())
+            assert isinstance(ready, Ready)
+        except (EOFError, OSError):
+            ready = Ready(error=self._closed_error(f"ended with code {self._process.wait()} before it was ready"))
+        if ready.tokenizer is None:
+            self._connection.close()
+            self._process.wait()
+            raise ready.error or self._closed_error("has no tokenizer")
+        return ready.tokenizer
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self._process.pid
+
+    @property
+    def failure(self) -> KedgeError | None:
+        """Why the process ended by itself; None while it lives, and after `close`."""
+        return None if self._over is None or self._closing else self._closed_error(self._over)
+
+    # what an engine does --------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Queue a request, see `kedge.engine.base.Engine`."""
+        if not isinstance(request, GenerateRequest):  # all else is the engine's to check: it knows its vocabulary
+            require_sensible(request)
+        stream = TokenStream(request.request_id)
+        self._ask("submit", request, stream=stream)
+        return stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Cancel a request, see `kedge.engine.base.Engine`."""
+        return bool(self._ask("cancel", request_id))
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forget a run, see `kedge.engine.base.Engine`."""
+        self._tell("end_run", tenant, run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        """Pass a hint on, see `kedge.engine.base.Engine`."""
+        with suppress(EngineClosed):
+            self._tell("forecast", *sensible_hints(changes, prompts))
+
+    def close(self) -> None:
+        """Cancel what runs and end the process. Idempotent."""
+        with self._lock:
+            is_first, self._closing = not self._closing, True
+        if is_first:
+            self._write(pickle.dumps(Call(None, "close")))
+        self._reader.join(ENDING)
+        if self._reader.is_alive():
+            self._process.kill()
+            self._reader.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # to the process -------------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None) -> Any:
+        """Return what the engine's method returned, and raise what it raised."""
+        answer, number = Future[Any](), next(self._numbers)
+        data = _pickled(method, Call(number, method, arguments))
+        with self._lock:
+            self._require_open()
+            self._pending[number] = answer
+            if stream is not None:
+                self._streams[number] = stream
+        self._write(data)
+        value: bytes = answer.result()
+        return pickle.loads(value)
+
+    def _tell(self, method: str, *arguments: object) -> None:
+        """Call a method of the engine that returns nothing."""
+        data = _pickled(method, Call(None, method, arguments))
+        with self._lock:
+            self._require_open()
+        self._write(data)
+
+    def _require_open(self) -> None:
+        if self._closing or self._over is not None:
+            raise self._closed_error(self._over or "was closed")
+
+    def _write(self, data: bytes) -> None:
+        with self._sending, suppress(OSError):  # the reader finds out as well, and ends what is expected
+            self._connection.send_bytes(data)
+
+    # from the process -----------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for item in pickle.loads(self._connection.recv_bytes()):
+                    self._take(item)
+        except (EOFError, OSError):
+            return  # it has hung up
+        finally:
+            self._end()
+
+    def _take(self, item: Packed | Answer | Failed) -> None:
+        if isinstance(item, Answer):
+            return self._settle(item)
+        if isinstance(item, Failed):
+            self._cause = item.error
+            return None
+        number, heard = unpacked(item)
+        stream = self._streams[number]
+        if isinstance(heard, BaseException) or heard.completion:
+            with self._lock:
+                del self._streams[number]
+        return stream.put(heard)
+
+    def _settle(self, answer: Answer) -> None:
+        with self._lock:
+            pending = self._pending.pop(answer.number)
+            if answer.error is not None:
+                self._streams.pop(answer.number, None)
+        if answer.error is not None:
+            pending.set_exception(answer.error)
+        else:
+            pending.set_result(answer.value)
+
+    def _end(self) -> None:
+        """End everything that is expected of a process that is no more."""
+        with self._sending:
+            self._connection.close()
+        code = wait_for(self._process)
+        with self._lock:
+            cause = f"with code {code}" if self._cause is None else f"after {self._cause!r}"
+            self._over = "was closed" if self._closing else f"ended by itself {cause}"
+            pending, streams = list(self._pending.values()), list(self._streams.values())
+            self._pending, self._streams = {}, {}
+        for answer in pending:
+            answer.set_exception(self._closed_error(self._over))
+        for stream in streams:
+            stream.put(self._closed_error(self._over))
+
+    def _closed_error(self, why: str) -> EngineClosed:
+        return EngineClosed("engine process", self._process.pid, why)
+
+
+def _pickled(name: str, data: object) -> bytes:
+    try:
+        return pickle.dumps(data)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RequestError(name, data, f"cannot be sent to the engine's process: {error}") from error

@@ -1,0 +1,84 @@
+"""What passes between a program and its engine's process, in pickled lists."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from kedge.engine.base import Item, Tokenizer
+from kedge.errors import KedgeError
+from kedge.types import TokenDelta, Tokens
+
+Packed = tuple[int, str, Tokens] | tuple[int, Item]
+"""An item of the stream with this number; a delta with nothing but text and tokens goes without its class, which is
+several times faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method of the engine to be called."""
+
+    number: int | None
+    """What the answer refers to; None where none is expected. A stream has the number of its `submit`."""
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call returned or raised."""
+
+    number: int
+    value: bytes = b""
+    """Pickled, so that one that cannot be read hurts only its caller"""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine has started; or, with an error, it could not be."""
+
+    tokenizer: Tokenizer | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine has ended by itself, and so does its process."""
+
+    error: BaseException
+
+
+def packed(number: int, item: Item) -> Packed:
+    """Return a stream's item as it is sent."""
+    if isinstance(item, BaseException):
+        return number, portable(item)
+    if item.completion or item.logprobs or item.prompt_logprobs:
+        return number, item
+    return number, item.text, item.tokens
+
+
+def unpacked(data: Packed) -> tuple[int, Item]:
+    """Return the number of a stream and the item that was sent for it."""
+    if len(data) == 3:
+        return data[0], TokenDelta(data[1], data[2])
+    return data
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an error as it can be sent: itself, or where that cannot be pickled, one that reads the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # foreign classes raise anything
+        if isinstance(error, KedgeError):
+            return type(error)(error.key, Shown(repr(error.value)), error.why)
+        return RuntimeError(repr(error))
+    return error
+
+
+class Shown(str):
+    """A value that was left behind, as its `repr` showed it."""
+
+    def __repr__(self) -> str:
+        return str(self)

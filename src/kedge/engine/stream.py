@@ -1,0 +1,63 @@
+"""The stream of tokens that engines hand out, see `kedge.engine.base.Stream` and `Listenable`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kedge.engine.base import Item, Listener
+from kedge.types import Completion, RequestId, TokenDelta
+
+
+class TokenStream:
+    """A queue between an engine's thread, which puts deltas and then a completion or an error, and one reader."""
+
+    def __init__(self, request_id: RequestId, on_end: Callable[[RequestId], object] = lambda _: None) -> None:
+        """`on_end` is called when the end is put, before anybody can read it."""
+        self.request_id = request_id
+        self._on_end = on_end
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._completion: Completion | None = None
+        self._listener: Listener | None = None
+        self._handing_over = threading.Lock()
+
+    def put(self, item: Item) -> None:
+        """Add what comes next."""
+        if isinstance(item, BaseException) or item.completion is not None:
+            self._on_end(self.request_id)
+        with self._handing_over:
+            if self._listener is not None:
+                self._listener(item)
+            else:
+                self._items.put(item)
+
+    def listen(self, listener: Listener) -> None:
+        """Pass everything to `listener`: what has come at once, the rest on the thread that puts it."""
+        with self._handing_over:  # so that nothing overtakes what has come before
+            while not self._items.empty():
+                listener(self._items.get())
+            self._listener = listener
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        while self._completion is None:
+            yield self._next(None)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end. Raises the request's error, or `TimeoutError`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._completion is None:
+            self._next(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self._completion
+
+    def _next(self, timeout: float | None) -> TokenDelta:
+        try:
+            item = self._items.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"no token of {self.request_id} in time") from None
+        if isinstance(item, BaseException):
+            self._items.put(item)  # whoever asks again gets it again
+            raise item
+        self._completion = item.completion
+        return item

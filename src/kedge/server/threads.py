@@ -1,0 +1,116 @@
+"""A server's threads, and the way from the engine's threads to the event loop.
+
+An engine's thread leaves tokens in an inbox and wakes the event loop once for all that it finds there, not once for
+each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from kedge.engine.base import Engine, Item, Listenable, Listener, Stream
+from kedge.errors import EngineClosed
+from kedge.types import RequestId
+
+logger = logging.getLogger(__name__)
+WORKERS = 4
+"""Threads for what takes milliseconds: tokenizing, submitting, cancelling."""
+T = TypeVar("T")
+
+
+class Inbox:
+    """Items for the event loop, from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[Listener, Item]] = deque()
+        self._is_woken = False
+
+    def put(self, take: Listener, item: Item) -> None:
+        """Call `take` with the item on the event loop, in the order of the items."""
+        self._items.append((take, item))
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits for the item
+                self._loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._is_woken = False  # before the look: what comes from now on wakes the loop again
+        while self._items:
+            take, item = self._items.popleft()
+            take(item)
+
+
+class Threads:
+    """The threads of a server: a few that work, as many that wait as there may be calls in flight, and the way from
+    the engine's own threads to the event loop."""
+
+    def __init__(self, engine: Engine, max_in_flight: int) -> None:
+        self._engine = engine
+        self._work = ThreadPoolExecutor(WORKERS, "kedge-work")
+        self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
+        self._followed = 0
+        self._all_ended = threading.Condition()
+        self._inbox: Inbox | None = None
+
+    async def work(self, task: Callable[[], T]) -> T:
+        """Do something short off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._work, task)
+
+    def wait(self, task: Callable[[], T]) -> Future[T]:
+        """Do something that mostly waits."""
+        return self._wait.submit(task)
+
+    def follow(self, stream: Stream, take: Listener) -> None:
+        """Call `take` on the running event loop with each delta of a stream, or with its error."""
+        if self._inbox is None:
+            self._inbox = Inbox(asyncio.get_running_loop())
+        with self._all_ended:
+            self._followed += 1
+        hear = partial(self._hear, self._inbox, take)
+        if isinstance(stream, Listenable):
+            stream.listen(hear)
+        else:
+            self._wait.submit(_read, stream, hear)
+
+    def _hear(self, inbox: Inbox, take: Listener, item: Item) -> None:
+        inbox.put(take, item)
+        if isinstance(item, BaseException) or item.completion:
+            with self._all_ended:
+                self._followed -= 1
+                self._all_ended.notify_all()
+
+    def cancel(self, requests: Sequence[RequestId]) -> None:
+        """Cancel requests in the engine, soon."""
+        for request_id in requests:
+            self._work.submit(self._cancel, request_id)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        try:
+            self._engine.cancel(request_id)
+        except EngineClosed:
+            logger.debug("request %s ended with the engine", request_id)
+
+    def shut(self) -> None:
+        """Wait for what is under way; nothing new is taken."""
+        with self._all_ended:
+            self._all_ended.wait_for(lambda: not self._followed)
+        self._wait.shutdown()
+        self._work.shutdown()
+
+
+def _read(stream: Stream, hear: Listener) -> None:
+    """Wait for all that a stream has to say."""
+    try:
+        for delta in stream:
+            hear(delta)
+    except BaseException as error:  # it is its reader's, whatever it is
+        hear(error)

@@ -1,0 +1,178 @@
+"""What work is expected to cost: recovered from what was observed, whatever else the machine did meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kedge.engine.local.costs import OUTLIER, REFIT, EngineCosts, LinearCost
+
+PRIOR = (1e-2, 1e-4, 1e-4)
+TRUE = (2e-3, 1e-4, 3e-4)
+"""Seconds of a pass, of each of its tokens, of each of its sequences"""
+
+
+def cost(coefficients: tuple[float, ...], counts: tuple[float, ...]) -> float:
+    return sum(each * count for each, count in zip(coefficients, counts, strict=True))
+
+
+def passes(many: int, seed: int = 0) -> list[tuple[float, float, float]]:
+    """Counts of passes of all sizes."""
+    rng = random.Random(seed)
+    return [(1.0, rng.randint(1, 500), rng.randint(1, 16)) for _ in range(many)]
+
+
+def fitted(coefficients: tuple[float, ...], many: int = 64) -> LinearCost:
+    linear = LinearCost(PRIOR)
+    for counts in passes(many):
+        linear.observe(counts, cost(coefficients, counts))
+    return linear
+
+
+# the regression -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_observed_costs_what_was_assumed() -> None:
+    linear = LinearCost(PRIOR)
+    assert linear.coefficients == list(PRIOR)
+    assert linear.of((1.0, 10, 2)) == pytest.approx(cost(PRIOR, (1.0, 10, 2)))
+
+
+@pytest.mark.parametrize("true", [TRUE, (0.0, 1e-4, 0.0), (5e-2, 1e-7, 1e-3)])
+def test_known_coefficients_are_recovered(true: tuple[float, ...]) -> None:
+    linear = fitted(true)
+    assert linear.coefficients == pytest.approx(true, rel=1e-2, abs=1e-7)
+    assert linear.of((1.0, 700, 20)) == pytest.approx(cost(true, (1.0, 700, 20)), rel=1e-3), "beyond what was seen"
+
+
+def test_known_coefficients_are_recovered_from_noisy_observations() -> None:
+    rng, linear = random.Random(1), LinearCost(PRIOR)
+    for counts in passes(400):
+        linear.observe(counts, cost(TRUE, counts) * rng.uniform(0.8, 1.2))
+    assert linear.of((1.0, 250, 8)) == pytest.approx(cost(TRUE, (1.0, 250, 8)), rel=0.1)
+
+
+@pytest.mark.parametrize("many", [1, 2, 3, 7])
+def test_the_first_observations_count_at_once(many: int) -> None:
+    linear = LinearCost(PRIOR)
+    for counts in passes(many):
+        linear.observe(counts, cost(TRUE, counts))
+    last = passes(many)[-1]
+    assert linear.of(last) == pytest.approx(cost(TRUE, last), rel=1e-2)
+
+
+def test_what_was_never_counted_costs_what_was_assumed() -> None:
+    linear = LinearCost(PRIOR)
+    for tokens in range(1, 50):
+        linear.observe((1.0, tokens, 0), cost(TRUE, (1.0, tokens, 0)))
+    assert linear.coefficients == pytest.approx([TRUE[0], TRUE[1], PRIOR[2]], rel=1e-2)
+
+
+@pytest.mark.parametrize("true", [(-1e-3, 1e-4, 3e-4), (3e-1, -1e-4, 3e-4), (2e-1, -1e-4, -1e-3)])
+def test_no_coefficient_is_ever_negative(true: tuple[float, ...]) -> None:
+    """Neither where more work seems to take less time, nor before there is enough to tell."""
+    linear = LinearCost(PRIOR)
+    for counts in passes(100):
+        linear.observe(counts, max(0.0, cost(true, counts)))
+        assert min(linear.coefficients) >= 0.0
+    assert any(linear.coefficients)
+    assert all(found == 0.0 for found, given in zip(linear.coefficients, true, strict=True) if given < 0)
+
+
+def test_random_observations_make_no_coefficient_negative_or_infinite() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        linear = LinearCost(PRIOR)
+        for _ in range(40):
+            counts = (1.0, float(rng.choice([1, 1, 2, 128, 5000])), float(rng.choice([1, 4])))
+            linear.observe(counts, rng.choice([0.0, 1e-6, 1e-3, rng.random(), 60.0]))
+            assert all(0.0 <= each < 1e4 for each in linear.coefficients)
+
+
+@pytest.mark.parametrize("factor", [0.2, 3.0])
+def test_a_change_is_followed(factor: float) -> None:
+    linear, changed = fitted(TRUE), tuple(factor * each for each in TRUE)
+    for counts in passes(400, seed=3):
+        linear.observe(counts, cost(changed, counts))
+    assert linear.coefficients == pytest.approx(changed, rel=2e-2)
+
+
+def test_a_change_beyond_what_counts_as_an_outlier_is_followed_step_by_step() -> None:
+    linear, changed = fitted(TRUE), tuple(50 * each for each in TRUE)
+    for counts in passes(1500, seed=3):
+        linear.observe(counts, cost(changed, counts))
+    assert linear.of((1.0, 250, 8)) == pytest.approx(cost(changed, (1.0, 250, 8)), rel=5e-2)
+
+
+def test_an_outlier_counts_as_a_few_times_what_was_expected() -> None:
+    counts = (1.0, 100, 2)
+    wild, bounded = fitted(TRUE), fitted(TRUE)
+    wild.observe(counts, 1000.0)
+    bounded.observe(counts, OUTLIER * bounded.of(counts))
+    for later in passes(REFIT):  # until the coefficients are computed anew
+        wild.observe(later, cost(TRUE, later))
+        bounded.observe(later, cost(TRUE, later))
+    assert wild.coefficients == pytest.approx(bounded.coefficients)
+    assert wild.of(counts) < 1.5 * cost(TRUE, counts)
+
+
+# an engine's costs ----------------------------------------------------------------------------------------------------
+
+
+def known_costs(*, by_cost: bool = True) -> EngineCosts:
+    """0.1 ms a token to compute; 1 ms a segment and 0.01 ms a token to translate."""
+    costs = EngineCosts(by_cost=by_cost)
+    for _, tokens, sequences in passes(64):
+        costs.observe_pass(int(tokens), int(sequences), cost(TRUE, (1.0, tokens, sequences)))
+        costs.observe_translation(int(sequences), int(tokens), 1e-3 * sequences + 1e-5 * tokens)
+    return costs
+
+
+def test_what_a_pass_costs_and_what_more_work_adds_to_it() -> None:
+    costs = known_costs()
+    assert costs.pass_seconds(100, 2) == pytest.approx(2e-3 + 1e-2 + 6e-4, rel=1e-3)
+    assert costs.added_seconds(100, 2) == pytest.approx(1e-2 + 6e-4, rel=1e-3)
+    assert costs.stats() == pytest.approx(
+        {
+            "pass_ms": 2.0,
+            "pass_ms_per_token": 0.1,
+            "pass_ms_per_sequence": 0.3,
+            "translation_ms_per_segment": 1.0,
+            "translation_ms_per_token": 0.01,
+        },
+        rel=1e-2,
+    )
+
+
+def test_translation_pays_from_where_it_takes_less_time_than_computing() -> None:
+    costs = known_costs()
+    assert [tokens for tokens in range(1, 40) if costs.translation_pays(tokens)] == list(range(12, 40))
+    assert [tokens for tokens in range(1, 60) if costs.translation_pays(tokens, 3)] == list(range(34, 60))
+
+
+def test_translation_always_pays_where_costs_are_not_to_be_asked() -> None:
+    costs = known_costs(by_cost=False)
+    assert all(costs.translation_pays(tokens, segments) for tokens in (1, 5, 100) for segments in (1, 50))
+    assert costs.pass_seconds(100, 2) == pytest.approx(2e-3 + 1e-2 + 6e-4, rel=1e-3), "passes are shared all the same"
+
+
+def test_as_many_tokens_as_fit_into_the_seconds() -> None:
+    costs = known_costs()
+    for seconds in (0.0, 5e-5, 1.5e-4, 1e-2, 0.033):
+        count = costs.tokens_within(seconds, 300)
+        assert costs.added_seconds(count, 0) <= seconds
+        assert count == 300 or costs.added_seconds(count + 1, 0) > seconds
+    assert costs.tokens_within(1.0, 300) == 300
+    assert costs.tokens_within(1.0, 0) == 0
+    assert costs.tokens_within(-1.0, 300) == 0
+
+
+@pytest.mark.parametrize(("seconds", "fit"), [(-1e-3, 0), (0.0, 300), (1.0, 300)])
+def test_tokens_that_cost_nothing_all_fit_as_long_as_there_is_time(seconds: float, fit: int) -> None:
+    """A machine on which a pass takes the same however long it is."""
+    costs = EngineCosts()
+    for _, tokens, sequences in passes(64):
+        costs.observe_pass(int(tokens), int(sequences), 1e-2 - 1e-6 * tokens)
+    assert costs.stats()["pass_ms_per_token"] == 0.0
+    assert costs.tokens_within(seconds, 300) == fit

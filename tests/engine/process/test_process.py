@@ -1,0 +1,195 @@
+"""What only an engine in its own process can do wrong: lose it, its errors, or what crosses the border."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kedge.config import EngineConfig
+from kedge.engine.base import Item, Quota
+from kedge.engine.conformance import EngineConformance, fresh_text
+from kedge.engine.echo import EchoEngine
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.process.engine import ProcessEngine
+from kedge.engine.process.local import LocalProcessEngine
+from kedge.engine.process.messages import portable
+from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, RequestError
+from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, TenantId, is_owned
+from tests.engine.local.conftest import engine_of, tiny_model
+
+SUITE = EngineConformance()
+SECONDS = 30.0
+
+
+def tiny_engine() -> LocalEngine:
+    return engine_of(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalProcessEngine]:
+    with LocalProcessEngine(tiny_engine) as engine:
+        yield engine
+
+
+@pytest.fixture
+def echo() -> Iterator[ProcessEngine]:
+    with ProcessEngine(partial(EchoEngine, delay_s=1e-3)) as engine:
+        yield engine
+
+
+def long(engine: ProcessEngine) -> GenerateRequest:
+    return SUITE.request(engine, fresh_text("death"), max_tokens=5000)
+
+
+def closed(call: Callable[[], object]) -> EngineClosed:
+    with pytest.raises(EngineClosed) as caught:
+        call()
+    return caught.value
+
+
+class FailsLater(EchoEngine):
+    """Fails when a run ends."""
+
+    def end_run(self, *_: object) -> None:
+        self.fail(RuntimeError("lost"))
+
+
+def dies_at_once() -> EchoEngine:
+    os._exit(3)
+
+
+# its end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_ends_every_stream_and_caller_with_a_typed_error(echo: ProcessEngine) -> None:
+    read, heard = echo.submit(long(echo)), echo.submit(long(echo))
+    items: list[Item] = []
+    heard.listen(items.append)
+    next(iter(read))
+    assert echo.failure is None
+    os.kill(echo.pid, signal.SIGKILL)
+    assert "ended by itself with code -9" in str(closed(lambda: read.result(SECONDS)))
+    assert isinstance(echo.failure, EngineClosed)
+    closed(lambda: echo.submit(long(echo)))
+    closed(lambda: echo.cancel(read.request_id))
+    closed(lambda: echo.end_run(TenantId("t"), "run"))
+    echo.forecast({})
+    assert isinstance(items[-1], EngineClosed)
+    echo.close()
+
+
+def test_who_waits_for_a_killed_process_is_released(local_alone: LocalProcessEngine) -> None:
+    local_alone.submit(replace(SUITE.request(local_alone, fresh_text("work"), max_tokens=900)))
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            local_alone.wait_idle()
+        except BaseException as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    local_alone.inspect()
+    os.kill(local_alone.pid, signal.SIGKILL)
+    waiting.join(SECONDS)
+    assert [type(error) for error in errors] == [EngineClosed]
+
+
+@pytest.fixture
+def local_alone() -> Iterator[LocalProcessEngine]:
+    with LocalProcessEngine(tiny_engine) as engine:
+        yield engine
+
+
+def test_an_engine_that_fails_ends_its_process() -> None:
+    with ProcessEngine(FailsLater) as engine:
+        engine.end_run(TenantId("t"), "run")
+        engine._reader.join(SECONDS)
+        assert "after RuntimeError('lost')" in str(engine.failure)
+        assert engine._process.returncode == 1
+
+
+def test_closing_is_no_failure_and_ends_the_process(echo: ProcessEngine) -> None:
+    stream = echo.submit(long(echo))
+    next(iter(stream))
+    echo.close()
+    assert stream.result(SECONDS).finish_reason is FinishReason.CANCELLED
+    assert echo.failure is None
+    assert echo._process.returncode == 0
+    assert "was closed" in str(closed(lambda: echo.cancel(RequestId("x"))))
+
+
+def test_signals_to_the_group_leave_the_process_to_its_program(echo: ProcessEngine) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(echo.pid, number)
+    SUITE.serves(echo)
+
+
+# its start --------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_cannot_be_made_raises_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="config.json") as caught:
+        LocalProcessEngine(partial(LocalEngine, tmp_path, EngineConfig()))
+    assert caught.value.key == "model"
+
+
+def test_a_process_that_dies_before_it_is_ready_is_told() -> None:
+    with pytest.raises(EngineClosed, match="code 3 before it was ready"):
+        ProcessEngine(dies_at_once)
+
+
+def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngine) -> None:
+    with pytest.raises(RequestError, match="cannot be sent"):
+        ProcessEngine(lambda: EchoEngine())
+    with pytest.raises(RequestError, match="cannot be sent"):
+        echo.submit(replace(SUITE.request(echo, fresh_text("x")), agent=lambda: None))
+    with pytest.raises(RequestError, match="cannot be sent"):
+        LocalProcessEngine.inspect_tenants(echo, lambda _: True, [])  # type: ignore[arg-type]
+    SUITE.serves(echo)
+
+
+# what else crosses ------------------------------------------------------------------------------------------------
+
+
+def test_figures_quotas_and_state_cross(local: LocalProcessEngine, tmp_path: Path) -> None:
+    request = SUITE.request(local, fresh_text("state"), reuse=ReuseMode.EXACT, tenant="acme/part")
+    SUITE.run(local, request)
+    local.wait_idle()
+    local.limit(TenantId("acme"), Quota(anchors=3))
+    assert local.inspect()["cache"]["cached_blocks"] > 0
+    held = local.inspect_tenants(partial(is_owned, TenantId("acme")), [(TenantId("acme/part"), request.tokens)])
+    assert held["prompts"][0]["device"] > 0
+    assert local.save(tmp_path).nbytes == local.load(tmp_path).nbytes
+    local.clear()
+    assert local.inspect()["cache"]["cached_blocks"] == 0
+
+
+def test_a_method_that_the_engine_lacks_is_named(echo: ProcessEngine) -> None:
+    with pytest.raises(ConfigError, match=r"EchoEngine.*no `limit`"):
+        LocalProcessEngine.limit(echo, TenantId("t"), Quota())  # type: ignore[arg-type]
+
+
+def test_a_bad_value_is_refused_by_the_engine_with_its_own_error(local: LocalProcessEngine, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    with pytest.raises((OSError, ConfigError)):
+        local.save(file)
+    SUITE.serves(local)
+
+
+def test_errors_that_cannot_be_pickled_read_the_same() -> None:
+    error = ForwardFailed("request_id", threading.Lock(), "the model raised")
+    sent = pickle.loads(pickle.dumps(portable(error)))
+    assert (type(sent), str(sent), sent.key) == (ForwardFailed, str(error), "request_id")
+    foreign = pickle.loads(pickle.dumps(portable(ValueError(threading.Lock()))))
+    assert isinstance(foreign, RuntimeError) and "ValueError" in str(foreign)
