@@ -45,7 +45,7 @@ def test_any_field_is_accepted_or_refused_by_name(key: str, value: object) -> No
     except EmptyPrompt as error:
         assert error.key == "prompt"
     except RequestError as error:
-        assert error.key.startswith(key) or isinstance(error, InvalidToken)
+        assert error.key.startswith(key)
 
 
 @given(ANYTHING)
@@ -83,7 +83,7 @@ def test_a_message_stays_short_whatever_the_value() -> None:
 def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
     segments = (*GOOD.segments, Segment(**{"tokens": (1,), "name": "p1", part: (1, 100)}))
     error = refused(replace(GOOD, segments=segments), vocab_size=100)
-    expected = f"token=100: in segments[1].{part}: must be from 0 to 99, in the vocabulary of 100"
+    expected = f"segments[1].{part}=100: must be from 0 to 99, in the vocabulary of 100"
     assert isinstance(error, InvalidToken) and str(error) == expected
     require_sensible(replace(GOOD, segments=segments), vocab_size=101)
 

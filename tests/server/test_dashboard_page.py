@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kedge.config import AnchorSettings, EngineConfig
+from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.server.config import ServerConfig
@@ -110,8 +110,9 @@ def echo() -> Iterator[Served]:
 def busy() -> Iterator[Served]:
     """The bundled model after some runs of a team, with thresholds so wide that it soon translates."""
     anchors = AnchorSettings(min_anchors=1, max_error=1e9, weak_error=1e9)
+    config = EngineConfig(anchors=anchors, planner=PlannerSettings(by_cost=False), device="cpu")
     with (
-        LocalEngine(None, EngineConfig(anchors=anchors, device="cpu")) as engine,
+        LocalEngine(None, config) as engine,
         serving(engine, ServerConfig(tools=True)) as running,
         running.http() as http,
     ):

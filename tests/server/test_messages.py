@@ -32,7 +32,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (TEXT, {"prompt": []}, "prompt", "prompt=[]: there is none"),
     (TEXT, {"prompt": [[]]}, "prompt", "prompt=[]: has no tokens"),
     (TEXT, {"prompt": ["a", ""]}, "prompt", "prompt='': has no tokens"),
-    (TEXT, {"prompt": [97, 300]}, "prompt", "prompt=300: outside the vocabulary of 259"),
+    (TEXT, {"prompt": [97, 300]}, "prompt", "prompt=300: must be from 0 to 258, in the vocabulary of 259"),
     (TEXT, {"prompt": "x" * 9000}, "prompt", "prompt='9000 tokens': at most 8192 are served"),
     (TEXT, {"prompt": "\ud800"}, "prompt", f"prompt='\\ud800': {HALF}"),
     *((TEXT, {"prompt": "x", "stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),

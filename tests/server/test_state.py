@@ -170,6 +170,7 @@ class Process:
             "PYTHONPATH": str(ROOT / "src"),
             "KEDGE_SERVER__SNAPSHOT_INTERVAL": "0.2",
             "KEDGE_API_KEYS": "",
+            "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # on a model as small as this one, computing is cheaper
         }
         self.popen = subprocess.Popen(
             [*command, "--state", str(state)], stderr=subprocess.PIPE, text=True, env=environment, cwd=state.parent

@@ -128,11 +128,11 @@ def _require_tokens(key: str, tokens: Tokens, vocab_size: int | None) -> None:
         return
     if not set(map(type, tokens)) <= {int}:
         bad = next(token for token in tokens if type(token) is not int)
-        raise InvalidToken("token", _brief(bad), f"in {key}: must be an integer{_vocabulary(vocab_size)}")
+        raise InvalidToken(key, _brief(bad), f"must be an integer{_vocabulary(vocab_size)}")
     most = MAX_COUNT if vocab_size is None else vocab_size - 1
     if min(tokens) < 0 or max(tokens) > most:
         bad = next(token for token in tokens if not 0 <= token <= most)
-        raise InvalidToken("token", _brief(bad), f"in {key}: must be from 0 to {most}{_vocabulary(vocab_size)}")
+        raise InvalidToken(key, _brief(bad), f"must be from 0 to {most}{_vocabulary(vocab_size)}")
 
 
 def _vocabulary(size: int | None) -> str:

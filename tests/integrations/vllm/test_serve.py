@@ -125,6 +125,6 @@ def test_when_vllm_dies_nobody_waits_for_it(served: Served, http: httpx.Client) 
     with pytest.raises(EngineClosed, match="died"):
         served.engine.submit(GenerateRequest((Segment((5, 6, 7), "p0"),)))
     assert http.get("/ready").status_code == 503
-    assert http.get("/health").status_code == 200
+    assert http.get("/health").status_code == 503, "nothing would start it again"
     served.engine.close()
     served.engine.forecast({})

@@ -90,7 +90,7 @@ class ValueTests(Harness):
         for token in NO_TOKENS:
             for part in ("tokens", "lead_in", "stand_in", "trail"):
                 bad = _with_segment(good, **{part: (*valid, token)})
-                assert expect(InvalidToken, partial(engine.submit, bad)).key == "token"
+                assert expect(InvalidToken, partial(engine.submit, bad)).key == f"segments[1].{part}"
             bad = replace(good, trail=(*valid, token))
             error = expect(InvalidToken, partial(engine.submit, bad))
             assert "vocabulary of" in str(error), "the error does not say how large the vocabulary is"
