@@ -130,6 +130,10 @@ class Planner:
         """Drafts a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
+        if not self.pays(here):
+            if len(here) > self._policy.recompute_short:
+                draft.misses.append(Miss(here.segment.name, "computing it takes less time than translating it"))
+            return
         prefixes = self._bases.prefixes(request.tenant, draft.key)
         if prefixes is None and later_prefixes(placed):
             if not draft.dense:
@@ -148,10 +152,6 @@ class Planner:
         prefixes: Mapping[int, KV],
     ) -> bool:
         """Drafts a placeholder and the prefix segment after it; True where dense prefill would teach something."""
-        if not self.pays(here):
-            if len(here) > self._policy.recompute_short:
-                draft.misses.append(Miss(here.segment.name, "computing it takes less time than translating it"))
-            return False
         sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))

@@ -1,0 +1,296 @@
+"""What is learned from, what has to give way, and that neither costs a block, a run or a request anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kedge.config import LearningSettings, PlannerSettings
+from kedge.engine.local.sequence import RequestSequence
+from kedge.runtime.interfaces import PoolKey
+from kedge.runtime.readers import MAX_VALUES
+from kedge.types import GenerateRequest, ReuseMode, RunId, SampleId, TenantId, WorkflowId
+from tests.engine.local.stepping import KnownCosts, Stepped
+from tests.engine.local.test_preassembly import ANSWER, QUESTION, TENANT, prompt_of
+from tests.engine.local.test_translation import tokens
+
+PLACEHOLDERS = ("user_question", "agent_writer_current")
+
+
+def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
+    """A call about values that nobody has seen yet."""
+    return prompt_of(agent, tokens(2 * seed, QUESTION), tokens(2 * seed + 1, ANSWER), **more)
+
+
+def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
+    """An engine that learns while requests run as far as the budget lets it."""
+    bounds = {name: settings.pop(name) for name in ("max_pending", "max_base_prefills") if name in settings}
+    return Stepped(**{"learning": LearningSettings(budget=budget, **bounds), "num_blocks": 512, **settings})
+
+
+def learning(engine: Stepped) -> dict[str, Any]:
+    return engine.stats("learning")
+
+
+def observed(engine: Stepped) -> int:
+    """Values that were learned from."""
+    values: int = engine.stats("anchors")["observed"]
+    return values
+
+
+def all_is_given_back(engine: Stepped) -> None:
+    engine.rest()
+    engine.learn()
+    assert (engine.leased, learning(engine)["pending"], learning(engine)["base_prefills"]) == (0, 0, 0)
+
+
+# bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_so_many_requests_wait_to_be_learned_from() -> None:
+    engine = engine_of(max_pending=3)
+    for seed in range(10):
+        engine.submit(reader(seed))
+    while not engine.core.idle:
+        engine.step()
+        assert learning(engine)["pending"] <= 3
+    assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (3, 7)
+    all_is_given_back(engine)
+    assert learning(engine)["observed"] == 3
+
+
+def test_only_so_many_base_prefills_are_queued() -> None:
+    engine = engine_of(max_base_prefills=4)
+    sequences = [engine.submit(reader(seed)) for seed in range(12)]
+    while not all(one.is_over for one in sequences):
+        engine.step()
+        assert learning(engine)["base_prefills"] <= 4
+    assert learning(engine)["base_prefills_dropped"] > 0
+    all_is_given_back(engine)
+
+
+# admission goes first -------------------------------------------------------------------------------------------------
+
+
+def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_first() -> None:
+    engine = engine_of(num_blocks=24)
+    kept = [engine.submit(reader(seed)) for seed in range(3)]
+    engine.rest()
+    assert learning(engine)["pending"] == 3
+    engine.submit(prompt_of("writer", tokens(90, 60), reuse=ReuseMode.OFF))
+    engine.step()
+    assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (2, 1)
+    assert [one.sequence for one in engine.core._learning._pending] == kept[1:]
+    all_is_given_back(engine)
+
+
+def test_a_request_takes_the_blocks_of_a_base_prefill() -> None:
+    engine = engine_of(num_blocks=16, max_batch_tokens=16)
+    first = engine.submit(prompt_of("reader", tokens(1, 100), max_tokens=1))
+    engine.until(lambda: first.is_over and any(job.admitted for job in engine.core.scheduler.jobs))
+    large = engine.submit(prompt_of("writer", tokens(90, 190), reuse=ReuseMode.OFF))
+    engine.step()
+    assert large.admitted
+    assert learning(engine)["base_prefills_dropped"] == 1
+    engine.rest()
+    assert len(large.response) == 6
+    all_is_given_back(engine)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_blocks", [8, 16, 40])
+def test_on_a_small_pool_all_requests_end_and_every_block_comes_back(num_blocks: int, budget: float) -> None:
+    """The books are checked after every step."""
+    engine = engine_of(budget, num_blocks=num_blocks, max_batch_tokens=48, max_running=6)
+    sequences = []
+    for seed in range(30):
+        mode = (ReuseMode.TRANSLATE, ReuseMode.TRANSLATE, ReuseMode.EXACT)[seed % 3]
+        request = reader(seed // 2, f"agent-{seed % 3}", reuse=mode, run=f"run-{seed // 4}")
+        sequences.append(engine.submit(replace(request, tenant=TenantId(f"tenant-{seed % 2}"))))
+        engine.step()
+    engine.rest()
+    assert [len(one.response) for one in sequences] == [6] * 30
+    all_is_given_back(engine)
+
+
+# runs -----------------------------------------------------------------------------------------------------------------
+
+
+def wrote(engine: Stepped, seed: int, run: str) -> RequestSequence:
+    """A finished call that leaves its answer's KV to its run, and is still to be learned from."""
+    sequence = engine.submit(prompt_of("writer", tokens(seed, QUESTION), run=run, produces="agent_writer@0"))
+    engine.rest()
+    return sequence
+
+
+def is_known(engine: Stepped, writer: RequestSequence) -> bool:
+    """Whether the KV of an answer is kept for those that read it."""
+    request = writer.request
+    found = engine.core.learned[1].find(
+        request.tenant, request.run, SampleId("agent_writer@0"), tuple(writer.response), ()
+    )
+    return found is not None
+
+
+def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> None:
+    engine = engine_of()
+    first, second = wrote(engine, 1, "first"), wrote(engine, 2, "second")
+    engine.core.end_run(TENANT, RunId("first"))
+    assert is_known(engine, first), "it is still to be learned from"
+    while learning(engine)["pending"] == 2:
+        engine.core.learn()
+    assert (is_known(engine, first), is_known(engine, second)) == (False, True), "whoever else is pending"
+    engine.learn()
+    assert is_known(engine, second), "its run goes on"
+    engine.core.end_run(TENANT, RunId("second"))
+    assert not is_known(engine, second)
+    assert not engine.core._learning._runs and not engine.core._learning._ended
+
+
+def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
+    engine = engine_of()
+    writer = wrote(engine, 1, "first")
+    engine.core.end_run(TENANT, RunId("first"))
+    assert engine.core._learning.reclaim()
+    assert not is_known(engine, writer)
+    all_is_given_back(engine)
+
+
+# requests that are taken out ------------------------------------------------------------------------------------------
+
+
+def running(engine: Stepped, seed: int, **more: Any) -> RequestSequence:
+    """A call that has its first token and is going to be learned from."""
+    sequence = engine.submit(reader(seed, max_tokens=40, **more))
+    engine.until(lambda: sequence.first_token)
+    assert learning(engine)["pending"] == 1
+    return sequence
+
+
+def test_a_cancelled_request_is_not_learned_from() -> None:
+    engine = engine_of()
+    sequence = running(engine, 1)
+    assert engine.core.cancel(sequence.request.request_id)
+    assert learning(engine)["pending"] == 0
+    all_is_given_back(engine)
+    assert observed(engine) == 0
+
+
+def test_a_preempted_request_is_not_learned_from() -> None:
+    engine = engine_of(num_blocks=24)
+    oldest = engine.submit(reader(1, max_tokens=40, reuse=ReuseMode.EXACT))
+    youngest = running(engine, 2)
+    stranger = replace(reader(3, reuse=ReuseMode.EXACT), tenant=TenantId("stranger"))
+    engine.submit(stranger)
+    engine.step()
+    assert list(engine.core.scheduler.preempted) == [youngest]
+    assert learning(engine)["pending"] == 0
+    all_is_given_back(engine)
+    assert [len(one.response) for one in (oldest, youngest)] == [40, 40]
+    assert observed(engine) == 0
+
+
+# under load -----------------------------------------------------------------------------------------------------------
+
+
+def taught_while_busy(engine: Stepped) -> int:
+    """Values that are learned from while another request reads its long prompt, chunk by chunk."""
+    engine.serve(reader(1))
+    engine.core._cache.clear_all()
+    before = observed(engine)
+    long = prompt_of("writer", tokens(9, 800), reuse=ReuseMode.OFF, max_tokens=1)
+    sequences = [engine.submit(reader(2, max_tokens=1)), engine.submit(long)]
+    engine.until(lambda: all(one.is_over for one in sequences))
+    return observed(engine) - before
+
+
+def test_requests_that_wait_do_not_keep_the_engine_from_learning() -> None:
+    assert taught_while_busy(engine_of(1.0, max_batch_tokens=96)) > 0
+
+
+def test_without_a_budget_nothing_is_learned_while_requests_run() -> None:
+    engine = engine_of(0.0, max_batch_tokens=96)
+    assert taught_while_busy(engine) == 0
+    assert learning(engine)["pending"] == 1
+    all_is_given_back(engine)
+    assert observed(engine) > 0
+
+
+def test_learning_takes_no_more_than_its_budget() -> None:
+    """Nothing is learned on credit that no pass has earned."""
+    engine = engine_of(0.5)
+    for seed in range(4):
+        engine.submit(reader(seed))
+    engine.rest()
+    pending, values = learning(engine)["pending"], observed(engine)
+    engine.core._learning._credit = -1.0
+    engine.core._learning.spend(1.0)
+    assert (learning(engine)["pending"], observed(engine)) == (pending, values)
+    engine.core._learning.spend(2.0)
+    assert (learning(engine)["pending"], observed(engine)) == (pending, values), "what is saved up is bounded, too"
+
+
+def busy_tokens(engine: Stepped, of: int) -> int:
+    """Tokens of base prefills in the passes since the one of this number."""
+    keys = [item for work in engine.passes[of:] for item in work if item.sequence.key.startswith("base-")]
+    return sum(len(item.positions) for item in keys)
+
+
+@pytest.mark.parametrize(("readers", "waits"), [(1, True), (3, False)])
+def test_a_base_prefill_that_few_would_read_waits_for_idle_time(readers: int, waits: bool) -> None:
+    engine = engine_of(0.5, max_batch_tokens=64)
+    engine.serve(reader(1))  # the template's base KV is there from now on
+    for placeholder in PLACEHOLDERS:
+        for value in range(MAX_VALUES + 20):
+            for _ in range(readers):
+                engine.core._runtime._readers.read(PoolKey(TENANT, WorkflowId("flow"), placeholder), (value,))
+    first = engine.submit(reader(2, max_tokens=1))
+    long = engine.submit(prompt_of("writer", tokens(9, 700), reuse=ReuseMode.OFF, max_tokens=1))
+    engine.until(lambda: first.first_token)
+    begun, done = len(engine.passes), learning(engine)["base_prefills_done"]
+    engine.until(lambda: long.first_token)
+    assert (busy_tokens(engine, begun) == 0) == waits
+    assert (learning(engine)["base_prefills_done"] == done) == waits
+    all_is_given_back(engine)
+    assert learning(engine)["base_prefills_done"] == done + 2
+
+
+# what costs less to compute -------------------------------------------------------------------------------------------
+
+
+class Costly(KnownCosts):
+    """Of a machine on which translating takes as long as computing 30 tokens, and no more for longer values."""
+
+    translations = (30e-4, 0.0)
+
+
+def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it() -> None:
+    """The question (40 tokens) is worth translating, the answer (24 tokens) is not."""
+    engine = Stepped(Costly, planner=PlannerSettings(min_translated=0.0))
+    for seed in range(4):
+        engine.serve(reader(seed, run=f"run-{seed}"))
+        engine.core._cache.clear_all()
+    slots = {key.placeholder for key in engine.core.learned[0].pools}
+    assert slots == {"user_question"}
+    served = engine.serve(replace(reader(2), run=RunId("again")))
+    receipt = served.receipt()
+    assert receipt.translated > 0
+    reasons = {miss.segment: miss.reason for miss in receipt.misses}
+    assert reasons == {"agent_writer_current": "computing it takes less time than translating it"}
+
+
+def test_where_nothing_is_worth_translating_the_engine_only_computes() -> None:
+    class Dear(KnownCosts):
+        translations = (1.0, 1.0)
+
+    engine = Stepped(Dear, planner=PlannerSettings())
+    why = "computing it takes less time than translating it"
+    for seed in (1, 2, 1):
+        receipt = engine.serve(reader(seed)).receipt()
+        assert receipt.translated == 0
+        assert [miss.reason for miss in receipt.misses if miss.segment in PLACEHOLDERS] == [why, why]
+        engine.core._cache.clear_all()
+    assert observed(engine) == 0
+    assert learning(engine)["base_prefills_done"] == learning(engine)["observed"] == 0
