@@ -51,9 +51,10 @@ def test_a_prompt_that_is_ready_lacks_its_last_token_only() -> None:
 
 
 def test_nothing_grows_with_the_number_of_questions() -> None:
-    first, *_, last = soak(SoakSettings(questions=60, every=10, capacity=3))
-    for key in ("anchors", "anchor_bytes"):
-        assert last[key] == pytest.approx(first[key], rel=0.02), key
+    first, *later = soak(SoakSettings(questions=60, every=10, capacity=3))
+    last = later[-1]
+    # An anchor that only some of its readers were learned from holds less, so that bytes may shrink.
+    assert all(0 < look["anchor_bytes"] <= 1.02 * first["anchor_bytes"] for look in later)
     assert last["base_bytes"] <= 1 << 20
     assert last["leased_blocks"] == 0
     assert last["anchors"] == 3 * 3
