@@ -132,6 +132,11 @@ class AnchorSettings(_Section):
     host_base_bytes: BytesOrNone = 0
     """Bytes of host memory for base KV that does not fit `max_base_bytes`; 0: what does not fit is forgotten."""
 
+    @property
+    def computes_weak_tokens(self) -> bool:
+        """Whether tokens are computed that offsets are no good for; an error of 1 is that of no offset at all."""
+        return self.criterion == "error" and self.weak_error < 1
+
     def stored(self) -> dict[str, Any]:
         """The fields that an `AnchorConfig` has as well: not those of base KV and of the host."""
         return self.model_dump(exclude={"max_base_bytes", "host_bytes", "host_base_bytes"})
@@ -156,7 +161,8 @@ class PlannerSettings(_Section):
     """Values of at most so many tokens are computed and never translated."""
     trail: NonNegativeInt = 2
     """Tokens of the template right behind a value that are kept and translated with it, where all agents have the same
-    there: the model sums the value up in them."""
+    there: the model sums the value up in them. Behind an agent's answer only where they would not be computed again
+    anyway (`anchors.weak_error` of 1 and more, and other criteria): they take the agent one more pass."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
     min_translated: Annotated[float, Field(ge=0, le=1)] = 0.2

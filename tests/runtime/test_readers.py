@@ -23,8 +23,16 @@ def read(readers: Readers, values: range, times: int, of: PoolKey | None = None)
 def test_two_readers_are_assumed_until_something_is_known() -> None:
     readers = Readers()
     assert readers.expected(placeholder()) == UNKNOWN
-    read(readers, range(MAX_VALUES), 5)
+    read(readers, range(MAX_VALUES), 1)
     assert readers.expected(placeholder()) == UNKNOWN, "all of them may have more readers yet"
+
+
+def test_while_no_count_is_final_the_highest_one_is_assumed() -> None:
+    readers = Readers()
+    read(readers, range(5), 3)
+    read(readers, range(2), 2)
+    assert readers.expected(placeholder()) == 5
+    assert readers.expected(placeholder("another")) == UNKNOWN
 
 
 @pytest.mark.parametrize("times", [1, 2, 7])

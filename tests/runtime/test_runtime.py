@@ -9,7 +9,7 @@ import pytest
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.store import AnchorStore
-from kedge.runtime.interfaces import PoolKey, ReusePolicy, SampleView, Slot
+from kedge.runtime.interfaces import Costs, PoolKey, ReusePolicy, SampleView, Slot
 from kedge.runtime.layout import template_key
 from kedge.runtime.plan import ReusePlan
 from kedge.runtime.runtime import REFRESH, Runtime
@@ -26,8 +26,11 @@ class Above:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def translation_pays(self, tokens: int) -> bool:
+    def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
         return tokens > self._tokens
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
+        return readers * spared > base_tokens
 
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
@@ -39,13 +42,24 @@ def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateReques
     )
 
 
+class Readers(Above):
+    """Costs by which base KV is worth computing from so many readers on."""
+
+    def __init__(self, readers: float) -> None:
+        super().__init__(0)
+        self._readers = readers
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
+        return readers >= self._readers
+
+
 class Taught:
     """A runtime whose agent has seen so many values."""
 
-    def __init__(self, values: int, above: int = 0) -> None:
+    def __init__(self, values: int, costs: Costs | None = None) -> None:
         self.anchors = AnchorStore(AnchorConfig(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, ReusePolicy(), None, costs=Above(above))
+        self.runtime = Runtime(self.anchors, self.bases, ReusePolicy(), None, costs=costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(PoolKey(TENANT, FLOW, "question"), asked.segments[1].tokens, base, ("value", seed))
@@ -92,9 +106,17 @@ def test_other_modes_teach_nothing_and_need_nothing(reuse: ReuseMode) -> None:
 
 @pytest.mark.parametrize(("above", "pays"), [(SIZE - 1, True), (SIZE, False)])
 def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above: int, pays: bool) -> None:
-    runtime, asked = Taught(0, above).runtime, request(1)
+    runtime, asked = Taught(0, Above(above)).runtime, request(1)
     plan: ReusePlan = runtime.plan(asked, ())
     assert runtime.wants_harvest(asked, plan) == pays
     assert [need.tokens for need in runtime.needs(asked)] == ([(1, 2, *asked.segments[1].tokens)] if pays else [])
     why = "computing it takes less time than translating it"
     assert (why in [miss.reason for miss in plan.misses]) == (not pays)
+
+
+def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholder() -> None:
+    runtime = Taught(CAPACITY, Readers(3)).runtime
+    assert runtime.needs(request(1)) == [] and runtime.prerequisites(request(1), 0) == [], "two are assumed"
+    runtime.needs(request(1))
+    assert len(runtime.needs(request(1))) == 1, "the third reader"
+    assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"

@@ -147,14 +147,22 @@ class Bases(Tiered, Protocol):
 class Costs(Protocol):
     """What translating costs against computing (`kedge.engine.local.costs.EngineCosts`)."""
 
-    def translation_pays(self, tokens: int) -> bool:
-        """Return whether translating a segment of so many tokens takes less time than computing it."""
+    def translation_pays(self, tokens: int, spared: float) -> bool:
+        """Return whether translating a segment of `tokens` tokens, of which `spared` need not be computed then, takes
+        less time than computing it.
+        """
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
+        """Return whether a base prefill of `base_tokens` tokens takes less time than so many readers save by it."""
 
 
 class NoCosts:
     """`Costs` of an engine that does not measure them: translation always pays."""
 
-    def translation_pays(self, tokens: int) -> bool:  # noqa: ARG002
+    def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
+        return True
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
         return True
 
 
@@ -174,8 +182,6 @@ class BaseNeed:
     tenant: TenantId
     tokens: Tokens
     cuts: tuple[Cut, ...]
-    is_urgent: bool = True
-    """Whether it is expected to save more than it costs"""
 
 
 @dataclass(frozen=True, slots=True)

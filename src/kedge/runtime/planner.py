@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,11 @@ from kedge.runtime.interfaces import (
 )
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key
 from kedge.runtime.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
+from kedge.runtime.savings import Savings
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 NO_COSTS = NoCosts()
+CHEAPER = "computing it takes less time than translating it"
 
 
 @dataclass(slots=True)
@@ -70,7 +72,8 @@ class Draft:
 
 
 class Planner:
-    """Asks, segment by segment: exact? else translatable? else computed. Pure: it changes no store.
+    """Asks, segment by segment: exact? else translatable? else computed. It changes no store, and notes in `savings`
+    what translations spare.
 
     A prompt of which only the beginning is known is drafted as far as that goes, and on when more is known: what has
     been decided stands. `plan` does all of it at once.
@@ -80,7 +83,7 @@ class Planner:
         self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None, costs: Costs = NO_COSTS
     ) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
-        self._costs = costs
+        self._costs, self._savings = costs, Savings()
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
@@ -130,9 +133,9 @@ class Planner:
         """Drafts a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
-        if not self.pays(here):
+        if not self.pays(request, here):
             if len(here) > self._policy.recompute_short:
-                draft.misses.append(Miss(here.segment.name, "computing it takes less time than translating it"))
+                draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
         prefixes = self._bases.prefixes(request.tenant, draft.key)
         if prefixes is None and later_prefixes(placed):
@@ -162,25 +165,30 @@ class Planner:
             return estimate.learnable
         if draft.dense:
             return False
+        weak = estimate.weak_positions()
+        spared = len(here) - len(weak)
+        self._savings.observe(pool_of(request, here), len(here), spared)
+        if not self._costs.translation_pays(len(here), spared):
+            draft.misses.append(Miss(here.segment.name, CHEAPER))
+            return False
         draft.estimates.append(estimate)
-        self._translate(draft, here, sample.base, estimate.phi, estimate.phi_table)
-        weak = [here.start + i for i in estimate.weak_positions()]
-        if after is not None and not after.segment.is_placeholder and len(after):
-            self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table)
-            weak += [after.start + i for i in estimate.weak_prefix_positions()]
-        for position in weak:
-            self._compute(draft, position)
+        self._translate(draft, here, sample.base, estimate.phi, estimate.phi_table, weak)
+        if after is not None and not after.segment.is_placeholder:
+            weak = estimate.weak_prefix_positions()
+            if len(after) and self._costs.translation_pays(len(after), len(after) - len(weak)):
+                self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
         return False
 
-    def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any) -> None:
-        """Writes what of a segment is not exact, then computes its first tokens again."""
+    def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
+        """Writes what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
         skip = max(0, draft.exact_tokens - placed.start)
         if skip >= len(placed):
             return
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
         draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
-        for position in range(start, min(placed.start + self._policy.recompute_head, placed.stop)):
+        head = range(start, min(placed.start + self._policy.recompute_head, placed.stop))
+        for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
 
     @staticmethod
@@ -188,9 +196,18 @@ class Planner:
         if position >= draft.exact_tokens:
             draft.sources[position] = Source.COMPUTED
 
-    def pays(self, placed: Placed) -> bool:
-        """Return whether translating a placeholder's value takes less time than computing it."""
-        return len(placed) > self._policy.recompute_short and self._costs.translation_pays(len(placed))
+    def pays(self, request: GenerateRequest, placed: Placed) -> bool:
+        """Return whether translating a placeholder's value is expected to take less time than computing it."""
+        long = len(placed) > self._policy.recompute_short
+        return long and self._costs.translation_pays(len(placed), self._spared(request, placed))
+
+    def base_pays(self, request: GenerateRequest, placed: Placed, readers: float) -> bool:
+        """Return whether to compute base KV of a value that so many requests are going to read."""
+        base = len(placed.segment.lead_in) + len(placed)
+        return self._costs.base_pays(base, len(placed), self._spared(request, placed), readers)
+
+    def _spared(self, request: GenerateRequest, placed: Placed) -> float:
+        return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
 
     def _compute_end(self, draft: Draft, last: Placed) -> None:
         start = last.start if self._policy.recompute_tail else last.stop - 1
@@ -204,4 +221,9 @@ class Planner:
         entry = self._bases.find(request.tenant, request.run, segment.sample, segment.tokens, segment.lead_in)
         if entry is None:
             return None
-        return SampleView(PoolKey(request.tenant, request.workflow, segment.name), segment.tokens, entry.kv, entry.key)
+        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key)
+
+
+def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:
+    """Return the name of the anchor pool of a placeholder's values."""
+    return PoolKey(request.tenant, request.workflow, placed.segment.name)

@@ -14,13 +14,14 @@ MAX_VALUES = 256
 FORGET = 0.98
 """What the weight of a final count is multiplied by at every later one"""
 UNKNOWN = 2.0
-"""Readers of a value that are assumed while no count is final"""
+"""Readers of a value that are assumed at least while no count is final"""
 
 
 @dataclass(slots=True)
 class _Counts:
     open: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """By the hash of a value: how often it was read; the value that was read longest ago first"""
+    most: int = 0
     reads: float = 0.0
     values: float = 0.0
 
@@ -39,12 +40,17 @@ class Readers:
             self._counts.popitem(last=False)
         name = hash(value)
         counts.open[name] = counts.open.get(name, 0) + 1
+        counts.most = max(counts.most, counts.open[name])
         counts.open.move_to_end(name)
         if len(counts.open) > MAX_VALUES:
             _, reads = counts.open.popitem(last=False)
             counts.reads, counts.values = FORGET * counts.reads + reads, FORGET * counts.values + 1
 
     def expected(self, placeholder: PoolKey) -> float:
-        """Return how often a value of this placeholder is read, the first time included."""
+        """Return how often a value of this placeholder is read, the first time included: the average of final counts,
+        or the highest so far while there are none.
+        """
         counts = self._counts.get(placeholder)
-        return counts.reads / counts.values if counts and counts.values else UNKNOWN
+        if counts is None or not counts.values:
+            return max(UNKNOWN, counts.most if counts else 0)
+        return counts.reads / counts.values

@@ -14,7 +14,6 @@ from kedge.runtime.interfaces import (
     Bases,
     Costs,
     Cut,
-    PoolKey,
     ReadKV,
     ReusePolicy,
     Slot,
@@ -22,15 +21,13 @@ from kedge.runtime.interfaces import (
 )
 from kedge.runtime.layout import Placed, later_prefixes, layout, template_key, template_tokens
 from kedge.runtime.plan import ReusePlan, Translation
-from kedge.runtime.planner import NO_COSTS, Draft, Planner
+from kedge.runtime.planner import NO_COSTS, Draft, Planner, pool_of
 from kedge.runtime.readers import Readers
 from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
 REFRESH = 8
 """Of the dense prompts of an agent that has seen enough values, one in so many is learned from"""
-WORTHWHILE = 1.5
-"""Readers that a value must be expected to have for its base KV to be worth computing while requests wait"""
 
 
 class Runtime:
@@ -86,9 +83,11 @@ class Runtime:
             return []
         self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
         placed = layout(request)
-        values = [one for one in placed if one.segment.is_placeholder and self._planner.pays(one)]
+        values = [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
         if not values:
             return []
+        for one in values:
+            self._readers.read(pool_of(request, one), one.segment.tokens)
         missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
         return [*self._template_need(request, placed), *missing]
 
@@ -105,33 +104,29 @@ class Runtime:
         if later_prefixes(placed) and self._bases.prefixes(request.tenant, key) is None:
             return []
         values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
-        needs = [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
-        return [need for need in needs if need.is_urgent]
+        return [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
 
     def _comes_first(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
-        trained = self._anchors.is_trained(Slot(key, placed.index), self._pool(request, placed))
-        return trained and self._planner.pays(placed) and self._planner.sample(request, placed) is None
+        trained = self._anchors.is_trained(Slot(key, placed.index), pool_of(request, placed))
+        return trained and self._planner.pays(request, placed) and self._lacks_base(request, placed)
 
     def learns(self, request: GenerateRequest) -> bool:
         """Whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
-        """Whether nobody has computed a value's base KV yet. Counts the reader."""
-        self._readers.read(self._pool(request, placed), placed.segment.tokens)
-        return self._planner.sample(request, placed) is None
-
-    @staticmethod
-    def _pool(request: GenerateRequest, placed: Placed) -> PoolKey:
-        return PoolKey(request.tenant, request.workflow, placed.segment.name)
+        """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
+        if self._planner.sample(request, placed) is not None:
+            return False
+        readers = self._readers.expected(pool_of(request, placed))
+        return self._planner.base_pays(request, placed, readers)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
         lead = len(segment.lead_in)
         keep = partial(self._keep_value, request, placed)
         cut = Cut(lead, lead + len(placed), keep)
-        is_urgent = self._readers.expected(self._pool(request, placed)) >= WORTHWHILE
-        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (cut,), is_urgent)
+        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (cut,))
 
     def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
         """Keeps base KV that was made off the critical path; what the next reader would look up is looked up now."""
@@ -167,14 +162,15 @@ class Runtime:
         if plan.translates or not self.learns(request):
             return False
         key = template_key(request)
-        values = [one for one in layout(request) if one.segment.is_placeholder and self._planner.pays(one)]
+        placed = layout(request)
+        values = [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
         if not all(self._is_saturated(request, key, one) for one in values):
             return True
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
 
     def _is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
-        return self._anchors.is_saturated(Slot(key, placed.index), self._pool(request, placed))
+        return self._anchors.is_saturated(Slot(key, placed.index), pool_of(request, placed))
 
     def observe(self, request: GenerateRequest, read: ReadKV) -> Iterator[Placed]:
         """Measures the offsets of a densely prefilled prompt and feeds the anchor pools.

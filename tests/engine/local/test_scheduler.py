@@ -163,3 +163,14 @@ def test_first_requests_step_aside_only_so_many_at_once() -> None:
         scheduler.add(cast(Any, Request(name, tenant=name)))
     scheduler.schedule()
     assert (len(scheduler.loading), world.admitted) == (4, [])
+
+
+def test_prompts_are_assembled_ahead_beside_few_that_run_and_while_nobody_waits() -> None:
+    """By the costs that are assumed at first, 32 tokens take as long as 32 sequences more in a pass."""
+    scheduler = scheduler_of(World(), "")
+    for running in range(20):
+        assert scheduler.works_ahead == (running < 16)
+        scheduler.running.append(cast(Any, Request("a", waits_for_first_token=False)))
+    scheduler.running.clear()
+    scheduler.add(cast(Any, Request("b")))
+    assert not scheduler.works_ahead

@@ -103,6 +103,20 @@ def test_its_kv_is_that_of_the_answer_with_what_follows(ends: str) -> None:
     torch.testing.assert_close(kv.values, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("weak_error", "passes"), [(0.15, 5), (1e9, 6)])
+def test_an_answer_takes_no_pass_more_where_what_follows_it_is_computed_again(weak_error: float, passes: int) -> None:
+    """One pass for the prompt and four for the tokens; what follows is one that no offset predicts."""
+    with engine() as one:
+        eos = first_of(serve(one, written()).tokens, 4)
+    with engine(eos, anchors=AnchorSettings(**{**OPEN, "weak_error": weak_error})) as one:
+        asked = written(ignore_eos=False)
+        done = one.submit(asked).result(60)
+        assert one._ask(lambda: one._core.scheduler._passes) == passes
+        one.wait_idle(60)
+        assert done.finish_reason == "stop"
+        assert left(one, done.tokens + (asked.trail[:2] if weak_error > 1 else ())) is not None
+
+
 @pytest.mark.parametrize("reuse", [ReuseMode.OFF, ReuseMode.EXACT])
 def test_nothing_is_left_where_nothing_is_translated(reuse: ReuseMode) -> None:
     with engine() as one:

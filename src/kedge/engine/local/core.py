@@ -169,7 +169,7 @@ class EngineCore:
             self._learning.spend(seconds)
         if self.scheduler.someone_waits or self.scheduler.jobs:
             return False
-        return self._runtime.fetch() or self._preassembly.assemble()
+        return self._runtime.fetch() or (self.scheduler.works_ahead and self._preassembly.assemble())
 
     @property
     def can_learn(self) -> bool:

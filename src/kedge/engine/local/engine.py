@@ -123,7 +123,7 @@ class LocalEngine:
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """`draw` takes the place of the request's own sampling: it sees all logits and may force an answer."""
         self._validate(request)
-        request = with_trails(request, self.config.planner.trail)
+        request = self._with_trails(request)
         tokens = list(request.tokens)
         room = min(self._runner.max_positions, self.capacity) - len(tokens)
         max_tokens = min(request.sampling.max_tokens, room)
@@ -180,7 +180,13 @@ class LocalEngine:
         """Takes a hint: such a request is expected. One that could not be served, or comes after `close`, is none."""
         with suppress(EngineClosed, RequestError):
             self._validate(request)
-            self._post(partial(self._core.prepare, with_trails(request, self.config.planner.trail)))
+            self._post(partial(self._core.prepare, self._with_trails(request)))
+
+    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
+        """Let values keep what stands behind them. KV of an answer's trail takes its agent one more pass, which is
+        worth it only where tokens that no offset predicts are not computed again.
+        """
+        return with_trails(request, self.config.planner.trail, of_answers=not self.config.anchors.computes_weak_tokens)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Returns once nothing runs, waits, is copied, can be assembled ahead or is left to be learned. Raises

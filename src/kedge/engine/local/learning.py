@@ -229,8 +229,7 @@ class Learning:
         queued = next((job for job in self._jobs if job.tokens == tokens and job.tenant == need.tenant), None)
         if queued is None:
             key = RequestId(f"base-{new_request_id()}")
-            queued = BaseJob(key, need.tenant, tokens, cuts=need.cuts)
-            queued.is_urgent, queued.wanted_by = need.is_urgent, sequence.key
+            queued = BaseJob(key, need.tenant, tokens, cuts=need.cuts, wanted_by=sequence.key)
             self._jobs.append(queued)
         return queued
 
@@ -263,9 +262,8 @@ class Learning:
         return given_up is not None
 
     def _surplus(self) -> Collection[BaseJob]:
-        """Return the base prefills that are too many and have not begun: those that save least, the oldest first."""
+        """Return the base prefills that are too many and have not begun, the oldest first."""
         waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
-        waiting.sort(key=lambda job: job.is_urgent)
         return waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]
 
     # the end --------------------------------------------------------------------------------------------------

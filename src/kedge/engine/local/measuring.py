@@ -40,6 +40,7 @@ def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capa
     for tokens in (1, longest):
         for _ in range(REPEATS):
             costs.observe_translation(1, tokens, _seconds(partial(_write, storage, tokens)))
+    costs.settle()
 
 
 def _seconds(work: Callable[[], object]) -> float:

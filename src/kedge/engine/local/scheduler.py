@@ -74,7 +74,8 @@ class Scheduler:
 
     Decoding sequences go first (one token each), then prefills that have begun, then new requests. Base prefills take
     at most `learning_share` of a pass while requests wait for their first token. Prompts that are assembled ahead come
-    only when none does, in small pieces; beside decodes only the few tokens that a translated one needs.
+    only when none does, in small pieces; beside decodes only the few tokens that a translated one needs, and only
+    beside so few that it delays all of them by less than it spares its request.
 
     Where several tenants run, each may take as much of a pass as the least demanding of them would take for itself
     (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
@@ -119,6 +120,13 @@ class Scheduler:
         return [*self.preempted, *self.loading, *self.waiting]
 
     @property
+    def works_ahead(self) -> bool:
+        """Whether to assemble prompts before their requests arrive: nobody waits for anything else, and it costs those
+        that run less than it spares.
+        """
+        return not self.someone_waits and not self.jobs and self._costs.ahead_pays(AHEAD_CHUNK, len(self.running))
+
+    @property
     def someone_waits(self) -> bool:
         """A request has yet to see its first token."""
         return bool(self.waiting or self.loading) or any(sequence.waits_for_first_token for sequence in self.running)
@@ -138,8 +146,8 @@ class Scheduler:
         self._add_requests(filling, [one for one in prefills if len(one.todo) <= FEW], allowed)
         self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget, allowed)
         if waits:
-            urgent = [job for job in self.jobs if job.is_urgent and not job.is_awaited]
-            self._add_jobs(filling, urgent, int(self._learning_share * self._budget), allowed)
+            unawaited = [job for job in self.jobs if not job.is_awaited]
+            self._add_jobs(filling, unawaited, int(self._learning_share * self._budget), allowed)
         self._add_requests(filling, [one for one in prefills if len(one.todo) > FEW], allowed)
         if not waits:
             self._add_spare(filling, allowed)
@@ -272,7 +280,7 @@ class Scheduler:
         """Adds what nobody waits for."""
         if self.jobs:
             self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
-        else:
+        elif self.works_ahead:
             for one in self._assembled():
                 filling.add(one, AHEAD_CHUNK)
 

@@ -66,8 +66,6 @@ class BaseJob(Sequence):
     """Computes base KV off the critical path: a short prefill whose KV is cut into segments and kept."""
 
     cuts: tuple[Cut, ...] = ()
-    is_urgent: bool = True
-    """Whether it saves more than it costs, so that it is worth its share of a busy pass."""
     is_awaited: bool = False
     """Whether a request waits for it, whose own work it is then."""
     wanted_by: RequestId | None = None
