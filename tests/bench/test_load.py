@@ -13,7 +13,7 @@ import torch
 
 from kedge.bench.load import LoadSettings, Record, Run, Selection, load, measure, percentile
 from kedge.bench.load_teams import AGENTS, PREFIX, Shape, Team, case_names, nano_team, random_flow, random_team, team
-from kedge.bench.load_watch import Call, WatchedEngine, now
+from kedge.bench.load_watch import Call, WindowEngine, now
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.run import compiled
 from kedge.errors import ConfigError, EngineClosed
@@ -25,6 +25,7 @@ from kedge.types import (
     RequestId,
     ReuseMode,
     RunId,
+    SamplingParams,
     Segment,
     Source,
     Span,
@@ -191,11 +192,24 @@ def test_a_bug_in_a_client_is_not_hidden(tiny: Team) -> None:
 def test_no_call_is_taken_after_the_window(tiny: Team) -> None:
     calls: list[Call] = []
     with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
-        watched = WatchedEngine(inner, now(), calls)
+        watched = WindowEngine(inner, now(), calls)
         with pytest.raises(EngineClosed, match="window"):
             watched.submit(GenerateRequest((Segment((1, 2, 3), "p0"),)))
         assert watched.running() == 0
     assert not calls
+
+
+def test_of_a_window_the_calls_that_end_well_are_kept(tiny: Team) -> None:
+    calls: list[Call] = []
+    request = GenerateRequest((Segment((1, 2, 3), "p0"),), SamplingParams(2), run=RunId("r"))
+    with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
+        watched = WindowEngine(inner, now() + 600, calls)
+        stopped = watched.submit(replace(request, sampling=SamplingParams(500), request_id=RequestId("stopped")))
+        watched.cancel(stopped.request_id)
+        stopped.result()
+        answered = watched.submit(request).result()
+    assert [(one.run, one.completion) for one in calls] == [("r", answered)]
+    assert all(one.began <= one.ended for one in calls)
 
 
 def test_threads_are_given_back() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kedge.engine.conformance import EngineConformance
 from kedge.engine.echo import EchoEngine
+from kedge.engine.watched import WatchedEngine
 from kedge.server.dashboard_history import BUCKET_SECONDS, BUCKETS, MOST_AGENTS, MOST_RECEIPTS, MOST_RUNS, History
 from kedge.server.dashboard_records import MOST_AGENTS_OF_A_RUN, SAMPLES, AgentState, Kind, kind_of
-from kedge.server.dashboard_watch import WatchedEngine
 from kedge.types import (
     AgentId,
     ClientId,

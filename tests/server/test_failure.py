@@ -17,8 +17,8 @@ import pytest
 
 from kedge.cli.serve import EXIT_ENGINE_ENDED
 from kedge.engine.echo import EchoEngine
+from kedge.engine.watched import WatchedEngine
 from kedge.server.dashboard_history import History
-from kedge.server.dashboard_watch import WatchedEngine
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
 from tests.server.test_ending import LONG, Ending
 
