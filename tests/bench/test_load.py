@@ -12,8 +12,20 @@ import pytest
 import torch
 
 from kedge.bench.load import LoadSettings, Record, Run, Selection, load, measure, percentile
-from kedge.bench.load_teams import AGENTS, PREFIX, Shape, Team, case_names, nano_team, random_flow, random_team, team
+from kedge.bench.load_teams import (
+    AGENTS,
+    OPEN,
+    PREFIX,
+    Shape,
+    Team,
+    case_names,
+    nano_team,
+    random_flow,
+    random_team,
+    team,
+)
 from kedge.bench.load_watch import Call, WindowEngine, now
+from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.run import compiled
 from kedge.errors import ConfigError, EngineClosed
@@ -226,11 +238,20 @@ def test_threads_are_given_back() -> None:
         (LoadSettings(model_size="8b"), Selection(("32m",)), "8b-long"),
         (LoadSettings(), Selection(("nano",), (0,)), "clients"),
         (LoadSettings(kv_memory="much"), Selection(("nano",)), "kv_memory"),
+        (LoadSettings(anchor_memory="much"), Selection(("nano",)), r"anchors\.max_bytes='much'"),
+        (LoadSettings(base_memory="0"), Selection(("nano",)), r"anchors\.max_base_bytes='0'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(settings: LoadSettings, selection: Selection, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         next(measure(settings, selection))
+
+
+def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:
+    settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB", base_memory="5GiB").engine(OPEN)
+    wanted = OPEN.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 5 << 30})
+    assert settings == EngineConfig(kv_memory=3 << 30, anchors=wanted)
+    assert LoadSettings().engine(OPEN) == EngineConfig(anchors=OPEN)
 
 
 def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:

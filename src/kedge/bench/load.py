@@ -50,7 +50,11 @@ class LoadSettings:
     seconds: float = 120.0
     """Of each combination of case, clients and mode."""
     kv_memory: str | None = None
-    """None: the engine's default."""
+    """None: the engine's default, here and in both below."""
+    anchor_memory: str | None = None
+    """Of all pools of anchors."""
+    base_memory: str | None = None
+    """Of all base KV."""
     model_size: str = "32m"
     """Of the random model."""
     device: str = "auto"
@@ -58,8 +62,13 @@ class LoadSettings:
 
     def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineConfig:  # noqa: B008 (it is frozen)
         """Return the settings of an engine. Raises `ConfigError`."""
-        given = {} if self.kv_memory is None else {"kv_memory": self.kv_memory}
-        return EngineConfig.model_validate({"device": self.device, "anchors": anchors, **given})
+        bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
+        settings = _given(device=self.device, kv_memory=self.kv_memory)
+        return EngineConfig.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
+
+
+def _given(**settings: str | None) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True)
