@@ -75,7 +75,7 @@ def test_output_is_cut() -> None:
 def test_endless_code_is_killed(code: str) -> None:
     started = time.perf_counter()
     assert run_python(f"print('on', flush=True)\n{code}", SHORT) == Outcome("on\n", "TimeoutError")
-    assert time.perf_counter() - started < 3
+    assert time.perf_counter() - started < 30
 
 
 def test_growing_memory_ends() -> None:

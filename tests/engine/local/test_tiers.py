@@ -277,7 +277,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
         while not figures(engine)["loading"]["waited"]:
             time.sleep(1e-3)
         assert engine.cancel(stream.request_id)
-        done = stream.result(5)
+        done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         engine._ask(engine._core.check_integrity)
         again = engine.submit(ask(0, 2)).result(30)
