@@ -81,9 +81,12 @@ def test_what_is_no_workflow_is_a_bad_request(http: httpx.Client, content: str, 
     [('"temperature": NaN', "temperature"), ('"temperature": 1e309', "temperature"), ('"top_p": -1e-46', "top_p"),
      ('"temperature": 101', "temperature"), ('"max_tokens": 2147483648', "max_tokens"),
      ('"seed": 9223372036854775808', "seed"), (f'"stop": {json.dumps(["x"] * 17)}', "stop"),
-     ('"tool": "python", "tool_seconds": Infinity', "tool_seconds")],
+     ('"tool": "python", "tool_seconds": Infinity', "tool_seconds"), ('"system": "\\ud800"', "system"),
+     ('"stop": ["\\ud800"]', "stop")],
 )  # fmt: skip
-def test_sampling_that_no_engine_could_do_is_refused_at_registration(http: httpx.Client, said: str, param: str) -> None:
+def test_an_agent_that_no_engine_could_run_is_refused_at_registration(
+    http: httpx.Client, said: str, param: str
+) -> None:
     flow = f'{{"name": "n", "agents": [{{"id": "a", "user": "{{user_question}}", {said}}}]}}'
     answer = http.post("/v1/workflows", content=flow, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"agent a: {param}")

@@ -145,6 +145,14 @@ def test_bad_agents_name_the_field(changes: dict[str, object]) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("key", ["system", "user", "title"])
+@pytest.mark.parametrize("text", ["half \ud800 of a pair", None, 5])
+def test_an_agents_texts_are_unicode(key: str, text: object) -> None:
+    texts = {"system": "", "user": "x", key: text}
+    with pytest.raises(WorkflowError, match=f"agent a: {key}=.*: must be "):
+        Agent("a", **texts)  # type: ignore[arg-type]
+
+
 @given(st.floats(), st.floats(), st.integers(), st.integers().filter(bool))
 def test_an_agent_samples_as_a_request_may(temperature: float, top_p: float, seed: int, max_tokens: int) -> None:
     sampling = SamplingParams(max_tokens, temperature, top_p, seed)

@@ -10,7 +10,7 @@ from functools import cached_property
 from threading import TIMEOUT_MAX
 from typing import NamedTuple
 
-from kedge.checks import brief, is_number, require_sampling
+from kedge.checks import brief, is_number, require_sampling, require_text
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
 from kedge.types import AgentId, ReuseMode, SamplingParams
 from kedge.workflow.template import Kind, Placeholder, placeholders
@@ -49,6 +49,8 @@ class Agent:
         if not _ID.fullmatch(self.id):
             raise WorkflowError("agent", self.id, "an id has only letters, digits, '_' and '-'")
         try:
+            for key in ("system", "user", "title"):
+                require_text(key, getattr(self, key), may_be_empty=True)
             require_sampling(self.sampling, least_tokens=1)
         except RequestError as error:
             raise WorkflowError(f"agent {self.id}: {error.key}", error.value, error.why) from None
