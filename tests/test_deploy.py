@@ -61,6 +61,12 @@ def test_a_panel_asks_for_what_is_exposed(exposed: dict[str, set[str]], title: s
         assert labels <= exposed[name], name
 
 
+def test_what_becomes_of_snapshots_is_shown() -> None:
+    shown = [expression for _, expression in EXPRESSIONS if "kedge:snapshots_total" in expression]
+    assert {status for one in shown for status in re.findall(r"\w+", one)} >= {"damaged", "failed", "refused"}
+    assert not any("increase" in one for one in shown), "a count at the start is no increase to Prometheus"
+
+
 def test_panels_do_not_overlap() -> None:
     places = [panel["gridPos"] for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]]
     cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "kedge"
 FLOORS = (
-    ("types", "errors", "config", "metrics", "hint_values"),
+    ("types", "errors", "config", "metrics", "hint_values", "checks"),
     ("workflow", "cache", "kv", "models"),
     ("anchors", "runtime", "workloads"),
     ("engine",),

@@ -12,8 +12,20 @@ import pytest
 import torch
 
 from kedge.bench.load import LoadSettings, Record, Run, Selection, load, measure, percentile
-from kedge.bench.load_teams import AGENTS, PREFIX, Shape, Team, case_names, nano_team, random_flow, random_team, team
-from kedge.bench.load_watch import Call, WatchedEngine, now
+from kedge.bench.load_teams import (
+    AGENTS,
+    OPEN,
+    PREFIX,
+    Shape,
+    Team,
+    case_names,
+    nano_team,
+    random_flow,
+    random_team,
+    team,
+)
+from kedge.bench.load_watch import Call, WindowEngine, now
+from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.run import compiled
 from kedge.errors import ConfigError, EngineClosed
@@ -25,6 +37,7 @@ from kedge.types import (
     RequestId,
     ReuseMode,
     RunId,
+    SamplingParams,
     Segment,
     Source,
     Span,
@@ -191,11 +204,24 @@ def test_a_bug_in_a_client_is_not_hidden(tiny: Team) -> None:
 def test_no_call_is_taken_after_the_window(tiny: Team) -> None:
     calls: list[Call] = []
     with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
-        watched = WatchedEngine(inner, now(), calls)
+        watched = WindowEngine(inner, now(), calls)
         with pytest.raises(EngineClosed, match="window"):
             watched.submit(GenerateRequest((Segment((1, 2, 3), "p0"),)))
         assert watched.running() == 0
     assert not calls
+
+
+def test_of_a_window_the_calls_that_end_well_are_kept(tiny: Team) -> None:
+    calls: list[Call] = []
+    request = GenerateRequest((Segment((1, 2, 3), "p0"),), SamplingParams(2), run=RunId("r"))
+    with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
+        watched = WindowEngine(inner, now() + 600, calls)
+        stopped = watched.submit(replace(request, sampling=SamplingParams(500), request_id=RequestId("stopped")))
+        watched.cancel(stopped.request_id)
+        stopped.result()
+        answered = watched.submit(request).result()
+    assert [(one.run, one.completion) for one in calls] == [("r", answered)]
+    assert all(one.began <= one.ended for one in calls)
 
 
 def test_threads_are_given_back() -> None:
@@ -212,11 +238,20 @@ def test_threads_are_given_back() -> None:
         (LoadSettings(model_size="8b"), Selection(("32m",)), "8b-long"),
         (LoadSettings(), Selection(("nano",), (0,)), "clients"),
         (LoadSettings(kv_memory="much"), Selection(("nano",)), "kv_memory"),
+        (LoadSettings(anchor_memory="much"), Selection(("nano",)), r"anchors\.max_bytes='much'"),
+        (LoadSettings(base_memory="0"), Selection(("nano",)), r"anchors\.max_base_bytes='0'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(settings: LoadSettings, selection: Selection, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         next(measure(settings, selection))
+
+
+def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:
+    settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB", base_memory="5GiB").engine(OPEN)
+    wanted = OPEN.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 5 << 30})
+    assert settings == EngineConfig(kv_memory=3 << 30, anchors=wanted)
+    assert LoadSettings().engine(OPEN) == EngineConfig(anchors=OPEN)
 
 
 def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:

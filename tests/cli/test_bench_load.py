@@ -25,7 +25,8 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 def test_the_file_has_a_leaf_for_every_mode(cli: CliRunner, tmp_path: Path) -> None:
     file = tmp_path / "load.json"
-    done = cli.invoke(app, [*SHORT, "--json", str(file)])
+    memory = ["--kv-memory", "512MiB", "--anchor-memory", "1GiB", "--base-memory", "256MiB"]
+    done = cli.invoke(app, [*SHORT, *memory, "--json", str(file)])
     assert done.exit_code == 0, done.output
     saved = json.loads(file.read_text())
     assert saved["cases"].keys() == {"nano"} and saved["cases"]["nano"].keys() == {"2"}
@@ -34,6 +35,8 @@ def test_the_file_has_a_leaf_for_every_mode(cli: CliRunner, tmp_path: Path) -> N
     assert all(leaf.keys() >= LEAF for leaf in modes.values())
     assert saved["machine"]["kedge"]
     assert saved["settings"]["seconds"] == 1
+    asked = {"kv_memory": "512MiB", "anchor_memory": "1GiB", "base_memory": "256MiB"}
+    assert asked.items() <= saved["settings"].items()
 
 
 def test_the_table_fits_80_columns(cli: CliRunner) -> None:

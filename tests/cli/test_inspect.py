@@ -131,6 +131,14 @@ def test_a_folder_that_is_no_model(tmp_path: Path, content: str | None) -> None:
     assert result.stderr.startswith(f"error: model='{tmp_path}'")
 
 
+def test_a_workflow_with_a_temperature_that_no_engine_could_use(tmp_path: Path) -> None:
+    flow = tmp_path / "flow.yaml"
+    flow.write_text("name: n\nagents: [{id: a, user: '{user_question}', temperature: 101}]\n", encoding="utf-8")
+    result = inspect(str(flow))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: agent a: temperature=101.0: must be from 0 to 100.0 (in {flow})\n"
+
+
 def test_a_workflow(tmp_path: Path) -> None:
     flow = tmp_path / "flow.yaml"
     flow.write_text(

@@ -22,8 +22,6 @@ TESTS = [name for part in reversed(EngineConformance.__mro__) for name in vars(p
 
 
 class TestEchoEngine(EngineConformance):
-    timeout_s = 10.0
-
     @pytest.fixture
     def engine(self) -> Iterator[EchoEngine]:
         with EchoEngine(delay_s=2e-4) as engine:

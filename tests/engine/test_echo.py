@@ -78,25 +78,25 @@ def test_streamed_text_is_the_text_before_the_first_stop_string(text: str, stop:
 
 
 def test_echoes_the_last_placeholder_or_the_prompt(engine: EchoEngine) -> None:
-    assert engine.submit(ask("Say: ", "one", "two")).result(5).text == "two"
-    done = engine.submit(ask("<|bos|>plain é")).result(5)
+    assert engine.submit(ask("Say: ", "one", "two")).result(60).text == "two"
+    done = engine.submit(ask("<|bos|>plain é")).result(60)
     assert (done.text, done.finish_reason) == ("plain é", FinishReason.STOP)
     assert engine.tokenizer.decode(done.tokens) == done.text
 
 
 def test_ignore_eos_goes_on_to_the_limit(engine: EchoEngine) -> None:
-    done = engine.submit(ask("ab", ignore_eos=True, max_tokens=5)).result(5)
+    done = engine.submit(ask("ab", ignore_eos=True, max_tokens=5)).result(60)
     assert (done.text, done.tokens, done.finish_reason) == ("abab", (97, 98, 257, 97, 98), FinishReason.LENGTH)
 
 
 def test_a_cut_character_is_shown_as_such(engine: EchoEngine) -> None:
-    assert engine.submit(ask("é", max_tokens=1)).result(5).text == "\ufffd"
+    assert engine.submit(ask("é", max_tokens=1)).result(60).text == "\ufffd"
 
 
 def test_script_by_agent_and_requests_are_recorded() -> None:
     with EchoEngine({AgentId("solver"): "42", AgentId("mute"): ""}) as engine:
         requests = [ask("six times seven", agent=agent) for agent in ("solver", "mute", "else")]
-        texts = [engine.submit(request).result(5).text for request in requests]
+        texts = [engine.submit(request).result(60).text for request in requests]
     assert texts == ["42", "", "six times seven"]
     assert engine.requests == requests
 
@@ -108,17 +108,17 @@ def test_script_by_function_runs_in_the_callers_thread() -> None:
         return f"{request.prompt_tokens} tokens, {threading.current_thread().name}"
 
     with EchoEngine(answer) as engine:
-        assert engine.submit(ask("abc")).result(5).text == f"3 tokens, {threading.current_thread().name}"
+        assert engine.submit(ask("abc")).result(60).text == f"3 tokens, {threading.current_thread().name}"
         with pytest.raises(ValueError, match="too much"):
             engine.submit(ask("abcd"))
         assert len(engine.requests) == 1
 
 
 def test_receipts_show_real_prefix_reuse(engine: EchoEngine) -> None:
-    cold = engine.submit(ask("shared ", "one")).result(5).receipt
-    warm = engine.submit(ask("shared ", "other")).result(5).receipt
-    same = engine.submit(ask("shared ", "one")).result(5).receipt
-    off = engine.submit(ask("shared ", "one", reuse=ReuseMode.OFF)).result(5).receipt
+    cold = engine.submit(ask("shared ", "one")).result(60).receipt
+    warm = engine.submit(ask("shared ", "other")).result(60).receipt
+    same = engine.submit(ask("shared ", "one")).result(60).receipt
+    off = engine.submit(ask("shared ", "one", reuse=ReuseMode.OFF)).result(60).receipt
     assert cold.spans == off.spans == (Span(0, 10, Source.COMPUTED),)
     assert warm.spans == (Span(0, 8, Source.DEVICE), Span(8, 12, Source.COMPUTED)), "'o' is shared, too"
     assert same.spans == (Span(0, 9, Source.DEVICE), Span(9, 10, Source.COMPUTED))
@@ -129,25 +129,25 @@ def test_receipts_show_real_prefix_reuse(engine: EchoEngine) -> None:
 
 
 def test_an_answer_becomes_a_reusable_prefix(engine: EchoEngine) -> None:
-    engine.submit(ask("abc")).result(5)
-    assert engine.submit(ask("abcabcX")).result(5).receipt.exact == 5, "the last token drawn has no KV"
+    engine.submit(ask("abc")).result(60)
+    assert engine.submit(ask("abcabcX")).result(60).receipt.exact == 5, "the last token drawn has no KV"
 
 
 def test_a_request_without_reuse_leaves_nothing(engine: EchoEngine) -> None:
-    engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(5)
-    assert engine.submit(ask("abc")).result(5).receipt.exact == 0
-    assert engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(5).receipt.exact == 0
+    engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(60)
+    assert engine.submit(ask("abc")).result(60).receipt.exact == 0
+    assert engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(60).receipt.exact == 0
 
 
 def test_parts_sum_to_the_time_to_first_token(engine: EchoEngine) -> None:
-    done = engine.submit(ask("abc")).result(5)
+    done = engine.submit(ask("abc")).result(60)
     assert sum(done.receipt.parts_ms.values()) == pytest.approx(done.ttft_ms)
 
 
 def test_requests_wait_for_room_in_order() -> None:
     with EchoEngine(delay_s=1e-3, capacity=20) as engine:
         streams = [engine.submit(ask(text, max_tokens=8)) for text in ("aaaaaaaaaa", "bbbbbbbbbb", "c")]
-        done = [stream.result(5) for stream in streams]
+        done = [stream.result(60) for stream in streams]
         assert [each.text for each in done] == ["a" * 8, "b" * 8, "c"]
         assert done[1].receipt.parts_ms["queue"] > 1, "one after the other"
         assert engine.cache.stats().leased_blocks == 0
@@ -160,10 +160,10 @@ def test_a_request_that_waits_can_be_cancelled() -> None:
         second = engine.submit(ask("b", max_tokens=90))
         next(iter(first))
         assert engine.cancel(second.request_id)
-        done = second.result(5)
+        done = second.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         assert engine.cancel(first.request_id)
-        assert first.result(5).finish_reason is FinishReason.CANCELLED
+        assert first.result(60).finish_reason is FinishReason.CANCELLED
         engine.cache.check_integrity()
 
 
@@ -178,7 +178,7 @@ def test_bad_requests_are_refused() -> None:
             with pytest.raises(error):
                 engine.submit(request)
         assert engine.requests == []
-        assert engine.submit(ask("abcd", max_tokens=6)).result(5).text == "abcd"
+        assert engine.submit(ask("abcd", max_tokens=6)).result(60).text == "abcd"
 
 
 def test_an_id_is_in_flight_once() -> None:
@@ -187,8 +187,8 @@ def test_an_id_is_in_flight_once() -> None:
         stream = engine.submit(request)
         with pytest.raises(RequestError, match="in flight"):
             engine.submit(request)
-        stream.result(5)
-        assert engine.submit(request).result(5).text == "abc", "once it has ended, it may come again"
+        stream.result(60)
+        assert engine.submit(request).result(60).text == "abc", "once it has ended, it may come again"
 
 
 def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
@@ -196,7 +196,7 @@ def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
     engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
     engine.forecast({key: None})
     assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]
-    assert engine.submit(ask("abc")).result(5).text == "abc"
+    assert engine.submit(ask("abc")).result(60).text == "abc"
 
 
 def test_result_times_out() -> None:
@@ -205,14 +205,14 @@ def test_result_times_out() -> None:
         with pytest.raises(TimeoutError):
             stream.result(0.01)
         engine.cancel(stream.request_id)
-        assert stream.result(5).finish_reason is FinishReason.CANCELLED
+        assert stream.result(60).finish_reason is FinishReason.CANCELLED
 
 
 def test_close_ends_what_runs_and_what_waits() -> None:
     engine = EchoEngine(delay_s=1e-3, capacity=100)
     streams = [engine.submit(ask(text, max_tokens=90, ignore_eos=True)) for text in "ab"]
     engine.close()
-    assert [stream.result(5).finish_reason for stream in streams] == [FinishReason.CANCELLED] * 2
+    assert [stream.result(60).finish_reason for stream in streams] == [FinishReason.CANCELLED] * 2
     assert engine.cache.stats().leased_blocks == 0
     with pytest.raises(EngineClosed):
         engine.submit(ask("c"))

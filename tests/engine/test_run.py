@@ -278,12 +278,12 @@ def test_cancelled_response_fails_the_run_and_the_engine_goes_on() -> None:
 
 
 def test_a_request_that_is_refused_cancels_what_runs() -> None:
-    workflow = flow(agent("long", max_tokens=5000), Agent("a", "", "x" * 300))
-    with Engine({"long": "l" * 5000}, max_prompt=200, delay_s=0.002) as engine:
+    workflow = flow(agent("long", max_tokens=20_000), Agent("a", "", "x" * 300))
+    with Engine({"long": "l" * 20_000}, max_prompt=200, delay_s=0.002) as engine:
         started = time.perf_counter()
         with pytest.raises(PromptTooLong) as caught:
             run(engine, workflow, ASK)
-        assert time.perf_counter() - started < 2
+        assert time.perf_counter() - started < 30, "the whole answer takes 40 s at least"
         assert caught.value.__notes__ == ["agent a, turn 0"]
         assert not engine.cancel(engine.requests[0].request_id)
         assert len(engine.ended) == 1

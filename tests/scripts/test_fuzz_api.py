@@ -25,6 +25,12 @@ REFERENCE: dict[str, Any] = fuzz_api.REFERENCE
 Schema = dict[str, Any]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's own is for a machine that does nothing else; a hang is one after a minute, too."""
+    monkeypatch.setattr(fuzz_api, "PATIENCE", 60.0)
+
+
 def numeric(schema: Schema, parts: Schema, name: str = "") -> Iterator[str]:
     """The names of all fields that may be numbers, in a schema and in those that it is made of."""
     if schema.get("type") in ("number", "integer"):

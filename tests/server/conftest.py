@@ -29,7 +29,8 @@ agents:
   - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current}"}
 """
 YAML = {"Content-Type": "application/yaml"}
-PATIENCE = 10.0
+PATIENCE = 60.0
+"""Seconds after which something hangs, even on a busy machine."""
 
 
 @dataclass

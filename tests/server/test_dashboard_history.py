@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kedge.engine.conformance import EngineConformance
 from kedge.engine.echo import EchoEngine
+from kedge.engine.watched import WatchedEngine
 from kedge.server.dashboard_history import BUCKET_SECONDS, BUCKETS, MOST_AGENTS, MOST_RECEIPTS, MOST_RUNS, History
 from kedge.server.dashboard_records import MOST_AGENTS_OF_A_RUN, SAMPLES, AgentState, Kind, kind_of
-from kedge.server.dashboard_watch import WatchedEngine
 from kedge.types import (
     AgentId,
     ClientId,
@@ -308,8 +308,6 @@ def test_whatever_happens_the_counts_are_right(happened: list[tuple[str, int]]) 
 class TestWatchedEngine(EngineConformance):
     """Being watched changes nothing about an engine."""
 
-    timeout_s = 10.0
-
     @pytest.fixture
     def engine(self) -> Iterator[WatchedEngine]:
         with EchoEngine(delay_s=2e-4) as engine:
@@ -321,7 +319,7 @@ def echo_request(number: int, max_tokens: int = 4) -> GenerateRequest:
     return GenerateRequest(segments, SamplingParams(max_tokens), request_id=RequestId(f"e{number}"), tenant=ACME)
 
 
-@pytest.mark.parametrize("reader", [list, lambda stream: stream.result(10)], ids=["iterated", "result"])
+@pytest.mark.parametrize("reader", [list, lambda stream: stream.result(60)], ids=["iterated", "result"])
 def test_the_history_hears_of_answers_before_their_reader_does(reader: Any) -> None:
     history = History()
     with EchoEngine() as engine:

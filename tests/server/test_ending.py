@@ -119,7 +119,7 @@ def test_an_idle_server_ends_at_once() -> None:
     began = time.monotonic()
     with ending(grace=60, delay_s=0):
         pass
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,8 +17,9 @@ import pytest
 
 from kedge.cli.serve import EXIT_ENGINE_ENDED
 from kedge.engine.echo import EchoEngine
+from kedge.engine.watched import WatchedEngine
 from kedge.server.dashboard_history import History
-from kedge.server.dashboard_watch import WatchedEngine
+from tests.processes import children, is_alive, linux_only
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
 from tests.server.test_ending import LONG, Ending
 
@@ -136,7 +137,11 @@ from kedge.workflow.spec import TOOLS
 TOOLS["hang"] = "__main__:hang"
 def hang(answer, inputs): time.sleep(1000)
 """
-ECHO = f"{MORTAL}{HANG}\nserve.HANG_SECONDS = 3.0\nserve.open_engine = lambda settings: MortalEcho()\napp()"
+ECHO = "\nserve.HANG_SECONDS = 3.0\nserve.open_engine = lambda settings: MortalEcho()\napp()"
+RUNS_CODE = """
+from kedge.workloads.sandbox import Limits, run_python
+def hang(answer, inputs): run_python("import time; time.sleep(1000)", Limits(seconds=1000))
+"""
 HANGS = """
 name: hangs
 agents: [{id: a, user: "{user_question}", tool: hang, tool_seconds: 1000}]
@@ -199,13 +204,29 @@ def test_the_process_exits_with_a_code_and_comes_back_with_its_state(tmp_path: P
         assert running.http.post("/v1/completions", json={"prompt": "live", "max_tokens": 4}).status_code == 200
 
 
+def hanging_run(running: Process) -> None:
+    """Start a run whose tool hangs, and wait until it does."""
+    running.http.post("/v1/workflows", content=HANGS, headers=YAML).raise_for_status()
+    sleeps = {"inputs": {"user_question": "?"}}
+    events = running.http.post("/v1/workflows/hangs/runs", json=sleeps).json()["events"]
+    with running.http.stream("GET", events) as told:
+        assert any(line == "event: answered" for line in told.iter_lines())
+
+
 def test_what_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
-    with process(ECHO, "--tools", folder=tmp_path) as running:
-        running.http.post("/v1/workflows", content=HANGS, headers=YAML).raise_for_status()
-        sleeps = {"inputs": {"user_question": "?"}}
-        events = running.http.post("/v1/workflows/hangs/runs", json=sleeps).json()["events"]
-        with running.http.stream("GET", events) as told:
-            assert any(line == "event: answered" for line in told.iter_lines())
+    with process(MORTAL + HANG + ECHO, "--tools", folder=tmp_path) as running:
+        hanging_run(running)
         assert running.die().status_code == 503
         assert running.http.get("/health").status_code == 503
         assert running.popen.wait(60) == EXIT_ENGINE_ENDED
+
+
+@linux_only
+def test_code_that_a_tool_runs_ends_with_the_process(tmp_path: Path) -> None:
+    with process(MORTAL + HANG + RUNS_CODE + ECHO, "--tools", folder=tmp_path) as running:
+        hanging_run(running)
+        wait_until(lambda: bool(children(running.popen.pid)))
+        codes = children(running.popen.pid)
+        running.die()
+        assert running.popen.wait(60) == EXIT_ENGINE_ENDED
+        wait_until(lambda: not any(map(is_alive, codes)))

@@ -34,6 +34,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         serving(engine) as running,
         pytest.MonkeyPatch.context() as patch,
     ):
+        patch.setattr(fuzz_api, "PATIENCE", PATIENCE)
         for variable, value in fuzz_api.known_names(running.url).items():
             patch.setenv(variable, value)
         reference = fuzz_api.Reference(running.url)

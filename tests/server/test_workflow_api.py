@@ -76,6 +76,24 @@ def test_what_is_no_workflow_is_a_bad_request(http: httpx.Client, content: str, 
     assert http.get("/v1/workflows").json()["data"] == []
 
 
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [('"temperature": NaN', "temperature"), ('"temperature": 1e309', "temperature"), ('"top_p": -1e-46', "top_p"),
+     ('"temperature": 101', "temperature"), ('"max_tokens": 2147483648', "max_tokens"),
+     ('"seed": 9223372036854775808', "seed"), (f'"stop": {json.dumps(["x"] * 17)}', "stop"),
+     ('"tool": "python", "tool_seconds": Infinity', "tool_seconds"), ('"system": "\\ud800"', "system"),
+     ('"stop": ["\\ud800"]', "stop")],
+)  # fmt: skip
+def test_an_agent_that_no_engine_could_run_is_refused_at_registration(
+    http: httpx.Client, said: str, param: str
+) -> None:
+    flow = f'{{"name": "n", "agents": [{{"id": "a", "user": "{{user_question}}", {said}}}]}}'
+    answer = http.post("/v1/workflows", content=flow, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"agent a: {param}")
+    assert ": must be " in answer.json()["error"]["message"]
+    assert http.get("/v1/workflows").json()["data"] == []
+
+
 @pytest.mark.parametrize("kind", ["application/json", "application/yaml"])
 def test_a_key_that_stands_twice_is_refused_as_in_a_file(http: httpx.Client, kind: str) -> None:
     twice = json.dumps(PAIR)[:-1] + ', "name": "other"}'

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.errors import CycleError, UnknownPlaceholder, WorkflowError
-from kedge.types import AgentId
+from kedge.engine.conformance.values import IMPOSSIBLE_SAMPLING
+from kedge.engine.validation import require_sensible
+from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
+from kedge.types import AgentId, GenerateRequest, SamplingParams, Segment
 from kedge.workflow.graph import Agent, Step, Workflow, order
 from kedge.workflow.template import Placeholder
+
+SAMPLED = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def tool(answer: str, inputs: object) -> str:  # noqa: ARG001
@@ -129,12 +135,35 @@ def test_bad_workflows(changes: dict[str, object], key: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
-     {"top_p": 0.0}, {"top_p": 1.5}, {"tool_seconds": 0}, {"stop": ("",)}],
+    [{"max_tokens": 0}, {"tool_seconds": 0}, {"tool_seconds": math.nan}, {"tool_seconds": math.inf},
+     {"tool_seconds": "9"}, *({key: value} for key in SAMPLED for value in IMPOSSIBLE_SAMPLING[key])],
+    ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
 def test_bad_agents_name_the_field(changes: dict[str, object]) -> None:
-    with pytest.raises(WorkflowError, match=f"agent a: {next(iter(changes))}"):
+    with pytest.raises(WorkflowError, match=f"agent a: {next(iter(changes))}=.*: must ") as caught:
         agent("a", **changes)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("key", ["system", "user", "title"])
+@pytest.mark.parametrize("text", ["half \ud800 of a pair", None, 5])
+def test_an_agents_texts_are_unicode(key: str, text: object) -> None:
+    texts = {"system": "", "user": "x", key: text}
+    with pytest.raises(WorkflowError, match=f"agent a: {key}=.*: must be "):
+        Agent("a", **texts)  # type: ignore[arg-type]
+
+
+@given(st.floats(), st.floats(), st.integers(), st.integers().filter(bool))
+def test_an_agent_samples_as_a_request_may(temperature: float, top_p: float, seed: int, max_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens, temperature, top_p, seed)
+    try:
+        require_sensible(GenerateRequest((Segment((1,), "p0"),), sampling))
+    except RequestError as error:
+        with pytest.raises(WorkflowError, match=re.escape(f"agent a: {error.key}={error.value!r}: must ")):
+            agent("a", max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    else:
+        made = agent("a", max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        assert made.sampling == sampling
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a@0", "{a}"])

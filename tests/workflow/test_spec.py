@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,34 @@ def test_bad_specs_name_key_and_value(data: dict[str, object], key: str, value: 
     with pytest.raises(SpecError) as caught:
         build_workflow(data, source="flow.yaml")
     assert (caught.value.key, caught.value.value) == (f"flow.yaml: {key}", value)
+
+
+OUT_OF_RANGE = {
+    "temperature: .nan": "temperature=nan: must be from 0 to 100.0",
+    "temperature: -.inf": "temperature=-inf: must be from 0 to 100.0",
+    "temperature: 100.5": "temperature=100.5: must be from 0 to 100.0",
+    "top_p: -1.0e-46": "top_p=-1e-46: must be more than 0 and at most 1",
+    "max_tokens: 2147483648": "max_tokens=2147483648: must be an integer from 1 to 2147483647",
+    "seed: 9223372036854775808": "seed=9223372036854775808: must be an integer from -9223372036854775808",
+    "stop: [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q]": "stop='17 strings': must be at most 16",
+    "tool: python, tool_seconds: .inf": "tool_seconds=inf: must be more than 0 and at most",
+}
+
+
+@pytest.mark.parametrize(("said", "why"), OUT_OF_RANGE.items())
+def test_files_with_sampling_that_no_engine_could_do(tmp_path: Path, said: str, why: str) -> None:
+    path = write(tmp_path, f"name: n\nagents: [{{id: a, user: '{{user_question}}', {said}}}]")
+    with pytest.raises(WorkflowError, match=re.escape(f"agent a: {why}")) as caught:
+        load_flow(path)
+    assert caught.value.__notes__ == [f"in {path}"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "101"])
+def test_json_files_with_a_temperature_that_no_engine_could_use(tmp_path: Path, number: str) -> None:
+    agent = f'{{"id": "a", "user": "{{user_question}}", "temperature": {number}}}'
+    path = write(tmp_path, f'{{"name": "n", "agents": [{agent}]}}', "flow.json")
+    with pytest.raises(WorkflowError, match="agent a: temperature=.*: must be from 0 to 100.0"):
+        load_workflow(path)
 
 
 @pytest.mark.parametrize(

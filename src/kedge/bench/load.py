@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from kedge.bench.load_teams import Team, case_names, team
-from kedge.bench.load_watch import Call, WatchedEngine, now
+from kedge.bench.load_watch import Call, WindowEngine, now
 from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.run import run
@@ -50,7 +50,11 @@ class LoadSettings:
     seconds: float = 120.0
     """Of each combination of case, clients and mode."""
     kv_memory: str | None = None
-    """None: the engine's default."""
+    """None: the engine's default, here and in both below."""
+    anchor_memory: str | None = None
+    """Of all pools of anchors."""
+    base_memory: str | None = None
+    """Of all base KV."""
     model_size: str = "32m"
     """Of the random model."""
     device: str = "auto"
@@ -58,8 +62,13 @@ class LoadSettings:
 
     def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineConfig:  # noqa: B008 (it is frozen)
         """Return the settings of an engine. Raises `ConfigError`."""
-        given = {} if self.kv_memory is None else {"kv_memory": self.kv_memory}
-        return EngineConfig.model_validate({"device": self.device, "anchors": anchors, **given})
+        bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
+        settings = _given(device=self.device, kv_memory=self.kv_memory)
+        return EngineConfig.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
+
+
+def _given(**settings: str | None) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,7 @@ def load(asked: Team, settings: LoadSettings, clients: int, mode: ReuseMode) -> 
     with ThreadPoolExecutor(clients, "kedge-client") as pool:
         with _engine(asked, settings) as inner:
             record = Record(now(), settings.seconds, len(asked.flow.steps))
-            engine = WatchedEngine(inner, record.deadline, record.calls)
+            engine = WindowEngine(inner, record.deadline, record.calls)
             loops = [pool.submit(_client, engine, asked, f"client-{i}", mode, record) for i in range(clients)]
             _look(engine, record, loops)
             wait(loops, timeout=record.deadline - now() + settings.seconds)
@@ -236,7 +245,7 @@ def load(asked: Team, settings: LoadSettings, clients: int, mode: ReuseMode) -> 
     return record
 
 
-def _look(engine: WatchedEngine, record: Record, clients: list[Future[None]]) -> None:
+def _look(engine: WindowEngine, record: Record, clients: list[Future[None]]) -> None:
     """Note at regular times how many requests run, until the window, the clients or the engine end."""
     due = record.began
     with suppress(EngineClosed):
@@ -247,7 +256,7 @@ def _look(engine: WatchedEngine, record: Record, clients: list[Future[None]]) ->
             record.batch.append((now(), running))
 
 
-def _client(engine: WatchedEngine, asked: Team, name: str, mode: ReuseMode, record: Record) -> None:
+def _client(engine: WindowEngine, asked: Team, name: str, mode: ReuseMode, record: Record) -> None:
     """Run the team with one question after the other until the window ends; one that fails is only counted."""
     for number, question in enumerate(asked.questions(name)):
         began, run_id = now(), RunId(f"{name}-{number}")
@@ -259,7 +268,7 @@ def _client(engine: WatchedEngine, asked: Team, name: str, mode: ReuseMode, reco
             return
 
 
-def _run(engine: WatchedEngine, asked: Team, question: str, run_id: RunId, mode: ReuseMode) -> KedgeError | None:
+def _run(engine: WindowEngine, asked: Team, question: str, run_id: RunId, mode: ReuseMode) -> KedgeError | None:
     """Run the team once; what it failed by, if it did."""
     try:
         run(engine, asked.flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")

@@ -45,6 +45,12 @@ def load(
     mode: Annotated[list[ReuseMode] | None, typer.Option(help="Default: all three; repeatable.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each; default 120, quick 10.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Of each engine, such as 4GiB; default: the engine's.")] = None,
+    anchor_memory: Annotated[
+        str | None, typer.Option(help="Of each engine's anchors (`engine.anchors.max_bytes`).")
+    ] = None,
+    base_memory: Annotated[
+        str | None, typer.Option(help="Of each engine's base KV (`engine.anchors.max_base_bytes`).")
+    ] = None,
     model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size, random weights.")] = "32m",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
@@ -56,7 +62,9 @@ def load(
     from kedge.bench.load import LoadSettings, Selection, measure
     from kedge.bench.load_teams import case_names
 
-    settings = LoadSettings(seconds or (QUICK_SECONDS if quick else 120.0), kv_memory, model_size, device, seed)
+    memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
+    seconds = seconds or (QUICK_SECONDS if quick else 120.0)
+    settings = LoadSettings(seconds, **memory, model_size=model_size, device=device, seed=seed)
     selection = Selection(
         tuple(case or case_names(model_size)),
         tuple(clients or (QUICK_CLIENTS if quick else Selection.clients)),

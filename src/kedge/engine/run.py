@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Literal
 
+from kedge.checks import is_unicode
 from kedge.engine.base import Engine, Preparing, Stream, Tokenizer
 from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
 from kedge.types import (
@@ -132,15 +133,11 @@ def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
         value = inputs.get(name)
         if not isinstance(value, str) or not value.strip():
             raise MissingInput(f"inputs.{name}", value, "a run needs a text that is not blank")
-        if not _is_unicode(value):
+        if not is_unicode(value):
             raise RequestError(f"inputs.{name}", value, "has half of a surrogate pair")
     for name in inputs:
         if name not in workflow.inputs:
             raise RequestError("inputs", name, f"the workflow has only {', '.join(workflow.inputs)}")
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @lru_cache(maxsize=16)
@@ -355,7 +352,7 @@ def call_tool(agent: Agent, answer: str, inputs: Mapping[str, str]) -> str:
     result = box.result()
     if not isinstance(result, str):
         raise ToolError(key, name, f"answered {result!r}, not text")
-    if not _is_unicode(result):
+    if not is_unicode(result):
         raise ToolError(key, name, "answered with half of a surrogate pair")
     return result
 

@@ -20,11 +20,11 @@ from fastapi import APIRouter, Request, Response
 
 from kedge import __version__
 from kedge.engine.base import Engine, Inspectable
+from kedge.engine.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
 from kedge.server import drawing
 from kedge.server.dashboard_history import History
 from kedge.server.dashboard_records import AgentName
-from kedge.server.dashboard_watch import WatchedEngine
 from kedge.server.registry import Registered
 from kedge.server.runs import Runs
 from kedge.server.service import Service, TheService, TheTenant

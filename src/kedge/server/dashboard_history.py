@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
 
+from kedge.engine.watched import Watcher
 from kedge.server.dashboard_records import (
     AgentName,
     AgentRecord,
@@ -141,7 +142,7 @@ class _Tenant:
         return {"seconds": BUCKET_SECONDS, "tokens": {source: [slot[source] for slot in slots] for source in Source}}
 
 
-class History:
+class History(Watcher):
     """What all tenants did. Any thread may tell and ask."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from kedge.checks import MAX_STOPS
 from kedge.errors import RequestError
 from kedge.server.hints import Hints
 from kedge.server.logprobs import MOST as MOST_LOGPROBS
@@ -35,7 +36,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
 }
 """Parameters that need what the engine cannot do -> values that ask for nothing (null is always one)."""
-MOST_STOPS = 16
 COMPLETION_MAX_TOKENS = 16
 """What OpenAI's text completions take where a request does not say."""
 
@@ -269,8 +269,8 @@ def _asks_nothing(value: object, neutral: Iterable[object]) -> bool:
 
 def _stops(stop: str | list[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MOST_STOPS:
-        raise RequestError("stop", len(stops), f"at most {MOST_STOPS} stop strings are allowed")
+    if len(stops) > MAX_STOPS:
+        raise RequestError("stop", len(stops), f"at most {MAX_STOPS} stop strings are allowed")
     if not all(stops):
         raise RequestError("stop", stops, "an empty string stops everything")
     return stops

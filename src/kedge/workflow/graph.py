@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import heapq
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import TIMEOUT_MAX
 from typing import NamedTuple
 
-from kedge.errors import CycleError, UnknownPlaceholder, WorkflowError
+from kedge.checks import brief, is_number, require_sampling, require_text
+from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
 from kedge.types import AgentId, ReuseMode, SamplingParams
 from kedge.workflow.template import Kind, Placeholder, placeholders
 
@@ -43,18 +44,19 @@ class Agent:
     """Longest time that the tool may take."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
         if not _ID.fullmatch(self.id):
             raise WorkflowError("agent", self.id, "an id has only letters, digits, '_' and '-'")
-        self._require("max_tokens", self.max_tokens >= 1, "must be at least 1")
-        self._require("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or above")
-        self._require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]")
-        self._require("tool_seconds", self.tool_seconds > 0, "must be above 0")
-        self._require("stop", all(self.stop), "a stop string must not be empty")
-
-    def _require(self, key: str, good: bool, why: str) -> None:
-        if not good:
-            raise WorkflowError(f"agent {self.id}: {key}", getattr(self, key), why)
+        try:
+            for key in ("system", "user", "title"):
+                require_text(key, getattr(self, key), may_be_empty=True)
+            require_sampling(self.sampling, least_tokens=1)
+        except RequestError as error:
+            raise WorkflowError(f"agent {self.id}: {error.key}", error.value, error.why) from None
+        if not (is_number(self.tool_seconds) and 0 < self.tool_seconds <= TIMEOUT_MAX):
+            why = f"must be more than 0 and at most {TIMEOUT_MAX}"
+            raise WorkflowError(f"agent {self.id}: tool_seconds", brief(self.tool_seconds), why)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -6,7 +6,8 @@ What holds:
   temporary working directory; limits on wall time (the whole process group is killed), CPU time, size of a file, open
   files; and an audit hook that refuses sockets, subprocesses, fork, exec, signals, ctypes, reading outside of the
   standard library and the working directory, and writing outside of the latter.
-- Linux: a limit on memory too. No new process or thread, unless Kedge runs as root. Where the kernel allows
+- Linux: a limit on memory too. It ends with the process that runs it, however that ends. No new process or thread,
+  unless Kedge runs as root. Where the kernel allows
   unprivileged user namespaces, the process has no network interface, whatever the code does.
 - Windows: nothing; it does not run there.
 

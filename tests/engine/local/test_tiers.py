@@ -277,7 +277,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
         while not figures(engine)["loading"]["waited"]:
             time.sleep(1e-3)
         assert engine.cancel(stream.request_id)
-        done = stream.result(5)
+        done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         engine._ask(engine._core.check_integrity)
         again = engine.submit(ask(0, 2)).result(30)
@@ -334,13 +334,13 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 def test_closing_while_copies_are_under_way() -> None:
     with engine_of(
-        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierConfig(host_blocks=AMPLE, throttle=0.05)
+        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierConfig(host_blocks=AMPLE, throttle=60)
     ) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(30)
         assert figures(engine)["cache"]["offloading_blocks"] > 0
         began = time.monotonic()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 30, "a single block takes a minute"
     assert not engine._core._copier._thread.is_alive()
 
 

@@ -23,8 +23,6 @@ def echo(capacity: int | None = None) -> ProcessEngine:
 
 
 class TestEchoEngineInAProcess(EngineConformance):
-    timeout_s = 10.0
-
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[ProcessEngine]:
         with echo() as engine:

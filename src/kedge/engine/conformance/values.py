@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kedge.checks import MAX_COUNT, MAX_STOP_LENGTH, MAX_STOPS
 from kedge.engine.base import Engine
 from kedge.engine.conformance.harness import Harness, expect, fresh_id, fresh_text, sampled
-from kedge.engine.validation import MAX_COUNT, MAX_STOP_LENGTH, MAX_STOPS
 from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
 from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, Segment
 

@@ -1,0 +1,94 @@
+"""What texts, integers and the values of sampling may be, wherever they come in: in a request, a workflow, a body.
+
+One that cannot be raises a `RequestError` that names key, value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Final
+
+from kedge.errors import RequestError
+from kedge.types import SamplingParams
+
+MAX_COUNT: Final = 2**31 - 1
+"""Largest `max_tokens`, largest token id, and most log-probabilities in one place."""
+MAX_TEMPERATURE: Final = 100.0
+MAX_STOPS: Final = 16
+MAX_STOP_LENGTH: Final = 1024
+"""Characters of one stop string: the end of an answer is compared with all beginnings of it, token after token."""
+_SEED: Final = 2**63
+
+
+def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
+    """Raise a `RequestError` where no engine could sample so, or where fewer than `least_tokens` are asked for."""
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError("sampling", brief(sampling), "must be SamplingParams")
+    require_integer("max_tokens", sampling.max_tokens, least_tokens, MAX_COUNT)
+    if not (is_number(sampling.temperature) and 0 <= sampling.temperature <= MAX_TEMPERATURE):
+        raise RequestError("temperature", brief(sampling.temperature), f"must be from 0 to {MAX_TEMPERATURE}")
+    if not (is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
+        raise RequestError("top_p", brief(sampling.top_p), "must be more than 0 and at most 1")
+    if sampling.seed is not None:
+        require_integer("seed", sampling.seed, -_SEED, _SEED - 1)
+    if not isinstance(sampling.ignore_eos, bool):
+        raise RequestError("ignore_eos", brief(sampling.ignore_eos), "must be True or False")
+    _require_stops(sampling.stop)
+
+
+def _require_stops(stops: tuple[str, ...]) -> None:
+    if not isinstance(stops, (tuple, list)):
+        raise RequestError("stop", brief(stops), "must be a sequence of strings, as in ('.',)")
+    if len(stops) > MAX_STOPS:
+        raise RequestError("stop", f"{len(stops)} strings", f"must be at most {MAX_STOPS}")
+    for stop in stops:
+        require_text("stop", stop)
+        if len(stop) > MAX_STOP_LENGTH:
+            raise RequestError("stop", brief(stop), f"must have at most {MAX_STOP_LENGTH} characters")
+
+
+def require_integer(key: str, value: object, least: int, most: int) -> None:
+    """Raise a `RequestError` unless `value` is an integer in this range."""
+    if type(value) is not int or not least <= value <= most:
+        raise RequestError(key, brief(value), f"must be an integer from {least} to {most}")
+
+
+def require_text(key: str, value: object, *, may_be_empty: bool = False) -> None:
+    """Raise a `RequestError` unless `value` is a string of valid Unicode."""
+    if not isinstance(value, str):
+        raise RequestError(key, brief(value), "must be a string")
+    if not (value or may_be_empty):
+        raise RequestError(key, value, "must not be empty")
+    if not is_unicode(value):
+        raise RequestError(key, brief(value), "must be valid Unicode, without lone surrogates")
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is an integer or a float, which may be infinite or NaN, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class _Excerpt(str):
+    """A value as it stands in a message where the whole one would be too long."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def brief(value: object) -> object:
+    """Return `value`, or an excerpt where it is longer than a message should be."""
+    if isinstance(value, int):
+        return value if value.bit_length() <= 128 else _Excerpt(f"an integer of {value.bit_length()} bits")
+    if value is None or isinstance(value, float):
+        return value
+    if isinstance(value, str) and len(value) <= 60:
+        return value
+    return _Excerpt(reprlib.repr(value))
