@@ -154,11 +154,6 @@ class AnchorStore:
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
-    def is_trained(self, slot: Slot, pool: PoolKey) -> bool:
-        """Return whether a slot has as many anchors as it takes to share a value."""
-        offsets = self._pools[pool].slots.get(slot) if pool in self._pools else None
-        return offsets is not None and len(offsets.holders) >= self._config.min_anchors
-
     def is_saturated(self, slot: Slot, pool: PoolKey) -> bool:
         """Return whether a slot has observed so many values that one more hardly changes its estimates."""
         offsets = self._pools[pool].slots.get(slot) if pool in self._pools else None

@@ -95,8 +95,9 @@ class Runtime:
         """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
         others are going to read too, and that its own agent can translate once they are there.
 
-        The first reader of a value would compute it in its own context, and then its base KV had to be computed for the
-        others; so all of them translate it.
+        The first reader of a value would compute it in its own context, and then its base KV had to be computed for
+        the others; so all of them translate it. Only once its agent has seen enough values: what the first reader gets
+        wrong, all others read.
         """
         if not self.learns(request) or request.prompt_logprobs is not None:
             return []
@@ -107,8 +108,8 @@ class Runtime:
         return [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
 
     def _comes_first(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
-        trained = self._anchors.is_trained(Slot(key, placed.index), pool_of(request, placed))
-        return trained and self._planner.pays(request, placed) and self._lacks_base(request, placed)
+        saturated = self._is_saturated(request, key, placed)
+        return saturated and self._planner.pays(request, placed) and self._lacks_base(request, placed)
 
     def learns(self, request: GenerateRequest) -> bool:
         """Whether something of this request may be translated, or kept for others."""

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from kedge.config import LearningSettings, PlannerSettings
+from kedge.config import AnchorSettings, LearningSettings, PlannerSettings
 from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
 from kedge.runtime.interfaces import PoolKey
 from kedge.types import GenerateRequest, ReuseMode, RunId, SampleId, TenantId, WorkflowId
 from tests.engine.local.stepping import KnownCosts, Stepped
 from tests.engine.local.test_preassembly import ANSWER, QUESTION, TENANT, prompt_of
-from tests.engine.local.test_translation import tokens
+from tests.engine.local.test_translation import OPEN, tokens
 
 PLACEHOLDERS = ("user_question", "agent_writer_current")
 
@@ -238,6 +238,26 @@ def test_no_more_than_so_much_is_saved_up() -> None:
     learns = engine_of(1.0).core._learning
     learns.spend(1e6)
     assert learns._credit == MAX_CREDIT
+
+
+# first readers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seen", "is_translated"), [(3, False), (4, True)])
+def test_the_first_reader_translates_a_value_once_its_agent_has_seen_enough_of_them(
+    seen: int, is_translated: bool
+) -> None:
+    """What it gets wrong all others read, so that the few values that make a pool shareable are not enough."""
+    engine = engine_of(0.5, anchors=AnchorSettings(**{**OPEN, "capacity": 4}))
+    for seed in range(seen):
+        engine.serve(reader(seed, run=f"run-{seed}"))
+        engine.core._cache.clear_all()
+    other = engine.submit(prompt_of("writer", tokens(99, 40), reuse=ReuseMode.OFF, max_tokens=30))
+    engine.until(lambda: other.first_token)
+    first = engine.submit(reader(50, run="new"))
+    engine.rest()
+    assert bool(first.receipt().translated) == is_translated
+    all_is_given_back(engine)
 
 
 # what costs less to compute -------------------------------------------------------------------------------------------
