@@ -24,6 +24,7 @@ from collections import deque
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -206,6 +207,8 @@ def main() -> None:
     parser.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if find_spec("locust") is None:
+        parser.error("the load comes from locust: pip install locust")
     rounds = [one_round(given) for _ in range(given.rounds)]
     shares = [one["share_of_engine"] for one in rounds]
     result = rounds[0] if given.rounds == 1 else {"share_of_engine": median(shares), "rounds": rounds}
