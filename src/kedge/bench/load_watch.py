@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kedge.engine.base import Inspectable
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.watched import WatchedEngine, WatchedStream, Watcher
 from kedge.errors import EngineClosed
@@ -49,7 +50,7 @@ class WindowEngine(WatchedEngine):
 
     def __init__(self, engine: LocalEngine, deadline: float, calls: list[Call]) -> None:
         super().__init__(engine, CallLog(calls))
-        self._inspected, self._deadline = engine, deadline
+        self._deadline = deadline
 
     def submit(self, request: GenerateRequest) -> WatchedStream:
         if now() >= self._deadline:
@@ -58,5 +59,6 @@ class WindowEngine(WatchedEngine):
 
     def running(self) -> int:
         """Return how many requests run now, between two steps."""
-        figures: Any = self._inspected.inspect()
+        assert isinstance(self.watched, Inspectable)
+        figures: Any = self.watched.inspect()
         return int(figures["scheduler"]["running"])

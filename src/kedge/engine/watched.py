@@ -13,7 +13,7 @@ from kedge.workflow.forecast import AgentKey, Changes
 
 
 class Watcher:
-    """What is told of an engine, by any thread. A subclass overrides what it wants to know; nothing is kept here."""
+    """A listener to what an engine is asked and answers, called from any thread; subclasses override what they need."""
 
     def submitted(self, request: GenerateRequest) -> None:
         """Take note that the engine has taken a request."""
@@ -35,7 +35,7 @@ class Watcher:
 
 
 class WatchedEngine:
-    """`engine`, see `kedge.engine.base.Engine`, with everything that goes through it told to `watcher`."""
+    """An `Engine` that forwards every call to `engine` and reports it to `watcher`."""
 
     def __init__(self, engine: Engine, watcher: Watcher) -> None:
         self._engine, self._watcher = engine, watcher

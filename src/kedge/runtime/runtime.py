@@ -83,7 +83,7 @@ class Runtime:
             return []
         self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
         placed = layout(request)
-        values = [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+        values = self._worth_translating(request, placed)
         if not values:
             return []
         for one in values:
@@ -163,12 +163,14 @@ class Runtime:
         if plan.translates or not self.learns(request):
             return False
         key = template_key(request)
-        placed = layout(request)
-        values = [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+        values = self._worth_translating(request, layout(request))
         if not all(self._is_saturated(request, key, one) for one in values):
             return True
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
+
+    def _worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
+        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
 
     def _is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
         return self._anchors.is_saturated(Slot(key, placed.index), pool_of(request, placed))
