@@ -12,7 +12,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
-VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/test_vllm.py
+VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
 IMPORT_TESTS := tests/test_imports.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help

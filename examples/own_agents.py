@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from kedge import LocalEngine
-from kedge.engine.run import run
+from kedge.runner.run import run
 from kedge.workflow import Agent, Workflow
 
 QUESTION = (

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from kedge.bench.demo import TeamScore, questions
-from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.run import run
+from kedge.runner.run import run
+from kedge.settings import EngineConfig
 from kedge.types import ReuseMode
 from kedge.workloads.miniature import TASKS, Task, workflow
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kedge.bench.demo import Comparison, TeamScore, questions
-from kedge.config import EngineConfig
-from kedge.engine.run import run
+from kedge.runner.run import run
+from kedge.settings import EngineConfig
 from kedge.types import ReuseMode
 from kedge.workloads.miniature import TASKS, Task, workflow
 
@@ -56,7 +56,7 @@ def on_embedded(count: int) -> dict[str, Any]:
 
 
 def on_vllm(count: int) -> dict[str, Any]:
-    from kedge.integrations.vllm.engine import VLLMEngine
+    from kedge.integrations.vllm.engine.engine import VLLMEngine
 
     with VLLMEngine(config=EngineConfig(backend="vllm", vllm=VLLM)) as engine:
 

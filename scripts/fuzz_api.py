@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
-from kedge.server.config import ServerConfig
+from kedge.server.settings import ServerConfig
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 FLOW = """
@@ -182,8 +182,8 @@ def engine_of(name: str) -> Any:
     if name == "echo":
         return EchoEngine(capacity=2048)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for an operation: the model is tiny, the machine busy
-    from kedge.config import EngineConfig
     from kedge.engine.local.engine import LocalEngine
+    from kedge.settings import EngineConfig
 
     return LocalEngine(config=EngineConfig(block_size=16, num_blocks=CAPACITY // 16))
 

@@ -47,8 +47,8 @@ def make_engine(name: str) -> Any:
         return engine
     import torch
 
-    from kedge.config import EngineConfig
     from kedge.engine.local.engine import LocalEngine
+    from kedge.settings import EngineConfig
 
     torch.set_num_threads(1)
     # Pages of the KV pool count as memory once they are written to: a small one is soon full.
@@ -69,7 +69,7 @@ def open_engine(name: str, *, apart: bool) -> Any:
 def serve(name: str, port: int, apart: bool) -> None:
     """Run a server in this process until it is told to end."""
     from kedge.server.app import create_app
-    from kedge.server.ending import GracefulServer
+    from kedge.server.shutdown import GracefulServer
 
     with open_engine(name, apart=apart) as engine:
         GracefulServer(create_app(engine), port=port, access_log=False, log_level="warning").run()
@@ -77,8 +77,8 @@ def serve(name: str, port: int, apart: bool) -> None:
 
 def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
     """Put what threads get from the engine itself into the queue `answer`: tokens a second, and time of a core."""
-    from kedge.server import prompts
-    from kedge.server.protocol import Message
+    from kedge.server.openai import prompts
+    from kedge.server.openai.protocol import Message
     from kedge.types import GenerateRequest, ReuseMode, SamplingParams
 
     counts = [0] * clients

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
 from kedge.cli.main import app
-from kedge.config import Settings
 from kedge.engine.echo import EchoEngine
-from kedge.server.config import ServerConfig
+from kedge.server.settings import ServerConfig
+from kedge.settings import Settings
 from tests.server.conftest import FLOW, YAML, serving
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import kedge
-from kedge.config import Settings
 from kedge.engine.echo import EchoEngine
+from kedge.settings import Settings
 from kedge.workflow.spec import load_workflow
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def test_the_site_has_every_page() -> None:
 
 @pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", "".join(map(Path.read_text, PAGES)), re.MULTILINE))
 def test_what_the_reference_names_exists_and_says_what_it_is(name: str) -> None:
-    if name in ("kedge.types", "kedge.config", "kedge.errors"):
+    if name in ("kedge.types", "kedge.settings", "kedge.errors"):
         importlib.import_module(name)
         return
     module, _, attribute = name.rpartition(".")

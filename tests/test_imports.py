@@ -13,17 +13,30 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "kedge"
 FLOORS = (
-    ("types", "errors", "config", "metrics", "hint_values", "checks"),
-    ("workflow", "cache", "kv", "models"),
-    ("anchors", "runtime", "workloads"),
+    ("types", "errors", "settings", "metrics", "hint_values", "checks"),
+    ("structures",),
+    ("policies", "workflow"),
+    ("cache", "kv", "models"),
+    ("reuse", "workloads"),
+    ("anchors",),
     ("engine",),
+    ("runner",),
     ("server", "integrations", "bench"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 STRANGERS = ("workflow", "cache", "anchors")
-NO_TORCH = ("kedge", "kedge.workflow", "kedge.cache", "kedge.runtime", "kedge.config", "kedge.cli.main")
-STDLIB_ONLY = {"workflow": {"yaml", "pydantic"}, "cache": set[str]()}
+NO_TORCH = (
+    "kedge",
+    "kedge.workflow",
+    "kedge.policies",
+    "kedge.cache",
+    "kedge.reuse",
+    "kedge.runner.run",
+    "kedge.settings",
+    "kedge.cli.main",
+)
+STDLIB_ONLY = {"workflow": {"yaml", "pydantic"}, "cache": set[str](), "structures": set[str](), "policies": set[str]()}
 """Rooms that need nothing but Python, with what they may import all the same."""
 
 
@@ -91,8 +104,8 @@ def test_stdlib_only(room: str) -> None:
         assert {name.split(".")[0] for name in imports(file)} <= allowed, file
 
 
-def test_runtime_handles_no_tensors_itself() -> None:
-    for file in sorted((PACKAGE / "runtime").rglob("*.py")):
+def test_reuse_handles_no_tensors_itself() -> None:
+    for file in sorted((PACKAGE / "reuse").rglob("*.py")):
         assert "torch" not in {name.split(".")[0] for name in imports(file)}, file
 
 

@@ -22,7 +22,7 @@ KERNEL_TESTS = (
     "tests/kv/test_attention_kernel.py",
     "tests/kv/test_large_kernels.py",
 )
-GRAPH_TESTS = ("tests/engine/local/test_graphs.py",)
+GRAPH_TESTS = ("tests/engine/local/model/test_graphs.py",)
 ENGINE_TESTS = ("tests/engine/local/test_device.py",)
 MODEL = "model"
 """The folder of the model in training, kept as one file between two calls"""

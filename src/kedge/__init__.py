@@ -69,11 +69,11 @@ from kedge.types import (
 )
 
 if TYPE_CHECKING:
-    from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, Settings, TierConfig
     from kedge.engine.base import Engine, Stream, Tokenizer
     from kedge.engine.echo import EchoEngine
     from kedge.engine.local.engine import LocalEngine
-    from kedge.engine.run import run
+    from kedge.runner.run import run
+    from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, Settings, TierConfig
     from kedge.workflow.graph import Agent, Workflow
     from kedge.workflow.spec import load_workflow
     from kedge.workflow.topologies import connect
@@ -82,20 +82,20 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Agent": "kedge.workflow.graph",
-    "AnchorSettings": "kedge.config",
+    "AnchorSettings": "kedge.settings",
     "EchoEngine": "kedge.engine.echo",
     "Engine": "kedge.engine.base",
-    "EngineConfig": "kedge.config",
+    "EngineConfig": "kedge.settings",
     "LocalEngine": "kedge.engine.local.engine",
-    "PlannerSettings": "kedge.config",
-    "Settings": "kedge.config",
+    "PlannerSettings": "kedge.settings",
+    "Settings": "kedge.settings",
     "Stream": "kedge.engine.base",
-    "TierConfig": "kedge.config",
+    "TierConfig": "kedge.settings",
     "Tokenizer": "kedge.engine.base",
     "Workflow": "kedge.workflow.graph",
     "connect": "kedge.workflow.topologies",
     "load_workflow": "kedge.workflow.spec",
-    "run": "kedge.engine.run",
+    "run": "kedge.runner.run",
 }
 
 __all__ = [

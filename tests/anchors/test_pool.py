@@ -4,8 +4,8 @@ import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.slot import Observation
-from kedge.runtime.interfaces import Slot
+from kedge.anchors.site import Observation
+from kedge.reuse.contracts import Slot
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
 
 

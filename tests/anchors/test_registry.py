@@ -5,8 +5,8 @@ import torch
 
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_slot
-from kedge.anchors.slot import SlotOffsets
-from kedge.config import estimator_settings
+from kedge.anchors.site import SlotOffsets
+from kedge.settings import estimator_settings
 from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
 
 

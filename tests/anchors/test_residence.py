@@ -16,7 +16,7 @@ from kedge.anchors.residence import HostBound, Residence, Unit
 from kedge.anchors.store import AnchorStore, Slot
 from kedge.cache import steps_to_execution
 from kedge.errors import PlanError
-from kedge.runtime.interfaces import Owner, RunOwner, TemplateOwner
+from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
 from kedge.types import RunId, SampleId, TenantId
 from tests.anchors.helpers import SLOT, observe, plus, random_kv, sample
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
 from kedge.engine.local import build
-from kedge.engine.local.model import ModelRunner
-from kedge.engine.local.parts import Parts
+from kedge.engine.local.components import Parts
+from kedge.engine.local.model.loading import ModelRunner
+from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
 from tests.engine.local.conftest import tiny_model
 from tests.engine.local.test_translation import OPEN, Driver
 

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kedge.bench import preassembly
-from kedge.bench.floor import weight_bytes
+from kedge.bench.load.soak import SoakSettings, soak
 from kedge.bench.shapes import SHAPES, random_llama
-from kedge.bench.soak import SoakSettings, soak
-from kedge.bench.ttft import TtftSettings, measure
+from kedge.bench.ttft import preassembly
+from kedge.bench.ttft.floor import weight_bytes
+from kedge.bench.ttft.measure import TtftSettings, measure
 from kedge.cli.main import app
 
 SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, samples=3, repeats=2, device="cpu")

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound, ResidenceStats
-from kedge.bench.studies import catalog
-from kedge.bench.studies.catalog import STUDIES
-from kedge.bench.studies.contexts import Contexts
-from kedge.bench.studies.estimators import alike
-from kedge.bench.studies.offload import Link
-from kedge.bench.studies.proximity import nearest_pairs, spearman
-from kedge.bench.studies.report import shown, write_report
-from kedge.bench.studies.study import QUICK, StudySettings, averaged
+from kedge.bench.lab.studies import catalog
+from kedge.bench.lab.studies.catalog import STUDIES
+from kedge.bench.lab.studies.contexts import Contexts
+from kedge.bench.lab.studies.estimators import alike
+from kedge.bench.lab.studies.offload import Link
+from kedge.bench.lab.studies.proximity import nearest_pairs, spearman
+from kedge.bench.lab.studies.report import shown, write_report
+from kedge.bench.lab.studies.study import QUICK, StudySettings, averaged
 from kedge.cli.bench_lab import ABOUT
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write

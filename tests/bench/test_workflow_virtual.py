@@ -12,9 +12,9 @@ from functools import cache
 
 import pytest
 
-from kedge.bench.workflow_cases import Control, Shape, controls
-from kedge.bench.workflow_figures import Sizes, Workload, single_flow
-from kedge.bench.workflow_lane import BLOCK, POLICIES, Hints, right
+from kedge.bench.workflow.cases import Control, Shape, controls
+from kedge.bench.workflow.figures import Sizes, Workload, single_flow
+from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, right
 from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, TierSettings, lru, steps_to_execution
 from kedge.errors import OutOfBlocks
 from kedge.types import GenerateRequest, RequestId

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, TierSettings, steps_to_execution
-from kedge.cache.eviction import EvictionPolicy, Namespace
+from kedge.policies.eviction import EvictionPolicy, Namespace
 from kedge.types import RequestId
 
 NS: Namespace = ("tenant", "model")

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.cache import CacheManager, lru, steps_to_execution
-from kedge.cache.eviction import EvictionPolicy
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
+from kedge.policies.eviction import EvictionPolicy
 from kedge.types import RequestId
 
 NS = ("tenant", "model")

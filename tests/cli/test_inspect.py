@@ -22,7 +22,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from kedge.cli.main import app
-from kedge.engine.local import replica
+from kedge.engine.local.model import replica
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from kedge.cli import run as command
 from kedge.cli.main import app
-from kedge.config import Settings
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
+from kedge.settings import Settings
 from kedge.types import AgentId, ReuseMode
 
 FLOW = """

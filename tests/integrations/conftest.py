@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.config import ServerConfig
 from kedge.server.hints import Hints
+from kedge.server.settings import ServerConfig
 from tests.server.conftest import Served, serving
 
 os.environ["LANGSMITH_TRACING"] = "false"

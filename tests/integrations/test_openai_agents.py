@@ -23,12 +23,12 @@ from openai import AsyncOpenAI, BadRequestError
 from kedge import LocalEngine
 from kedge.engine.echo import EchoEngine
 from kedge.integrations.openai_agents import step_graph, workflow
-from kedge.server.config import ServerConfig
+from kedge.server.settings import ServerConfig
 from kedge.types import GenerateRequest
 from kedge.workflow.step_graph import Node
 from tests.integrations.conftest import Told, telling
 from tests.server.conftest import serving
-from tests.server.test_tool_calls import Templated
+from tests.server.openai.test_tool_calls import Templated
 
 INFINITE = float("inf")
 

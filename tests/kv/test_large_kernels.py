@@ -16,7 +16,7 @@ from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.runtime.plan import Translation
+from kedge.reuse.plan import Translation
 from tests.kv.triton_device import DEVICE, Turns, error
 
 if DEVICE.type != "cuda":

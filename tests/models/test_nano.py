@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kedge.models.nano
 from kedge.bench.demo import questions
-from kedge.config import AnchorSettings, EngineConfig
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.run import run
+from kedge.runner.run import run
+from kedge.settings import AnchorSettings, EngineConfig
 from kedge.types import Completion, GenerateRequest, ReuseMode
 from kedge.workloads.miniature import TASKS, workflow
 

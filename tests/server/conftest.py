@@ -17,10 +17,10 @@ from fastapi import FastAPI
 from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
-from kedge.server.config import ServerConfig
 from kedge.server.service import Service
+from kedge.server.settings import ServerConfig
+from kedge.server.telemetry.tracing import Tracing
 from kedge.server.tenancy import KeyRing
-from kedge.server.tracing import Tracing
 
 FLOW = """
 name: pair

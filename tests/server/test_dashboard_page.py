@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.server.config import ServerConfig
+from kedge.server.settings import ServerConfig
 from kedge.server.tenancy import Limits, hashed, load_keys
+from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
 from tests.server.conftest import FLOW, Served, serving
-from tests.server.test_dashboard import chat
+from tests.server.dashboard.test_routes import chat
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 PROGRAM = os.environ.get("CHROMIUM") or next(

@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from kedge.cli.serve import EXIT_ENGINE_ENDED
+from kedge.engine.common.watched import WatchedEngine
 from kedge.engine.echo import EchoEngine
-from kedge.engine.watched import WatchedEngine
-from kedge.server.dashboard_history import History
+from kedge.server.dashboard.history import History
 from tests.processes import children, is_alive, linux_only
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
-from tests.server.test_ending import LONG, Ending
+from tests.server.test_shutdown import LONG, Ending
 
 ROOT = Path(__file__).parents[2]
 BOOM = RuntimeError("boom")

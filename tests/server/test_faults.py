@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
 from kedge.server import app
-from kedge.server.config import ServerConfig
-from kedge.server.protocol import UNSUPPORTED
+from kedge.server.openai.protocol import UNSUPPORTED
+from kedge.server.settings import ServerConfig
 from tests.server.conftest import PATIENCE, Served, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}

@@ -10,9 +10,9 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.server import agent_runs
 from kedge.server.hints import RULES, Hints, Why, read_hints
 from kedge.server.tenancy import KeyRing, Limits
+from kedge.server.workflows import client_runs as agent_runs
 from kedge.types import ReuseMode
 from tests.server.conftest import Served, serving
 

@@ -9,8 +9,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.config import ServerConfig
 from kedge.server.hosts import TrustedHosts
+from kedge.server.settings import ServerConfig
 from tests.server.conftest import FLOW, Served, serving
 
 TEXT, FLOWS, RUNS = "/v1/completions", "/v1/workflows", "/v1/workflows/pair/runs"

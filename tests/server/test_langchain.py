@@ -13,9 +13,9 @@ from langchain_core.tools import tool  # noqa: E402
 from langchain_openai import ChatOpenAI, OpenAI  # noqa: E402
 
 from kedge.engine.echo import EchoEngine  # noqa: E402
-from kedge.server.config import ServerConfig  # noqa: E402
+from kedge.server.settings import ServerConfig  # noqa: E402
 from tests.server.conftest import Served, serving  # noqa: E402
-from tests.server.test_tool_calls import CALL, Templated  # noqa: E402
+from tests.server.openai.test_tool_calls import CALL, Templated  # noqa: E402
 
 
 def chat(served: Served, **options: object) -> ChatOpenAI:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kedge.config import EngineConfig
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
+from kedge.settings import EngineConfig
 from tests.server.conftest import Served, serving
 
 lm_eval = pytest.importorskip("lm_eval")

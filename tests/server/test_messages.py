@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.config import ServerConfig
+from kedge.server.settings import ServerConfig
 from tests.server.conftest import FLOW, YAML, serving
 
 CHAT, TEXT, HINTS = "/v1/chat/completions", "/v1/completions", "/v1/hints"

@@ -10,7 +10,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
-from kedge.server.config import ServerConfig
+from kedge.server.settings import ServerConfig
 from kedge.server.tenancy import Limits, Meter, hashed, load_keys, new_key
 from kedge.types import TenantId
 from tests.server.conftest import FLOW, YAML, Served, serving

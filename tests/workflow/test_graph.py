@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.engine.common.validation import require_sensible
 from kedge.engine.conformance.values import IMPOSSIBLE_SAMPLING
-from kedge.engine.validation import require_sensible
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
 from kedge.types import AgentId, GenerateRequest, SamplingParams, Segment
 from kedge.workflow.graph import Agent, Step, Workflow, order

@@ -5,8 +5,8 @@ from itertools import islice
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.engine.run import run
 from kedge.errors import WorkflowError
+from kedge.runner.run import run
 from kedge.workloads.base import QUESTION
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 from kedge.workloads.peer import Peer, questions

@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats, Unit
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.runtime.interfaces import Owner, RunOwner, TemplateOwner
+from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
 from kedge.types import RunId, SampleId, TenantId, Tokens
 
 

@@ -8,14 +8,14 @@ from itertools import islice
 import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
-from kedge.anchors.calibration import Calibration
+from kedge.anchors.criteria.calibration import Calibration
 from kedge.anchors.keys import KeyBlock
-from kedge.anchors.lru import Lru
 from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.slot import MakeSlot, Observation, SlotOffsets
+from kedge.anchors.site import MakeSlot, Observation, SlotOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.runtime.interfaces import Slot
+from kedge.reuse.contracts import Slot
+from kedge.structures.bounded import Lru
 
 WINDOW = 5
 """Anchors among the earliest added that one is chosen from when the pool is full"""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.criteria import Length, Leverage
-from kedge.anchors.estimators import Estimator, Interpolate, Token
-from kedge.anchors.estimators_aligned import cosine, mean, nearest
-from kedge.anchors.shareability import Criterion, Entropy, Error
-from kedge.anchors.slot import MakeSlot, SlotOffsets
-from kedge.anchors.slot_linear import CorrectedOffsets, LinearOffsets
+from kedge.anchors.criteria.leverage import Length, Leverage
+from kedge.anchors.criteria.shareability import Criterion, Entropy, Error
+from kedge.anchors.estimators.aligned import cosine, mean, nearest
+from kedge.anchors.estimators.blending import Estimator, Interpolate, Token
+from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
+from kedge.anchors.site import MakeSlot, SlotOffsets
 from kedge.errors import ConfigError
 
 ESTIMATORS: Mapping[str, Callable[[AnchorConfig], Estimator]] = {

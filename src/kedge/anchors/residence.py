@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from kedge.errors import PlanError
-from kedge.runtime.interfaces import Owner
+from kedge.reuse.contracts import Owner
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A unit as a policy sees it (`kedge.cache.eviction.NodeView`)."""
+    """A unit as a policy sees it (`kedge.policies.eviction.NodeView`)."""
 
     namespace: tuple[str, str]
     last_access: int

@@ -10,7 +10,7 @@ from kedge.anchors.offsets import split_rows
 from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.runtime.plan import Translation
+from kedge.reuse.plan import Translation
 
 CHUNK = 256
 """Tokens at a time: what is between reading offsets and writing slots then stays in the processor's cache"""

@@ -11,7 +11,7 @@ from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
     from kedge.bench.demo import Comparison
-    from kedge.bench.studies.study import Plot, Row
+    from kedge.bench.lab.studies.study import Plot, Row
 
 
 def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:

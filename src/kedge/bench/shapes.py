@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kedge.config import EngineConfig
 from kedge.engine.local import build
+from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model import HFTokenizer, ModelRunner
-from kedge.engine.local.parts import Parts
+from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
 from kedge.errors import ConfigError
+from kedge.settings import EngineConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kedge.cache.eviction import Namespace
 from kedge.cache.node import DEVICE, Handle, Node, State
 from kedge.cache.radix_tree import Walk
 from kedge.cache.tiers import Tiers, missing
 from kedge.cache.transfer import Direction, Outcome, Purpose, Transfer
 from kedge.errors import PlanError
+from kedge.policies.eviction import Namespace
 from kedge.types import RequestId
 
 

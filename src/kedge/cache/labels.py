@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from kedge.cache.node import Handle, LabelKey, Node
-from kedge.cache.steps import StepCounts
 from kedge.errors import PlanError
+from kedge.structures.step_counts import StepCounts
 
 
 class Labels:

@@ -20,13 +20,13 @@ from typing import Any
 
 from kedge.cache.counters import CacheStats, Reason
 from kedge.cache.demands import Demands, Readiness, Status
-from kedge.cache.eviction import EvictionPolicy, Namespace, lru
 from kedge.cache.node import DEVICE, HOST, LabelKey, Node, Tier
 from kedge.cache.prefetch import Prefetcher, may_replace
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers, TierSettings
 from kedge.cache.transfer import Copier, Direction
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
+from kedge.policies.eviction import EvictionPolicy, Namespace, lru
 from kedge.types import RequestId, Source, Span, TenantId
 
 Changes = Mapping[Any, tuple[float, float] | None]

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
-from kedge.cache.eviction import EvictionKey, Namespace
-from kedge.cache.lazy_heap import LazyHeap
-from kedge.cache.steps import StepCounts
+from kedge.policies.eviction import EvictionKey, Namespace
+from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.step_counts import StepCounts
 from kedge.types import TenantId, tenant_of
 
 if TYPE_CHECKING:

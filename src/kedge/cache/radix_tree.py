@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from kedge.cache import integrity
-from kedge.cache.eviction import EvictionKey, EvictionPolicy, Namespace, lru
 from kedge.cache.labels import Labels
 from kedge.cache.node import DEVICE, Node, Share, Tier
 from kedge.errors import InvalidToken, OutOfBlocks, PlanError
+from kedge.policies.eviction import EvictionKey, EvictionPolicy, Namespace, lru
 from kedge.types import TenantId
 
 _TOKEN_BYTES = array("i").itemsize

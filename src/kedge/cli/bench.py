@@ -17,8 +17,8 @@ from kedge.cli.bench_workflow import workflow
 from kedge.cli.results import save
 
 if TYPE_CHECKING:
-    from kedge.bench.cache import Times
-    from kedge.bench.ttft import TtftResult, TtftSettings
+    from kedge.bench.ttft.measure import TtftResult, TtftSettings
+    from kedge.bench.workflow.cache import Times
 
 TTFT_COLUMNS = (
     "agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "x floor",
@@ -46,7 +46,7 @@ def ttft(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """TTFT of every agent, dense and translated on one engine (KVCOMM, tables 2 and 3)."""
-    from kedge.bench.ttft import TtftSettings, measure
+    from kedge.bench.ttft.measure import TtftSettings, measure
 
     settings = TtftSettings(
         model_size, question, prefix, output, agents, samples, repeats, estimator, recompute_head, device
@@ -71,8 +71,8 @@ def preassembly(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """TTFT of the next agent without a hint, with one, and with its prompt assembled before the request arrives."""
-    from kedge.bench.preassembly import measure
-    from kedge.bench.ttft import TtftSettings
+    from kedge.bench.ttft.measure import TtftSettings
+    from kedge.bench.ttft.preassembly import measure
 
     settings = TtftSettings(model_size, output=output, samples=samples, repeats=repeats, device=device)
     console = Console()
@@ -99,7 +99,7 @@ def matching_cost(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Time to match a value with its pool and to blend its offsets, by estimator (KVCOMM, Table A.5)."""
-    from kedge.bench.matching_cost import MatchingSettings, measure
+    from kedge.bench.ttft.matching_cost import MatchingSettings, measure
 
     settings = MatchingSettings(model_size, samples, tokens, repeats)
     results = measure(settings)
@@ -121,8 +121,8 @@ def soak(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Whether anything grows with the number of past messages (a tiny model, new questions only)."""
-    from kedge.bench.soak import SoakSettings
-    from kedge.bench.soak import soak as run_soak
+    from kedge.bench.load.soak import SoakSettings
+    from kedge.bench.load.soak import soak as run_soak
 
     console = Console()
     looks = run_soak(SoakSettings(questions=questions, every=every), console.print)
@@ -137,7 +137,7 @@ def cache(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """The cache's policy alone, no model: 10^3 to 10^6 blocks, 10 to 10^4 agents, and how the times grow (KVFlow)."""
-    from kedge.bench.cache import QUICK, CacheSettings, growth, measure
+    from kedge.bench.workflow.cache import QUICK, CacheSettings, growth, measure
 
     settings = QUICK if quick else CacheSettings()
     settings = replace(settings, repeats=repeats or settings.repeats)

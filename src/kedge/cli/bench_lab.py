@@ -18,7 +18,7 @@ from kedge.cli.results import write
 from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kedge.bench.studies.study import Row, Study, StudySettings, Trial
+    from kedge.bench.lab.studies.study import Row, Study, StudySettings, Trial
 
 ABOUT = {
     "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
@@ -74,7 +74,7 @@ def _command(name: str) -> Callable[..., None]:
         resume: Resume = False,
         plot_file: PlotFile = None,
     ) -> None:
-        from kedge.bench.studies.catalog import STUDIES
+        from kedge.bench.lab.studies.catalog import STUDIES
 
         given: dict[str, Any] = {
             "task": task,
@@ -99,7 +99,7 @@ def run_all(
     resume: Annotated[bool, typer.Option("--resume", help="Keep the seeds that the files in --out have.")] = False,
 ) -> None:
     """All of the papers' experiments on quality, each with its results and figure in one folder, and `kedge report`."""
-    from kedge.bench.studies.catalog import STUDIES
+    from kedge.bench.lab.studies.catalog import STUDIES
 
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -111,7 +111,7 @@ def run_all(
 
 def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kedge bench`.")]) -> None:
     """Puts the results and figures of a folder into one page, `report.html`, that needs no other file."""
-    from kedge.bench.studies.report import write_report
+    from kedge.bench.lab.studies.report import write_report
 
     typer.echo(f"page: {write_report(folder)}")
 
@@ -128,8 +128,8 @@ def _run(
 ) -> None:
     import torch
 
+    from kedge.bench.lab.studies.study import averaged
     from kedge.bench.plots import study_plot
-    from kedge.bench.studies.study import averaged
 
     settings = study.settings(quick=quick, **given)
     if settings.model is None:
@@ -150,7 +150,7 @@ def _measured(
     study: Study, settings: StudySettings, saved: Mapping[str, Any], file: Path | None, note: Callable[[str], None]
 ) -> list[Trial]:
     """The trials of all seeds, those that are saved first; the file has all of them after each."""
-    from kedge.bench.studies.study import averaged
+    from kedge.bench.lab.studies.study import averaged
 
     began, trials = time.perf_counter() - saved["seconds"], list[Any]()
     about = {"study": study.name, "title": study.title, "paper": study.paper, "settings": settings.as_json()}
@@ -184,7 +184,7 @@ def _asked(results: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _table(study: Study, rows: list[Row]) -> Table:
-    from kedge.bench.studies.report import shown
+    from kedge.bench.lab.studies.report import shown
 
     table, cells = Table(title=study.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False), shown(rows)
     for heading in cells[0]:

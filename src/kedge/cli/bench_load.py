@@ -18,7 +18,7 @@ from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
-    from kedge.bench.load import Key, LoadSettings
+    from kedge.bench.load.measure import Key, LoadSettings
 
 QUICK_SECONDS, QUICK_CLIENTS = 10.0, (1, 8)
 COLUMNS = {
@@ -59,8 +59,8 @@ def load(
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the file of --json has, and go on.")] = False,
 ) -> None:
     """Teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
-    from kedge.bench.load import LoadSettings, Selection, measure
-    from kedge.bench.load_teams import case_names
+    from kedge.bench.load.measure import LoadSettings, Selection, measure
+    from kedge.bench.load.teams import case_names
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
     seconds = seconds or (QUICK_SECONDS if quick else 120.0)

@@ -13,8 +13,8 @@ from rich.table import Table
 from kedge.cli.results import save
 
 if TYPE_CHECKING:
-    from kedge.bench.vllm import Case
-    from kedge.bench.vllm_team import TeamResult
+    from kedge.bench.vllm.measure import Case
+    from kedge.bench.vllm.team import TeamResult
 
 CASE_COLUMNS = ("engine", "s", "x stock", "hits", "waited for", "TTFT p50 ms", "p90", "tokens/s")
 TEAM_COLUMNS = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "x dense", "x stock")
@@ -37,9 +37,9 @@ def vllm(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Stock vLLM with prefix caching against vLLM with Kedge's plug-in: hits, TTFT, end to end, tokens per second."""
-    from kedge.bench.vllm import CASES, VllmSettings, measure
-    from kedge.bench.vllm_team import QUICK_TEAM, TeamSettings
-    from kedge.bench.workflow_cases import QUICK, Shape
+    from kedge.bench.vllm.measure import CASES, VllmSettings, measure
+    from kedge.bench.vllm.team import QUICK_TEAM, TeamSettings
+    from kedge.bench.workflow.cases import QUICK, Shape
 
     team = QUICK_TEAM if quick else TeamSettings()
     settings = VllmSettings(
@@ -71,7 +71,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _case_table(case: Case) -> Table:
-    from kedge.bench.vllm import STOCK
+    from kedge.bench.vllm.measure import STOCK
 
     table = _table(f"{case.name}: {case.workload.name}", CASE_COLUMNS)
     for name, row in case.as_json()["engines"].items():

@@ -44,8 +44,8 @@ def workflow(
 ) -> None:
     """Policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
     from kedge.bench.plots import workflow_plot
-    from kedge.bench.workflow import WorkflowSettings, measure
-    from kedge.bench.workflow_cases import QUICK, Shape
+    from kedge.bench.workflow.cases import QUICK, Shape
+    from kedge.bench.workflow.measure import WorkflowSettings, measure
 
     shape = QUICK if quick else Shape()
     sizes = replace(shape.sizes, fixed=fixed or shape.sizes.fixed, output=output or shape.sizes.output)

@@ -52,9 +52,9 @@ def _run_all(
     import torch
 
     from kedge.bench.demo import Comparison, answer, questions
-    from kedge.config import AnchorSettings, EngineConfig, estimator_settings
     from kedge.engine.local.engine import LocalEngine
     from kedge.errors import ConfigError, TranslationRefused
+    from kedge.settings import AnchorSettings, EngineConfig, estimator_settings
     from kedge.types import ReuseMode
     from kedge.workloads.miniature import TASKS
 

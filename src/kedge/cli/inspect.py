@@ -41,7 +41,7 @@ def inspect(
 
 def _model(path: Path | None) -> Table:
     from kedge.engine.local.build import model_path
-    from kedge.engine.local.model import read_config
+    from kedge.engine.local.model.loading import read_config
 
     folder = model_path(path)
     config = read_config(folder)
@@ -71,8 +71,8 @@ def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
 
 def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
     """Return what the engine would do with such a model: a small random one of its kind is tried."""
-    from kedge.engine.local.model import require_buildable
-    from kedge.engine.local.replica import trial
+    from kedge.engine.local.model.loading import require_buildable
+    from kedge.engine.local.model.replica import trial
     from kedge.kv.spec import KVSpec, longest
 
     try:

@@ -18,9 +18,9 @@ from kedge.types import ReuseMode
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from kedge.config import Settings
     from kedge.engine.base import Engine
-    from kedge.engine.run import AgentResult, RunEvent, RunResult
+    from kedge.runner.run import AgentResult, RunEvent, RunResult
+    from kedge.settings import Settings
 
 
 def run(
@@ -35,8 +35,8 @@ def run(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write answers and receipts to this file.")] = None,
 ) -> None:
     """Run a workflow: every agent's answer, and where the tokens of its prompt came from."""
-    from kedge.config import Settings
-    from kedge.engine import run as running
+    from kedge.runner import run as running
+    from kedge.settings import Settings
     from kedge.workflow.spec import load_workflow
 
     console = Console()
@@ -60,7 +60,7 @@ def run(
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
     """The engine that the settings name; a test puts another one here. Raises `ConfigError` where it cannot be had."""
     if settings.engine.backend == "vllm":
-        from kedge.integrations.vllm.engine import VLLMEngine
+        from kedge.integrations.vllm.engine.engine import VLLMEngine
 
         return VLLMEngine(config=settings.engine)
     if settings.engine.vllm.model_fields_set:

@@ -16,10 +16,10 @@ from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
-    from kedge.config import ServerSettings, Settings
     from kedge.engine.base import Engine
-    from kedge.server.config import ServerConfig
+    from kedge.server.settings import ServerConfig
     from kedge.server.tenancy import KeyRing
+    from kedge.settings import ServerSettings, Settings
 
 EXIT_ENGINE_ENDED = 70
 """The exit code where the engine ended by itself (`EX_SOFTWARE`): a supervisor is to start the server again."""
@@ -74,7 +74,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, workflows, and receipts of what was reused."""
     _require_extra()
-    from kedge.config import Settings
+    from kedge.settings import Settings
 
     if new_key is not None:
         return _make_key(new_key)
@@ -100,7 +100,7 @@ def serve(
 
 
 def _serve(settings: Settings) -> None:
-    from kedge.server.config import ServerConfig
+    from kedge.server.settings import ServerConfig
     from kedge.server.tenancy import load_keys
 
     told = settings.server
@@ -137,9 +137,9 @@ def _refuse_for_vllm(told: ServerSettings, keys: KeyRing) -> None:
 
 
 def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSettings, console: Console) -> None:
-    from kedge.server import logs, tracing
     from kedge.server.app import create_app
-    from kedge.server.ending import GracefulServer
+    from kedge.server.shutdown import GracefulServer
+    from kedge.server.telemetry import logs, tracing
 
     logs.configure(told.log_format)
     app = create_app(engine, config, keys, tracing.exporting(config.model_name) if told.tracing else None)

@@ -10,9 +10,9 @@ from kedge.cli import run
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from kedge.config import Settings
     from kedge.engine.base import Engine
     from kedge.engine.local.engine import LocalEngine
+    from kedge.settings import Settings
 
 
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
@@ -30,7 +30,7 @@ def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
 def _open_local(settings: Settings) -> LocalEngine:
     """Open the embedded engine in its process, whose log reads as the server's does."""
     from kedge.engine.local.engine import LocalEngine
-    from kedge.server import logs
+    from kedge.server.telemetry import logs
 
     logs.configure(settings.server.log_format)
     engine = run.open_engine(settings)

@@ -5,8 +5,8 @@ Who calls what: any thread may call any method. A request that cannot be accepte
 `submit`; one that was accepted always ends with exactly one `Completion` or one error in its stream, and whatever
 happens to it leaves other requests alone.
 
-What no engine accepts is in `kedge.engine.validation`, which all of them call; an engine may accept less. A request id
-is refused while a request with it is in flight, and may come again as soon as that one's stream has ended.
+What no engine accepts is in `kedge.engine.common.validation`, which all of them call; an engine may accept less. A
+request id is refused while a request with it is in flight, and may come again as soon as that one's stream has ended.
 
 Where log-probabilities are asked for, they are those of the model's own distribution, before temperature and top-p.
 Those of a prompt cost its whole prefill; the receipt says so.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from kedge.engine.validation import require_sensible as require_sensible
+from kedge.engine.common.validation import require_sensible as require_sensible
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
-from kedge.engine.stream import TokenStream
-from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.common.stream import TokenStream
+from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
-from kedge.runtime.plan import ALL_COMPUTED
+from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
     AgentId,
     Completion,

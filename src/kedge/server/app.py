@@ -13,18 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
-from kedge.server import dashboard, openai_api, problems, workflow_api
-from kedge.server.config import ServerConfig
-from kedge.server.dashboard import Dashboard
+from kedge.server import errors as problems
+from kedge.server.dashboard import routes as dashboard
+from kedge.server.dashboard.routes import Dashboard
+from kedge.server.errors import ERRORS, answers, refusal
 from kedge.server.hosts import HostCheck, TrustedHosts
-from kedge.server.observing import Observed
-from kedge.server.problems import ERRORS, answers, refusal
-from kedge.server.runs import Runs
+from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
-from kedge.server.state import Snapshots
+from kedge.server.settings import ServerConfig
+from kedge.server.snapshots import Snapshots
+from kedge.server.sse import JSONAnswer
+from kedge.server.telemetry.access_log import Observed
+from kedge.server.telemetry.tracing import NoTracing, Tracing
 from kedge.server.tenancy import KeyRing, apply_quotas
-from kedge.server.tracing import NoTracing, Tracing
-from kedge.server.wire import JSONAnswer
+from kedge.server.workflows import routes as workflow_api
+from kedge.server.workflows.server_runs import Runs
 from kedge.types import RequestId
 
 DRAINED = 16

@@ -14,7 +14,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kedge.server.problems import refusal
+from kedge.server.errors import refusal
 
 ANY = "*"
 PROBES = frozenset({"/health", "/ready"})

@@ -11,17 +11,17 @@ from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
-from kedge.server.agent_runs import AgentRuns
 from kedge.server.calls import Call, submit_all
-from kedge.server.config import ServerConfig
 from kedge.server.hints import Hints, read_hints
-from kedge.server.in_flight import InFlight
-from kedge.server.metrics import ServerMetrics
-from kedge.server.protocol import GenerationBody
-from kedge.server.registry import Workflows
+from kedge.server.openai.protocol import GenerationBody
+from kedge.server.settings import ServerConfig
+from kedge.server.telemetry.in_flight import InFlight
+from kedge.server.telemetry.metrics import ServerMetrics
+from kedge.server.telemetry.tracing import Span, Tracing
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
 from kedge.server.threads import Threads
-from kedge.server.tracing import Span, Tracing
+from kedge.server.workflows.client_runs import AgentRuns
+from kedge.server.workflows.registry import Workflows
 from kedge.types import Completion, GenerateRequest, ReuseMode, TenantId
 
 

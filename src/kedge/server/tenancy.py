@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.config import LimitSettings
 from kedge.engine.base import Engine, Limiting, Quota
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
+from kedge.settings import LimitSettings
 from kedge.types import TenantId
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -22,9 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kedge.config import EngineConfig
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model import HFTokenizer, ModelRunner
+from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.settings import EngineConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where tests run that say something about a GPU, where there is one; all others run on the CPU"""

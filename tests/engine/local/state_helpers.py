@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from kedge.anchors.saving import Record
-from kedge.engine.local.state_damage import Damage
-from kedge.engine.local.state_files import MANIFEST, PREVIOUS, SUFFIX, Entry
-from kedge.engine.local.state_folder import StateFolder
+from kedge.anchors.saving.records import Record
+from kedge.engine.local.state.damage import Damage
+from kedge.engine.local.state.files import MANIFEST, PREVIOUS, SUFFIX, Entry
+from kedge.engine.local.state.folder import StateFolder
 
 OURS, THEIRS = "our model", "their model"
 Values = Mapping[str, int]

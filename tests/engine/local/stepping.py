@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.costs import EngineCosts, LinearCost
-from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.model.loading import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.text import TextStream
+from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_model, tiny_tokenizer
 from tests.engine.local.test_translation import OPEN

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from kedge.engine.local.model import require_buildable
-from kedge.engine.local.replica import random_model, small_config
+from kedge.engine.local.model.loading import require_buildable
+from kedge.engine.local.model.replica import random_model, small_config
 from kedge.errors import UnsupportedModel
 from kedge.types import Tokens
 from tests.engine.local.conftest import engine_of

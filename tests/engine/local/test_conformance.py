@@ -8,9 +8,9 @@ import pytest
 
 pytest.register_assert_rewrite("kedge.engine.conformance")
 
-from kedge.config import TierConfig  # noqa: E402
 from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.local.engine import LocalEngine  # noqa: E402
+from kedge.settings import TierConfig  # noqa: E402
 from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local import logprobs
-from kedge.engine.local.attention import Batch
+from kedge.engine.common import logprobs
+from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.local.attention.paged import Batch
+from kedge.engine.local.components import Parts, Translating
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model import ModelRunner
-from kedge.engine.local.parts import Parts, Translating
+from kedge.engine.local.model.loading import ModelRunner
 from kedge.engine.local.sequence import LocalStream
-from kedge.engine.local.text import TextStream
 from kedge.errors import EngineClosed, KedgeError
 from kedge.kv.storage import SlotTable
-from kedge.runtime.plan import ReusePlan
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.plan import ReusePlan
+from kedge.reuse.runtime import Runtime
 from kedge.types import (
     AgentId,
     Completion,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.config import AnchorSettings, TierConfig
-from kedge.engine.local.attention import SequenceSlice, _attend
+from kedge.engine.local.attention.paged import SequenceSlice, _attend
 from kedge.kv.storage import PagedStorage
+from kedge.settings import AnchorSettings, TierConfig
 from kedge.types import Completion, GenerateRequest, ReuseMode
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt, request

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kedge.config import AnchorSettings, LearningSettings, PlannerSettings
 from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
-from kedge.runtime.interfaces import PoolKey
+from kedge.reuse.contracts import PoolKey
+from kedge.settings import AnchorSettings, LearningSettings, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, SampleId, TenantId, WorkflowId
 from tests.engine.local.stepping import KnownCosts, Stepped
 from tests.engine.local.test_preassembly import ANSWER, QUESTION, TENANT, prompt_of

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
+from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.model.loading import ModelRunner
 from kedge.engine.local.preassembly import MOST
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import AHEAD_CHUNK
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.text import TextStream
-from kedge.engine.run import run
 from kedge.errors import TranslationRefused
+from kedge.runner.run import run
+from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
 from kedge.types import (
     AgentId,
     ClientId,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local.sampler import Draw, Sampler, draw_tokens
-from kedge.engine.local.text import TextStream
 from kedge.types import SamplingParams
 from tests.engine.local.conftest import tiny_tokenizer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.costs import EngineCosts
-from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.scheduler import Scheduler
 
 

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.cache import Copied, Direction
-from kedge.config import TierConfig
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
 from kedge.kv.copy import TorchCopier
+from kedge.settings import TierConfig
 from kedge.types import (
     AgentId,
     ClientId,

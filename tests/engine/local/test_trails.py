@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kedge.config import AnchorSettings, PlannerSettings
 from kedge.engine.local.engine import LocalEngine
 from kedge.kv.segment import KVSegment
+from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, RunId, SampleId, TenantId, Tokens
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_preassembly import ASKED, prompt_of

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from kedge.config import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
+from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model import ModelRunner
+from kedge.engine.local.model.loading import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.text import TextStream
 from kedge.kv.segment import KVSegment
+from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
 from kedge.types import (
     AgentId,
     GenerateRequest,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kedge.config import EngineConfig
 from kedge.engine.base import Item, Quota
 from kedge.engine.conformance import EngineConformance, fresh_text
 from kedge.engine.echo import EchoEngine
@@ -22,6 +21,7 @@ from kedge.engine.process.engine import ProcessEngine
 from kedge.engine.process.local import LocalProcessEngine
 from kedge.engine.process.messages import portable
 from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, RequestError
+from kedge.settings import EngineConfig
 from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, TenantId, is_owned
 from tests.engine.local.conftest import engine_of, tiny_model
 

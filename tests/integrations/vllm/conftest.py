@@ -137,7 +137,7 @@ def driver(model: Path, plugged: bool = True, extra: Mapping[str, Any] | None = 
         settings["kv_transfer_config"] = KVTransferConfig(
             kv_connector="KedgeConnector",
             kv_role="kv_both",
-            kv_connector_module_path="kedge.integrations.vllm.connector",
+            kv_connector_module_path="kedge.integrations.vllm.plugin.connector",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=dict(extra or {}),
         )

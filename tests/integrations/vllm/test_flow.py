@@ -51,7 +51,7 @@ def small(tiny_llama: Path, stock: object, request: pytest.FixtureRequest) -> It
         extra={"tiers": tiers},
         num_gpu_blocks_override=41,
         scheduling_policy="priority",
-        scheduler_cls=f"kedge.integrations.vllm.scheduler.{request.param}",
+        scheduler_cls=f"kedge.integrations.vllm.plugin.scheduler.{request.param}",
     ) as built:
         yield built
 
@@ -99,7 +99,7 @@ def test_eviction_alone_keeps_who_is_next(
 
 def resident(flow: Driver, agent: int) -> int:
     """Blocks of an agent's fixed prompt that are on the device."""
-    from kedge.integrations.vllm.host_tier import leading
+    from kedge.integrations.vllm.plugin.host_tier import leading
 
     key = next(key for key in flow.side._prompts if key.agent == f"a{agent}")
     return len(leading(flow.pool, flow.side._prompts[key]))

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.config import EngineConfig  # noqa: E402
 from kedge.engine.local.build import model_path  # noqa: E402
 from kedge.errors import EngineClosed  # noqa: E402
-from kedge.integrations.vllm.engine import VLLMEngine  # noqa: E402
-from kedge.server.config import ServerConfig  # noqa: E402
+from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
+from kedge.server.settings import ServerConfig  # noqa: E402
+from kedge.settings import EngineConfig  # noqa: E402
 from kedge.types import GenerateRequest, SamplingParams, Segment  # noqa: E402
 from tests.server.conftest import Served, serving  # noqa: E402
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.errors import PlanError  # noqa: E402
-from kedge.integrations.vllm.translations import why_not  # noqa: E402
+from kedge.integrations.vllm.plugin.translations import why_not  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 
 HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 
 from kedge.cache import CacheManager, Lease
+from kedge.engine.local.components import Assembler
 from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.loading import Loading
-from kedge.engine.local.parts import Assembler
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.runtime import Runtime
 
 
 class Admission:

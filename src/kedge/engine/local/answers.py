@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kedge.cache import CacheManager
-from kedge.engine.local.fixed import FixedPrompts
+from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import RequestSequence
 from kedge.errors import GenerationFailed
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.runtime import Runtime
 from kedge.types import FinishReason, ReuseMode
 
 logger = logging.getLogger(__name__)

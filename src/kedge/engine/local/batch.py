@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import torch
 
-from kedge.engine.local.attention import Batch, SequenceSlice
+from kedge.engine.local.attention.paged import Batch, SequenceSlice
 from kedge.engine.local.scheduler import Work
 from kedge.kv.storage import PagedStorage, SlotTable
 

@@ -14,22 +14,22 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.cache import CacheManager, EvictionPolicy, TierSettings, TransferLimits, lru, steps_to_execution
-from kedge.config import EngineConfig, TierConfig
-from kedge.engine.local import graphs
-from kedge.engine.local import model as models
+from kedge.engine.local.components import Parts
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.costs import EngineCosts
-from kedge.engine.local.loading import Loading
+from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.measuring import measure
-from kedge.engine.local.model import ModelRunner
-from kedge.engine.local.parts import Parts
+from kedge.engine.local.model import graphs
+from kedge.engine.local.model import loading as models
+from kedge.engine.local.model.loading import ModelRunner
 from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
-from kedge.runtime.expected import Expected
-from kedge.runtime.interfaces import ReusePolicy
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.contracts import ReusePolicy
+from kedge.reuse.expected import Expected
+from kedge.reuse.runtime import Runtime
+from kedge.settings import EngineConfig, TierConfig
 
 T = TypeVar("T")
 

@@ -17,25 +17,25 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes
-from kedge.config import EngineConfig
 from kedge.engine.base import Quota
 from kedge.engine.local.admission import Admission
 from kedge.engine.local.answers import Answers
 from kedge.engine.local.batch import flatten
+from kedge.engine.local.components import Assembler
 from kedge.engine.local.costs import EngineCosts
-from kedge.engine.local.fixed import FixedPrompts
+from kedge.engine.local.fixed_prompts import FixedPrompts
+from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.loading import Loading
-from kedge.engine.local.model import ModelRunner
-from kedge.engine.local.parts import Assembler
+from kedge.engine.local.model.loading import ModelRunner
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
 from kedge.errors import EngineClosed, ForwardFailed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.runtime import Runtime
+from kedge.settings import EngineConfig
 from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 

@@ -21,16 +21,15 @@ from typing import TypeVar
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
-from kedge.config import EngineConfig
 from kedge.engine.base import Quota
+from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.engine.local import build
-from kedge.engine.local.model import HFTokenizer, ModelRunner
-from kedge.engine.local.parts import Parts
+from kedge.engine.local.components import Parts
+from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.state import EngineState, SavedState
-from kedge.engine.local.text import TextStream
-from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.local.state.snapshot import EngineState, SavedState
 from kedge.errors import (
     EngineClosed,
     GenerationFailed,
@@ -39,7 +38,8 @@ from kedge.errors import (
     RequestError,
 )
 from kedge.kv.spec import KVSpec
-from kedge.runtime.layout import with_trails
+from kedge.reuse.layout import with_trails
+from kedge.settings import EngineConfig
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 from kedge.cache import CacheManager
 from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.loading import Loading
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.runtime import Runtime
 from kedge.types import TenantId, Tokens
 
 

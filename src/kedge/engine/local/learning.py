@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from kedge.cache import CacheManager
-from kedge.config import LearningSettings
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.runtime.interfaces import BaseNeed
-from kedge.runtime.layout import Placed
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.contracts import BaseNeed
+from kedge.reuse.layout import Placed
+from kedge.reuse.runtime import Runtime
+from kedge.settings import LearningSettings
 from kedge.types import RequestId, RunId, TenantId, new_request_id
 
 logger = logging.getLogger(__name__)

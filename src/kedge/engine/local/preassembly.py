@@ -29,10 +29,10 @@ from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.sequence import Preparation, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
-from kedge.runtime.layout import layout
-from kedge.runtime.plan import ReusePlan
-from kedge.runtime.planner import Draft
-from kedge.runtime.runtime import Runtime
+from kedge.reuse.layout import layout
+from kedge.reuse.plan import ReusePlan
+from kedge.reuse.planner import Draft
+from kedge.reuse.runtime import Runtime
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SampleId, TenantId, Tokens, new_request_id
 from kedge.workflow.forecast import AgentKey
 

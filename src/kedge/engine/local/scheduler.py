@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fair_queue import FairQueue
-from kedge.engine.local.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
 from kedge.types import TenantId, tenant_of
 

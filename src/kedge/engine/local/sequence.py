@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass, field
 
 from kedge.cache import Namespace
-from kedge.engine.local.logprobs import Logprobs
+from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.logprobs import Logprobs
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.sampler import Sampler
-from kedge.engine.local.text import TextStream
-from kedge.engine.stream import TokenStream
 from kedge.kv.storage import SlotTable
-from kedge.runtime.interfaces import Cut
-from kedge.runtime.layout import known_segments, template_key
-from kedge.runtime.plan import ReusePlan
-from kedge.runtime.planner import Draft
+from kedge.reuse.contracts import Cut
+from kedge.reuse.layout import known_segments, template_key
+from kedge.reuse.plan import ReusePlan
+from kedge.reuse.planner import Draft
 from kedge.types import (
     Completion,
     FinishReason,

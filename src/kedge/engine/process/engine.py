@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from kedge.engine.base import Engine, Tokenizer
+from kedge.engine.common.stream import TokenStream
+from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
 from kedge.engine.process.spawn import ENDING, start, wait_for
-from kedge.engine.stream import TokenStream
-from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes

@@ -14,7 +14,7 @@ from kedge.types import GenerateRequest, TenantId, Tokens
 
 if TYPE_CHECKING:
     from kedge.engine.local.engine import LocalEngine
-    from kedge.engine.local.state import SavedState
+    from kedge.engine.local.state.snapshot import SavedState
 
 
 class LocalProcessEngine(ProcessEngine):

@@ -1,0 +1,112 @@
+"""Criteria: whether a value is shareable, from what its pool holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.estimators.blending import Match, anchor_weights
+from kedge.anchors.keys import KeyBlock
+
+_STILL = 64
+"""One unshareable value in so many goes on teaching a slot that has seen enough of them"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`reason` says why a value is not shareable; tokens that are `weak` (bool [tokens], CPU) should be computed, of it
+    and of the prefix segment after it."""
+
+    reason: str
+    weak: Tensor
+    weak_prefix: Tensor | None = None
+    learnable: bool = True
+    """Whether dense prefill of the prompt is worth its time, if it is not shareable"""
+
+    @property
+    def shareable(self) -> bool:
+        return not self.reason
+
+
+class Criterion(Protocol):
+    """Judges a value by the anchors that have offsets for the slot in question."""
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it needs the slot's calibration."""
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:
+        """Why a value of `tokens` tokens cannot be judged shareable whatever it is, or the empty text."""
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:
+        """The verdict, where nothing lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entropy:
+    """KVCOMM, Eq. 5: not shareable if longer than every anchor, or if the entropy of its weights over the anchors at
+    least as long exceeds gamma · log of their number. One such anchor alone is no ground to share."""
+
+    gamma: float
+    temperature: float
+    calibrates: bool = False
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
+        return lacks_length(tokens, block)
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
+        anchors = match.block.long_enough(len(match.query.tokens))
+        distances = match.block.aligned(match.query, anchors).sum(1).sqrt()
+        chosen = None if match.same is None else int((anchors == match.same).nonzero())
+        share = entropy(anchor_weights(distances, self.temperature, chosen)) / math.log(len(anchors))
+        reason = f"entropy is {share:.2f} of its maximum, above {self.gamma:g}" if share > self.gamma else ""
+        return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool))
+
+
+def lacks_length(tokens: int, block: KeyBlock) -> str:
+    """Why the anchors are not as long as Eq. 5 asks for, or the empty text."""
+    match len(block.long_enough(tokens)):
+        case 0:
+            return "longer than every anchor"
+        case 1:
+            return "only one anchor is as long"
+    return ""
+
+
+def entropy(weights: Tensor) -> float:
+    """-Σ w log w of weights that sum to 1."""
+    return float(torch.special.entr(weights).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Shareable, from enough anchors, if the mean predicted relative error of its offsets is small but for weak tokens,
+    which are computed. Until twice as many values were observed as it takes to share one, these count, too: there is
+    something to learn. After that a value that is not shareable is computed and the rest of its prompt translated, but
+    for a few, by which the slot follows what changes.
+    """
+
+    min_anchors: int
+    max_error: float
+    weak_error: float
+    calibrates: bool = True
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
+        if len(block.ids) < self.min_anchors:
+            return f"{len(block.ids)} anchors of {self.min_anchors}"
+        return "" if calibration.observations else "not calibrated yet"
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:
+        error = calibration.predict(match.proposal.distance, match.query.tokens)
+        weak = error > self.weak_error
+        learns = calibration.observations < 2 * self.min_anchors
+        mean = float((error if learns or weak.all() else error[~weak]).mean())
+        reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
+        # By its tokens, so that every rank and every agent who reads it decides alike.
+        learnable = learns or hash(match.query.tokens) % _STILL == 0
+        return Verdict(reason, weak, calibration.prefix_error > self.weak_error, learnable)

@@ -1,0 +1,114 @@
+"""Slots of the estimators `linear` and `linear+token`: what regressions say of offsets (KVCOMM.md, section 3)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId
+from kedge.anchors.estimators.blending import Match
+from kedge.anchors.estimators.ridge import Ridge
+from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.site import Observation, Offsets, SlotOffsets
+from kedge.errors import TranslationRefused
+from kedge.kv.segment import KVSegment
+
+
+class LinearOffsets(SlotOffsets):
+    """A regression for the value and the mean for the prefix segment after it, whose base KV never changes.
+
+    No rows are kept, so nothing is forgotten when an anchor is dropped, and a value that was observed is not recovered
+    exactly.
+    """
+
+    leaves_out = False
+    is_saved = False
+
+    def __init__(self, base: KVSegment, prefix_tokens: int, strength: float) -> None:
+        super().__init__(base, prefix_tokens)
+        self._ridge = _ridge_for(base, strength)
+        self._prefix_sum = torch.zeros(prefix_tokens, row_width(base), device=base.device)
+        self._observed, self._dtype = 0, base.dtype
+
+    @property
+    def tables(self) -> tuple[OffsetTable, ...]:
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        return self._ridge.nbytes + self._prefix_sum.nbytes
+
+    def put(self, anchor: AnchorId, observed: Observation) -> None:
+        self._check(anchor, observed)
+        for rows in (observed.phi, observed.prefix, observed.real):
+            if not torch.isfinite(rows).all():
+                raise TranslationRefused("offset", float(rows.abs().max()), "an observed offset is not finite")
+        self._ridge.add(observed.real - observed.phi, observed.phi)
+        self._prefix_sum += observed.prefix
+        self._observed += 1
+        self.holders.append(anchor)
+
+    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
+        return _as_offsets(self._ridge.predict(rows_of(base)), self._dtype)
+
+    def prefix_offsets(self, match: Match) -> Offsets:  # noqa: ARG002
+        return _as_offsets(self._prefix_sum / max(self._observed, 1), self._dtype)
+
+
+class CorrectedOffsets(SlotOffsets):
+    """Token lookup, and a regression for what base KV lacks of the base KV that was looked up.
+
+    W x₀ + Σ w (Δ - W x) = Σ w Δ + W (x₀ - Σ w x) for weights w that sum to 1: the lookup of what the regression W
+    leaves over. Written like this, what is stored does not change when the regression learns.
+    """
+
+    leaves_out = False
+    is_saved = False
+
+    def __init__(self, base: KVSegment, prefix_tokens: int, strength: float, bits: int = 16) -> None:
+        super().__init__(base, prefix_tokens, bits)
+        self.base = OffsetTable(row_width(base), row_dtype(base), base.device)
+        self._ridge = _ridge_for(base, strength)
+        self._dtype = base.dtype
+
+    @property
+    def tables(self) -> tuple[OffsetTable, ...]:
+        return self.phi, self.prefix, self.base
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._ridge.nbytes
+
+    def put(self, anchor: AnchorId, observed: Observation) -> None:
+        base = observed.real - observed.phi
+        with ExitStack() as undo:
+            super().put(anchor, observed)
+            undo.callback(self.drop, anchor)
+            self.base.put(anchor, base)
+            undo.pop_all()
+        self._ridge.add(base, observed.phi)
+
+    def drop(self, anchor: AnchorId) -> None:
+        super().drop(anchor)
+        self.base.drop(anchor)
+
+    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:
+        rows = self.base.rows_of_anchors(match.block.ids)[match.proposal.columns]
+        nearby = self.base.blend(Blend(rows, match.proposal.weights, self.base.version)).float()
+        change = self._ridge.predict_change(rows_of(base).float() - nearby)
+        return _as_offsets(self.phi.blend(self.phi_blend(match)).float() + change, self._dtype)
+
+
+def _ridge_for(base: KVSegment, strength: float) -> Ridge:
+    layers, _, heads, dim = base.keys.shape
+    return Ridge((layers - 1, 2, heads, dim), strength, base.device)
+
+
+def _as_offsets(rows: Tensor, dtype: torch.dtype) -> Offsets:
+    """Rows that have been computed as a table of their own, each token's blend being its row."""
+    table = OffsetTable(rows.shape[1], dtype, rows.device)
+    table.put(AnchorId(0), rows)
+    places = torch.arange(len(rows), device=rows.device)[:, None]
+    return Offsets(Blend(places, torch.ones_like(places, dtype=torch.float32), table.version), table)

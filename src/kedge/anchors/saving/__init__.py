@@ -1,0 +1,1 @@
+"""Anchor pools and base KV as records that outlive a process."""

@@ -1,0 +1,173 @@
+"""What outlives a process: anchor pools and the base KV of prefix segments, as records of tensors and plain data.
+
+A view is taken by the stores' owner thread and costs next to nothing; its record is made by any thread, while the owner
+goes on. Keys are unrotated, here as everywhere, so that what is saved has no position. Base KV of values is not saved:
+it is made again when a value comes for the first time. The way back is `kedge.anchors.saving.restoring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import Anchor, AnchorId
+from kedge.anchors.base_store import BaseStore, TemplateBase
+from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.offsets import OffsetTable
+from kedge.anchors.pool import AnchorPool
+from kedge.anchors.site import SlotOffsets
+from kedge.anchors.store import AnchorStore
+from kedge.reuse.contracts import PoolKey, Slot
+from kedge.types import TenantId, WorkflowId
+
+POOL, TEMPLATE = "pool", "template"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One pool, or one template's prefix segments, as it is written."""
+
+    name: tuple[str, ...]
+    """Its kind, its tenant, and what it is called in that tenant"""
+    data: Mapping[str, Any]
+    """JSON"""
+    tensors: Mapping[str, Tensor]
+
+
+# views: the owner's thread --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a table that are not copied yet."""
+
+    table: OffsetTable
+    arena: Tensor
+    rows: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, table: OffsetTable, anchors: Sequence[AnchorId]) -> _Rows:
+        return cls(table, table.arena, table.rows_of_anchors(anchors), table.version)
+
+    def copied(self) -> Tensor | None:
+        """[rows, width] on the CPU; None where rows have moved or been freed in the meantime.
+
+        A table writes to rows that nobody has. Before it writes to those that somebody had, its version has changed.
+        """
+        rows = self.table.decode(self.arena[self.rows]).cpu()
+        return rows if self.table.version == self.version else None
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotView:
+    slot: Slot
+    holders: tuple[AnchorId, ...]
+    calibration: Calibration
+    phi: _Rows
+    prefix: _Rows
+
+    @classmethod
+    def of(cls, slot: Slot, offsets: SlotOffsets) -> _SlotView:
+        ids = tuple(offsets.holders)
+        return cls(slot, ids, offsets.calibration, _Rows.of(offsets.phi, ids), _Rows.of(offsets.prefix, ids))
+
+    def tensors(self) -> dict[str, Tensor] | None:
+        phi, prefix = self.phi.copied(), self.prefix.copied()
+        if phi is None or prefix is None:
+            return None
+        calibration = {f"calibration.{part}": tensor for part, tensor in self.calibration.tensors.items()}
+        return {"phi": phi, "prefix": prefix, **calibration}
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "agent_key": self.slot.agent_key,
+            "index": self.slot.index,
+            "holders": self.holders,
+            "observations": self.calibration.observations,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool as it is now."""
+
+    key: PoolKey
+    anchors: tuple[Anchor, ...]
+    slots: tuple[_SlotView, ...]
+
+    @classmethod
+    def of(cls, key: PoolKey, pool: AnchorPool) -> PoolView:
+        kept = ((slot, offsets) for slot, offsets in pool.slots.items() if offsets.holders and offsets.is_saved)
+        slots = tuple(_SlotView.of(slot, offsets) for slot, offsets in kept)
+        return cls(key, tuple(pool.anchors.values()), slots)
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        return POOL, *self.key
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for two views of one store between which nothing was learned or dropped. Hits do not count."""
+        return tuple((view.slot, view.holders, view.calibration.observations) for view in self.slots)
+
+    def record(self) -> Record | None:
+        """None where the pool has changed so much that another view is needed."""
+        tensors = {
+            "tokens": torch.tensor([token for anchor in self.anchors for token in anchor.tokens]),
+            "keys": torch.cat([anchor.keys for anchor in self.anchors]).cpu(),
+        }
+        for number, view in enumerate(self.slots):
+            parts = view.tensors()
+            if parts is None:
+                return None
+            tensors |= {f"{number}.{part}": tensor for part, tensor in parts.items()}
+        anchors = [(anchor.id, anchor.hits, anchor.length) for anchor in self.anchors]
+        return Record(self.name, {"anchors": anchors, "slots": [view.data() for view in self.slots]}, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateView:
+    """The base KV of a template's prefix segments, which nobody ever writes to again."""
+
+    base: TemplateBase
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        return TEMPLATE, self.base.tenant, self.base.template
+
+    @property
+    def signature(self) -> Hashable:
+        return self.base.serial
+
+    def record(self) -> Record:
+        tensors: dict[str, Tensor] = {}
+        for index, kv in self.base.parts.items():
+            tensors |= {f"{index}.keys": kv.keys.cpu(), f"{index}.values": kv.values.cpu()}
+        return Record(self.name, {"segments": sorted(self.base.parts)}, tensors)
+
+
+def names(anchors: AnchorStore, bases: BaseStore) -> list[tuple[str, ...]]:
+    """Of everything that can be saved now, least recently used first."""
+    templates = [(TEMPLATE, base.tenant, base.template) for base in bases.templates()]
+    return templates + [(POOL, *key) for key, pool in anchors.pools.items() if pool.anchors]
+
+
+def view(anchors: AnchorStore, bases: BaseStore, name: tuple[str, ...]) -> PoolView | TemplateView | None:
+    """What has this name now; None where nothing has it any more."""
+    if name[0] == TEMPLATE:
+        found = (base for base in bases.templates() if (base.tenant, base.template) == name[1:])
+        return next(map(TemplateView, found), None)
+    key = pool_key(name)
+    pool = anchors.pools.get(key)
+    return PoolView.of(key, pool) if pool and pool.anchors else None
+
+
+def pool_key(name: tuple[str, ...]) -> PoolKey:
+    """Return the key of the pool whose record has this name."""
+    _, tenant, workflow, placeholder = name
+    return PoolKey(TenantId(tenant), WorkflowId(workflow), placeholder)

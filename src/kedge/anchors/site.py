@@ -1,0 +1,173 @@
+"""What one agent observed at one placeholder of its template: the offsets of its anchors, and how well they predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId
+from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.estimators.blending import Match
+from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.residence import Unit
+from kedge.errors import PlanError
+from kedge.kv.segment import KVSegment
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Offsets measured after a dense prefill: float32 rows [tokens, width] of the value and of the prefix segment
+    after it, and the real KV of both as rows."""
+
+    phi: Tensor
+    prefix: Tensor
+    real: Tensor
+    real_prefix: Tensor
+
+    @classmethod
+    def measure(
+        cls, base: KVSegment, real: KVSegment, base_prefix: KVSegment | None, real_prefix: KVSegment | None
+    ) -> Observation:
+        """Raises `PlanError` where base and real KV are not of the same tokens."""
+        rows = rows_of(real).float()
+        phi = _offset(base, rows)
+        if base_prefix is None or real_prefix is None:
+            return cls(phi, phi[:0], rows, rows[:0])
+        rows_after = rows_of(real_prefix).float()
+        return cls(phi, _offset(base_prefix, rows_after), rows, rows_after)
+
+
+def _offset(base: KVSegment, real: Tensor) -> Tensor:
+    if base.tokens != len(real):
+        raise PlanError("tokens", base.tokens, f"of base KV, {len(real)} of real KV")
+    return real - rows_of(base).float()
+
+
+class Offsets(NamedTuple):
+    """Estimated offsets: a blend of a table's rows."""
+
+    blend: Blend
+    table: OffsetTable
+
+
+class SlotOffsets(Unit):
+    """Two tables over the same anchors, in the order in which they were observed, and the calibration."""
+
+    leaves_out = True
+    """Whether a match without an anchor makes no use of what was learned from it."""
+    is_saved = True
+    """Whether rows are all that is known, so that a snapshot can hold it."""
+
+    def __init__(self, base: KVSegment, prefix_tokens: int, bits: int = 16) -> None:
+        """`bits` of every number that is kept: 16 or 8."""
+        self.phi, self.prefix = _table(base, bits), _table(base, bits)
+        self.calibration = Calibration()
+        self.holders: list[AnchorId] = []
+        layers, _, heads, dim = base.keys.shape
+        self._prefix_tokens, self._shape = prefix_tokens, (layers - 1, 2, heads * dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self.phi.arena.device
+
+    def place(self, put: Callable[[Tensor], Tensor]) -> None:
+        for table in self.tables:
+            table.arena = put(table.arena)
+
+    @property
+    def tables(self) -> tuple[OffsetTable, ...]:
+        return self.phi, self.prefix
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+    def check_integrity(self) -> None:
+        """Raises `PlanError` where a table is unsound, the two hold different anchors, or the calibration is of another
+        prefix segment.
+        """
+        if self.calibration.prefix_sums.shape not in {(), (self._prefix_tokens,)}:
+            raise PlanError("prefix_sums", len(self.calibration.prefix_sums), f"of {self._prefix_tokens} tokens")
+        for table in self.tables:
+            table.check_integrity()
+            if table.anchors != set(self.holders):
+                raise PlanError("holders", self.holders, f"a table holds {sorted(table.anchors)}")
+
+    def put(self, anchor: AnchorId, observed: Observation) -> None:
+        """Adds both parts or none. Raises `PlanError` where they do not fit the slot, or it knows the anchor."""
+        self._check(anchor, observed)
+        with ExitStack() as undo:
+            undo.callback(self.drop, anchor)
+            self.phi.put(anchor, observed.phi)
+            self.prefix.put(anchor, observed.prefix)
+            self.holders.append(anchor)
+            undo.pop_all()
+
+    def _check(self, anchor: AnchorId, observed: Observation) -> None:
+        if anchor in self.holders:
+            raise PlanError("anchor", anchor, "was observed in this slot before")
+        if len(observed.prefix) != self._prefix_tokens:
+            raise PlanError(
+                "prefix_tokens", len(observed.prefix), f"a template has {self._prefix_tokens} at this place"
+            )
+
+    def drop(self, anchor: AnchorId) -> None:
+        """Forgets an anchor, where it is known."""
+        self.phi.drop(anchor)
+        self.prefix.drop(anchor)
+        if anchor in self.holders:
+            self.holders.remove(anchor)
+
+    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
+        """The offsets of a value with this base KV."""
+        return Offsets(self.phi_blend(match), self.phi)
+
+    def prefix_offsets(self, match: Match) -> Offsets:
+        """The offsets of the prefix segment after the value."""
+        return Offsets(self.prefix_blend(match), self.prefix)
+
+    def phi_blend(self, match: Match) -> Blend:
+        """The proposal in rows of `phi`."""
+        rows = self.phi.rows_of_anchors(match.block.ids)
+        return Blend(rows[match.proposal.columns], match.proposal.weights, self.phi.version)
+
+    def prefix_blend(self, match: Match) -> Blend:
+        """The same anchors' rows of `prefix`, weighted as proposed; anchors without weight are left out."""
+        kept = match.proposal.after.nonzero().flatten()
+        rows = self.prefix.rows_of_anchors(match.block.ids).view(len(match.block.ids), self._prefix_tokens)
+        weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
+        return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
+
+    def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
+        """float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
+        return self._error(self.phi_offsets(match, base), observed.phi, observed.real)
+
+    def prefix_error(self, match: Match, observed: Observation) -> Tensor:
+        """The same of the prefix segment after the value."""
+        return self._error(self.prefix_offsets(match), observed.prefix, observed.real_prefix)
+
+    def _error(self, estimated: Offsets, offsets: Tensor, real: Tensor) -> Tensor:
+        estimate = estimated.table.blend(estimated.blend).float()
+        wrong, size = self._norms(estimate - offsets), self._norms(real)
+        return (wrong / size.clamp_min(1e-12)).mean(1)
+
+    def _norms(self, rows: Tensor) -> Tensor:
+        """[tokens, 2]: over all layers, of keys and of values."""
+        return rows.view(len(rows), *self._shape).norm(dim=3).norm(dim=1)
+
+
+def _table(base: KVSegment, bits: int) -> OffsetTable:
+    width, dtype = row_width(base), row_dtype(base)
+    if bits == 8:
+        return EightBitTable(width, base.keys.shape[3], dtype, base.device)
+    return OffsetTable(width, dtype, base.device)
+
+
+MakeSlot = Callable[[KVSegment, int], SlotOffsets]
+"""Base KV of a value, for its shape, and tokens of the prefix segment after it -> a slot that has observed nothing"""

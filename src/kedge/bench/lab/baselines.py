@@ -1,0 +1,113 @@
+"""What the paper compares with, on the same engine: reuse without offsets, and the ablations of Table 5.
+
+An ablation changes the plan of a request before it is written; planning, pools and everything after are Kedge's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+
+from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
+from kedge.anchors.store import AnchorStore, Estimate
+from kedge.anchors.translator import Translator
+from kedge.engine.local.components import Assembler
+from kedge.engine.local.model.loading import ModelRunner
+from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.contracts import SampleView, Slot
+from kedge.reuse.layout import Placed, layout
+from kedge.reuse.plan import ReusePlan, Translation
+from kedge.types import GenerateRequest, RunId, SampleId, TenantId
+
+
+class NoAnchors(AnchorStore):
+    """Shares whatever has base KV, and knows no offsets: its translations are only rotated (`without_offsets`)."""
+
+    def estimate(self, slot: Slot, sample: SampleView) -> Estimate:  # noqa: ARG002
+        table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
+        nothing = _no_offsets(sample.base, table)
+        return Estimate(True, "", learnable=False, phi=nothing, prefix=nothing, phi_table=table, prefix_table=table)
+
+    def prepare(self, sample: SampleView) -> None:
+        """Nothing can be looked up ahead of time."""
+
+    def use(self, estimate: Estimate) -> None:  # noqa: ARG002
+        self._used += 1
+
+    def observe(self, slot: Slot, sample: SampleView, *_: KVSegment | None) -> None:
+        """Nothing is learned."""
+
+
+def without_offsets(item: Translation) -> Translation:
+    """Base KV as it is, rotated to its position."""
+    return replace(item, blend=_no_offsets(item.base, item.table))
+
+
+def _no_offsets(base: KVSegment, table: OffsetTable) -> Blend:
+    rows = torch.zeros(base.tokens, 0, dtype=torch.int64, device=base.device)
+    return Blend(rows, rows.float(), table.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """Which of KVCOMM's three steps of alignment are taken (Table 5)."""
+
+    rotation: bool = True
+    """Keys are rotated to where the segment stands now"""
+    values: bool = True
+    """Placeholders get their offsets"""
+    prefixes: bool = True
+    """The prefix segments after them get theirs"""
+
+    def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _Ablated(self, runner.rotary, Translator(storage))
+
+
+@dataclass(slots=True)
+class _Ablated:
+    """Remembers where base KV came from, for keys that are to stay as they were rotated there."""
+
+    works_ahead: ClassVar[bool] = False
+    steps: Ablation
+    rotary: Rotary
+    translator: Translator
+    prompts: dict[tuple[TenantId, RunId, SampleId], int] = field(default_factory=dict)
+    """Tokens of the prompt that an answer followed"""
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        if request.produces is not None:
+            self.prompts[request.tenant, request.run, request.produces] = request.prompt_tokens
+        placed = layout(request)
+        plan = replace(plan, translations=tuple(self._edited(request, placed, item) for item in plan.translations))
+        self.translator.write(table, plan.translations)
+        return plan
+
+    def _edited(self, request: GenerateRequest, placed: tuple[Placed, ...], item: Translation) -> Translation:
+        here = next(p for p in placed if p.start <= item.start < p.stop)
+        if not (self.steps.values if here.segment.is_placeholder else self.steps.prefixes):
+            item = without_offsets(item)
+        if self.steps.rotation:
+            return item
+        return self._left_there(item, self._origin(request, placed, here) + item.start - here.start)
+
+    def _origin(self, request: GenerateRequest, placed: tuple[Placed, ...], here: Placed) -> int:
+        """The position at which base KV of a segment was computed: after its producer's prompt, after a lead-in, or
+        in the template with the placeholders' names as text."""
+        segment = here.segment
+        if segment.sample is not None:
+            return self.prompts.get((request.tenant, request.run, segment.sample), len(segment.lead_in))
+        return sum(
+            len(p.segment.stand_in if p.segment.is_placeholder else p.segment.tokens) for p in placed[: here.index]
+        )
+
+    def _left_there(self, item: Translation, origin: int) -> Translation:
+        """Turned back by what the translator is going to rotate too far: the keys stay rotated as at `origin`."""
+        count = item.base.tokens
+        there = torch.empty_like(item.base.keys)
+        self.rotary.rotate(item.base.keys, slice(origin, origin + count), out=there)
+        keys = self.rotary.unrotate(there, slice(item.start, item.start + count))
+        return replace(item, base=KVSegment(keys, item.base.values))

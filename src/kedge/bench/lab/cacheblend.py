@@ -1,0 +1,114 @@
+"""CacheBlend on this engine: base KV is reused as it is, and the tokens that deviate most are computed again.
+
+Yao et al., *CacheBlend*, EuroSys 2025, section 4; KVCOMM compares with it at 20 % (Table 1). From the second layer on
+(the first sees no context) a token's KV is computed and compared with what was reused; those that deviate most go on to
+the next layer, a few less in each (gradual filtering), until `ratios` ends; these are computed in all layers above.
+
+What is chosen, and every K and V, are what the paper's layerwise forward gives. Its time is not: the chosen tokens run
+through the first layers a second time, with the same result, because the engine then computes them like any others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.translator import Translator
+from kedge.bench.lab.baselines import without_offsets
+from kedge.engine.local.batch import flatten
+from kedge.engine.local.components import Assembler
+from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.scheduler import Work
+from kedge.engine.local.sequence import Sequence
+from kedge.errors import ConfigError
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.plan import ReusePlan, spans_of
+from kedge.types import GenerateRequest, Source
+
+RATIOS = (0.3, 0.25, 0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBlend:
+    """`ratios`: share of the reused tokens that is computed again, from the second layer on; the last one holds for all
+    layers above. A model with fewer layers takes the last ratios. Raises `ConfigError` where they grow or leave (0, 1].
+    """
+
+    ratios: tuple[float, ...] = RATIOS
+
+    def __post_init__(self) -> None:
+        falling = all(a >= b for a, b in pairwise(self.ratios))
+        if not self.ratios or not falling or not all(0 < ratio <= 1 for ratio in self.ratios):
+            raise ConfigError("cacheblend.ratios", self.ratios, "must be in (0, 1] and never grow")
+
+    def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _Blending(runner, storage, self.ratios[-(runner.spec.layers - 1) :])
+
+
+class _Blending:
+    works_ahead: ClassVar[bool] = False
+
+    def __init__(self, runner: ModelRunner, storage: PagedStorage, ratios: tuple[float, ...]) -> None:
+        self._model, self._storage, self._ratios = runner.model.base_model, storage, ratios
+        self._translator = Translator(storage)
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        plan = replace(plan, translations=tuple(map(without_offsets, plan.translations)))
+        self._translator.write(table, plan.translations)
+        sources = [span.source for span in plan.spans for _ in range(len(span))]
+        if plan.translates:
+            for position in self._choose(request, table, sources):
+                sources[position] = Source.COMPUTED
+        return replace(plan, spans=spans_of(sources))
+
+    @torch.inference_mode()
+    def _choose(self, request: GenerateRequest, table: SlotTable, sources: Many[Source]) -> list[int]:
+        """Positions to compute; the KV of those that were dropped on the way stays as it was computed."""
+        sequence = Sequence(request.request_id, request.tenant, list(request.tokens), table)
+        rows = [p for p, source in enumerate(sources) if source in (Source.TRANSLATED, Source.COMPUTED)]
+        reused = torch.tensor([sources[p] is Source.TRANSLATED for p in rows])
+        filtering = _Filtering(self._storage, reused)
+        tokens = torch.tensor([sequence.tokens[p] for p in rows], device=self._storage.keys.device)
+        hidden = self._model.embed_tokens(tokens[None])
+        for layer, ratio in zip(self._model.layers, (1.0, *self._ratios), strict=False):
+            batch = flatten([Work(sequence, rows)], filtering)
+            filtering.keep = math.ceil(ratio * int(reused.sum()))
+            turns = self._model.rotary_emb(hidden, position_ids=batch.positions[None])
+            hidden = layer(
+                hidden, attention_mask=None, position_ids=batch.positions[None], position_embeddings=turns, kedge=batch
+            )
+            hidden, rows = hidden[:, filtering.kept], [p for p, kept in zip(rows, filtering.kept, strict=True) if kept]
+        return rows
+
+
+class _Filtering(PagedStorage):
+    """The same memory, of which a pass may only overwrite what deviates most: `keep` of the `reused` rows."""
+
+    def __init__(self, storage: PagedStorage, reused: Tensor) -> None:
+        """`reused`: bool [rows], on the CPU; rows that are not reused are always written and always go on."""
+        self.keys, self.values = storage.keys, storage.values
+        self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
+        self.keep = 0
+        self.kept = torch.ones_like(reused)
+        """bool [rows] of the pass that was stored last, on the CPU"""
+        self._reused = reused
+
+    def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        self._reused = self._reused[self.kept]
+        self.kept = ~self._reused
+        deviation = _distance(self.keys[layer, slots], keys) + _distance(self.values[layer, slots], values)
+        reused = self._reused.nonzero().flatten()
+        self.kept[reused[deviation.cpu()[reused].topk(self.keep).indices]] = True
+        kept = self.kept.to(slots.device)
+        super().store(layer, slots[kept], keys[kept], values[kept])
+
+
+def _distance(before: Tensor, after: Tensor) -> Tensor:
+    """float32 [tokens]: squared L2 over heads and dimensions."""
+    return (before.float() - after.float()).square().sum((1, 2))

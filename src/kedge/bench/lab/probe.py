@@ -1,0 +1,157 @@
+"""Looks into an engine while it serves: logits, and the KV of a prompt, of requests that may be forced to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kedge.engine.base import Tokenizer
+from kedge.engine.local.components import Assembler, Parts
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.sampler import Draw, Sampler
+from kedge.engine.local.sequence import LocalStream
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.plan import ReusePlan, spans_of
+from kedge.types import Completion, GenerateRequest, RequestId, RunId, Source, TenantId, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
+
+ROWS = 32
+"""Tokens of an answer whose distributions are kept"""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was seen of one request."""
+
+    request: GenerateRequest
+    completion: Completion
+    logits: Tensor
+    """float32 [up to `ROWS`, vocab], on the CPU: before each token of the answer"""
+    kv: KVSegment | None
+    """The prompt's KV as the first token was drawn, keys unrotated; None where it was not asked for"""
+
+
+@dataclass
+class _Eye:
+    """Draws for one request, and keeps what it sees. The engine's thread is the only one that calls it."""
+
+    draw: Draw
+    wants_kv: bool
+    read: Callable[[], KVSegment] | None = None
+    kv: KVSegment | None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor) -> int:
+        if self.wants_kv and not self.logits and self.read:
+            self.kv = self.read()
+        if len(self.logits) < ROWS:
+            self.logits.append(logits.float().cpu().clone())
+        return self.draw(logits)
+
+
+class Probe:
+    """Eyes for the requests of one engine, which is to be built with `probe.parts`.
+
+    While `teaching`, that engine prefills everything densely and learns from it, whatever has been planned.
+    """
+
+    def __init__(self, parts: Parts = Parts()) -> None:  # noqa: B008 (it is frozen)
+        self.eyes: dict[RequestId, _Eye] = {}
+        self.teaching = False
+        self.parts = replace(parts, assembler=partial(self._assembler, parts))
+
+    def _assembler(self, parts: Parts, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _Watching(parts.assembler(runner, storage), storage, self)
+
+    def submit(
+        self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
+    ) -> Pending:
+        """Submits a request; `forced` is the answer that it gives whatever the logits say (teacher forcing)."""
+        if forced:
+            sampling = replace(request.sampling, max_tokens=len(forced), ignore_eos=True, stop=())
+            request = replace(request, sampling=sampling)
+        eye = _Eye(_forcing(forced) if forced else Sampler(request.sampling), kv)
+        self.eyes[request.request_id] = eye
+        return Pending(request, engine.submit(request, eye), eye, partial(self.eyes.pop, request.request_id, None))
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that is being looked at."""
+
+    request: GenerateRequest
+    stream: LocalStream
+    _eye: _Eye
+    _close: Callable[[], object]
+
+    def result(self, timeout: float | None = None) -> Sight:
+        """Waits for the end; raises the request's error."""
+        try:
+            completion = self.stream.result(timeout)
+        finally:
+            self._close()
+        return Sight(self.request, completion, torch.stack(self._eye.logits), self._eye.kv)
+
+
+class Recorder:
+    """An `Engine` that looks at every request of a run."""
+
+    def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
+        self._engine, self._probe, self._kv = engine, probe, kv
+        self.pending: list[Pending] = []
+        """In the order in which they were submitted"""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def submit(self, request: GenerateRequest) -> LocalStream:
+        self.pending.append(self._probe.submit(self._engine, request, kv=self._kv))
+        return self.pending[-1].stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        return self._engine.cancel(request_id)
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        self._engine.end_run(tenant, run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        self._engine.forecast(changes, prompts)
+
+    def close(self) -> None:
+        """Whoever opened the engine closes it."""
+
+
+@dataclass(frozen=True)
+class _Watching:
+    """Tells the eye of a request where its KV lies."""
+
+    works_ahead: ClassVar[bool] = False
+    inner: Assembler
+    storage: PagedStorage
+    probe: Probe
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        if eye := self.probe.eyes.get(request.request_id):
+            eye.read = partial(self.storage.read, table, 0, request.prompt_tokens)
+        return self.inner.assemble(request, table, _densely(plan) if self.probe.teaching else plan)
+
+
+def _densely(plan: ReusePlan) -> ReusePlan:
+    """The same exact tokens; what would have been translated is computed."""
+    sources = [span.source for span in plan.spans for _ in range(len(span))]
+    computed = (Source.COMPUTED if source is Source.TRANSLATED else source for source in sources)
+    return ReusePlan(spans_of(computed), misses=plan.misses)
+
+
+def _forcing(answer: Tokens) -> Draw:
+    tokens = iter(answer)
+    return lambda _: next(tokens)

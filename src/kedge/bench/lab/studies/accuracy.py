@@ -1,0 +1,42 @@
+"""KVCOMM, Table 1: accuracy and reuse by number of agents. Pools fill as they do in use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, compared, picked
+
+METHODS = ("dense", "cacheblend", "kvcomm", "token")
+_TEAMS, _QUICK_TEAMS = (2, 3, 4, 5), (2, 3)
+_COLUMNS = ("accuracy", "same_final_answer", "reuse_rate", "reused_tokens")
+
+
+def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
+    """A row for every method and number of agents; `dense` is dense prefill again, the ceiling."""
+    rows: list[Row] = []
+    for agents in _QUICK_TEAMS if settings.quick else _TEAMS:
+
+        def note_team(what: str, agents: int = agents) -> None:
+            note(f"{agents} agents, {what}")
+
+        team = replace(settings, agents=agents)
+        summaries = compared(team, seed, settings.methods or METHODS, note_team, forced=False)
+        rows += [
+            {"agents": agents, "method": name, "accuracy_dense": one.accuracy_dense, **picked(one, *_COLUMNS)}
+            for name, one in summaries.items()
+        ]
+    return rows
+
+
+STUDY = Study(
+    "accuracy",
+    "Accuracy and reuse by number of agents",
+    "Table 1, 2 to 5 agents. MMLU: dense 47.1, 66.7, 68.0, 69.9 %, CacheBlend 65.4, 65.4, 65.4, 67.3 %, KVCOMM 64.7, "
+    "68.6, 68.0, 69.9 % (reuse 74.5, 69.9, 70.1, 67.6 %). GSM8K: dense 81.1, 82.4, 82.1, 81.7 %, CacheBlend 82.0, "
+    "75.1, 65.1, 57.1 %, KVCOMM 81.5, 81.7, 80.6, 79.6 % (reuse 79.6, 77.0, 73.4, 71.0 %). HumanEval: dense 86.3, "
+    "83.9, 84.5, 85.1 %, CacheBlend 31.1, 21.1, 30.4, 32.9 %, KVCOMM 81.4, 83.2, 83.2, 83.2 % (reuse 87.6, 84.7, "
+    "81.1, 77.8 %).",
+    measure,
+    Plot("agents", ("accuracy", "reuse_rate"), "method"),
+    quick={"questions": 8},
+)

@@ -1,0 +1,59 @@
+"""KV of the same tokens in several contexts, by dense prefill."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from kedge.bench.lab.methods import load_model, method_named, open_engine
+from kedge.bench.lab.probe import Probe
+from kedge.bench.lab.studies.study import StudySettings
+from kedge.errors import ConfigError
+from kedge.kv.segment import KVSegment
+from kedge.settings import EngineConfig
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens
+
+
+class Contexts:
+    """A model that prefills whatever it is given. Closed by leaving the `with`."""
+
+    def __init__(self, settings: StudySettings) -> None:
+        loaded = load_model(settings.model, EngineConfig())
+        self.embeddings: Tensor = loaded[0].model.get_input_embeddings().weight.detach().float().cpu()
+        """float32 [vocab, hidden]"""
+        self.special: frozenset[int] = frozenset(loaded[1].inner.all_special_ids)
+        dense = method_named("dense")
+        self._probe = Probe(dense.parts)
+        self._engine = open_engine(dense, loaded, parts=self._probe.parts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.close()
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of a text, with what begins a prompt before it."""
+        return self._engine.tokenizer.encode(text)
+
+    def start(self) -> Tokens:
+        """The shortest context there is: what begins a prompt, else a line's end."""
+        return self.encode("") or self._engine.tokenizer.encode("\n", special=False)
+
+    def bare(self, text: str) -> Tokens:
+        return self._engine.tokenizer.encode(text, special=False)
+
+    def kv(self, before: Tokens, tokens: Tokens) -> KVSegment:
+        """KV of `tokens` behind `before`, keys unrotated, float32 on the CPU. Raises `ConfigError` for no context."""
+        if not before:
+            raise ConfigError("before", before, "is empty: a first token sees no context")
+        segments = (Segment(before, "p0"), Segment(tokens, "p1"))
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        seen = self._probe.submit(self._engine, GenerateRequest(segments, sampling, ReuseMode.OFF), kv=True).result()
+        assert seen.kv is not None
+        kept = seen.kv.slice(len(before))
+        return KVSegment(kept.keys.float().cpu(), kept.values.float().cpu())

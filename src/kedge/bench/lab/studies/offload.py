@@ -1,0 +1,168 @@
+"""KVCOMM, Table A.6: anchors in host memory against anchors on the device.
+
+All methods answer the same questions with the same anchors. Where these lie on the host, the device has room for half
+of them, so that what an agent reads has mostly gone when its turn comes again. On a GPU they are copied over its link.
+On a CPU both tiers are the same memory: there every copy is made to last as long as over a link whose speed, in units
+of this machine's dense prefill, is that of the paper's GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from statistics import median
+
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.residence import HostBound, ResidenceStats
+from kedge.anchors.store import AnchorStore, Estimate
+from kedge.bench.lab.comparison import LabSettings, run_pairs
+from kedge.bench.lab.methods import load_model, method_named
+from kedge.bench.lab.pairs import MethodRuns
+from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
+from kedge.engine.local.components import Parts
+from kedge.reuse.contracts import SampleView, Slot
+from kedge.settings import EngineConfig
+
+_TEAMS, _QUICK_TEAMS = (3, 4), (3,)
+_SHARE = 0.5
+"""Of all offsets, what fits the device"""
+_LOAD_RATIO = 0.045
+"""Seconds to load one token's KV over seconds to prefill it densely: 128 KiB of an 8B model at 25 GB/s over a PCIe
+link, against the 430 ms for 3,700 tokens of Table 2"""
+
+
+class Link:
+    """Makes the stores of an engine whose copies between device and host take at least `seconds_per_byte`."""
+
+    def __init__(self, seconds_per_byte: float = 0.0) -> None:
+        self._seconds_per_byte = seconds_per_byte
+        self._stores: list[LinkedStore] = []
+
+    def __call__(self, config: AnchorConfig, host: HostBound) -> LinkedStore:
+        self._stores.append(LinkedStore(config, host, self._seconds_per_byte))
+        return self.made
+
+    @property
+    def made(self) -> LinkedStore:
+        """The store of the engine that was built last."""
+        return self._stores[-1]
+
+
+class LinkedStore(AnchorStore):
+    """An `AnchorStore` behind a slow link."""
+
+    def __init__(self, config: AnchorConfig, host: HostBound, seconds_per_byte: float) -> None:
+        super().__init__(config, host)
+        self._seconds_per_byte = seconds_per_byte
+        self.waited = 0.0
+        """Seconds that requests have waited for the link"""
+
+    def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
+        before = self.stats().tiers
+        estimate = super().estimate(slot, sample)
+        after = self.stats().tiers
+        copied = after.demand_s - before.demand_s
+        self.waited += copied + self._hold(before, after, copied)
+        return estimate
+
+    def fetch(self) -> bool:
+        before, began = self.stats().tiers, time.perf_counter()
+        fetched = super().fetch()
+        self._hold(before, self.stats().tiers, time.perf_counter() - began)
+        return fetched
+
+    def _hold(self, before: ResidenceStats, after: ResidenceStats, took: float) -> float:
+        """Waits for what the link takes longer than the copies that were made; the seconds."""
+        moved = after.bytes_loaded - before.bytes_loaded + after.bytes_offloaded - before.bytes_offloaded
+        rest = max(0.0, moved * self._seconds_per_byte - took)
+        time.sleep(rest)
+        return rest
+
+
+def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
+    """For every number of agents a row with all anchors on the device, with anchors on the host that are fetched when a
+    request asks, and with such that are also fetched ahead, as the forecast says.
+
+    `match_ms` (waits included) and `ttft_ms` are medians of the calls that translated; `wait_ms`, for the link, and
+    `loaded_mib` are means of all calls. Pools fill as they do in use.
+    """
+    return [row for agents in _teams(settings) for row in _team(replace(settings, agents=agents), seed, note)]
+
+
+def _teams(settings: StudySettings) -> tuple[int, ...]:
+    return _QUICK_TEAMS if settings.quick else _TEAMS
+
+
+def _team(settings: StudySettings, seed: int, note: Note) -> list[Row]:
+    device, link = _run(settings, seed, note, "device", Link(), {}, {})
+    rows = [_row(settings, "device", device, link)]
+    slow = _link_seconds(settings, device)
+    bound = {"max_bytes": int(_SHARE * link.made.stats().nbytes), "host_bytes": 64 << 30}
+    for name, window in (("host", -1.0), ("host, ahead", 2.0)):
+        runs, link = _run(settings, seed, note, name, Link(slow), bound, {"prefetch_window": window})
+        rows.append(_row(settings, name, runs, link))
+    return rows
+
+
+def _run(
+    settings: StudySettings, seed: int, note: Note, name: str, link: Link, anchors: Mapping, tiers: Mapping
+) -> tuple[MethodRuns, Link]:
+    note(f"{settings.agents} agents, {name}")
+    workload, questions = asked(settings, seed, taught=False)
+    method = replace(method_named("token"), parts=Parts(anchors=link))
+    lab = LabSettings(
+        agents=settings.agents,
+        model=settings.model,
+        forced=False,
+        kv=False,
+        seed=seed,
+        anchors=anchors,
+        engine={"tiers": tiers},
+    )
+    return run_pairs(workload, questions, {name: method}, lab)[name], link
+
+
+def _row(settings: StudySettings, name: str, runs: MethodRuns, link: Link) -> Row:
+    summary, moved = runs.summary(), link.made.stats().tiers
+    calls = [pair.other.completion for pair in runs.answers]
+    translated = [one for one in calls if one.receipt.translated]
+    return {
+        "agents": settings.agents,
+        "anchors": name,
+        "match_ms": _median(one.receipt.parts_ms["match"] for one in translated),
+        "wait_ms": 1e3 * link.made.waited / len(calls),
+        "ttft_ms": _median(one.ttft_ms for one in translated),
+        "loaded_mib": moved.bytes_loaded / len(calls) / 2**20,
+        "device_mib": moved.device_bytes / 2**20,
+        "host_mib": moved.host_bytes / 2**20,
+        "accuracy": summary.accuracy,
+        "reuse_rate": summary.reuse_rate,
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return median(listed) if listed else None
+
+
+def _link_seconds(settings: StudySettings, runs: MethodRuns) -> float:
+    """Seconds per byte that the link takes at least: none on a GPU, which has a link of its own."""
+    runner, _ = load_model(settings.model, EngineConfig())
+    if runner.device.type == "cuda":
+        return 0.0
+    dense = [pair.dense.completion.receipt for pair in runs.answers]
+    token = median(one.parts_ms["compute"] / one.prompt_tokens for one in dense) / 1e3
+    return _LOAD_RATIO * token / runner.spec.bytes_per_token
+
+
+STUDY = Study(
+    "offload",
+    "Anchors in host memory",
+    "Table A.6, MMLU, Llama-3.1-8B, 4K-token contexts, all anchors offloaded to the CPU, 3 and 4 agents: softmax 104 "
+    "and 122 ms, offloading 1260 and 1300 ms per agent, 66.7 and 68.0 % at 49.7 and 51.0 % reuse, 68.5 and 95.1 GB. "
+    "Without offloading (Table A.5) the softmax takes up to 18 ms.",
+    measure,
+    Plot("agents", ("match_ms", "ttft_ms", "loaded_mib"), "anchors"),
+    quick={"questions": 10},
+)

@@ -1,0 +1,1 @@
+"""Teams of agents under load, and long runs."""

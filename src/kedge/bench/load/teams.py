@@ -1,0 +1,128 @@
+"""Teams of agents for the measurement under load, on the bundled model and on random weights, with their questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from kedge.bench.lab.methods import load_model
+from kedge.bench.shapes import SHAPES, random_runner
+from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.errors import ConfigError
+from kedge.settings import AnchorSettings, EngineConfig
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.topologies import Wording, connect, fully_connected
+from kedge.workloads.miniature import TASKS, workflow
+
+NANO = "nano"
+LONG = "-long"
+PREFIX, LEAD, TAIL = 512, 24, 16
+"""Tokens of a random agent's own beginning, before each answer that it reads, and behind all of them."""
+LEAD_IN, TRAIL = 4, 2
+"""Tokens of the line before the question, and those with which everything behind a value begins."""
+AGENTS = 5
+OPEN = AnchorSettings(gamma=2.0, max_error=1e9, weak_error=1e9)
+"""Thresholds for random weights, which have no meaning to keep; the criterion's work stays in the clock."""
+
+Questions = Callable[[str], Iterator[str]]
+"""The endless questions of a client, by its name: the same whenever they are asked for."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """A workflow, the model that runs it, and what it is asked."""
+
+    runner: ModelRunner
+    tokenizer: HFTokenizer
+    flow: Workflow
+    questions: Questions
+    anchors: AnchorSettings = AnchorSettings()
+    threads: int | None = None
+    """Threads of one operation on a CPU; None: as many as torch takes by itself."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of a random team's question and of each of its answers."""
+
+    question: int
+    answer: int
+
+
+def case_names(model_size: str) -> tuple[str, ...]:
+    """Return the names of the cases with a random model of this size."""
+    return NANO, model_size, f"{model_size}{LONG}"
+
+
+def team(case: str, model_size: str, device: str, seed: int) -> Team:
+    """Return the team of a case. Raises `ConfigError` for an unknown case or size."""
+    if case not in case_names(model_size):
+        raise ConfigError("case", case, f"not one of {', '.join(case_names(model_size))}")
+    if case == NANO:
+        return nano_team(device, seed)
+    return random_team(model_size, Shape(1000, 32) if case.endswith(LONG) else Shape(500, 64), device, seed)
+
+
+def nano_team(device: str, seed: int) -> Team:
+    """Return the math team of the bundled model, which is too small for two threads: they would wait for each other."""
+    runner, tokenizer = load_model(None, EngineConfig(device=device))
+    return Team(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
+
+
+def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
+    """Return five agents around random weights, whose prompts and answers have exactly the sizes of `shape`."""
+    runner, _ = random_runner(model_size, device)
+    runner.eos_token_ids = frozenset()
+    vocab = SHAPES[model_size]["vocab_size"]
+    questions = partial(_words, vocab, shape, seed)
+    return Team(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
+
+
+def word_tokenizer(vocab: int) -> HFTokenizer:
+    """Return a tokenizer of `vocab` words, so that a text has as many tokens as words; an unknown one is the first."""
+    raw = Tokenizer(WordLevel({_word(token): token for token in range(vocab)}, unk_token=_word(0)))
+    raw.pre_tokenizer = WhitespaceSplit()
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+def random_flow(vocab: int, answer: int) -> Workflow:
+    """Return a workflow in which every agent reads the question and all answers before its own."""
+    rng = Random("load/templates")
+    trail, lead_in = _text(rng, vocab, TRAIL), _text(rng, vocab, LEAD_IN)
+    wording = Wording(
+        header=f"{lead_in} {{user_question}} ",
+        intro="",
+        speaker=f" {trail} {_text(rng, vocab, LEAD - TRAIL - 1)} {{title}} ",
+        footer=f" {trail} {_text(rng, vocab, TAIL - TRAIL - 1)} {{title}}",
+    )
+    agents = [
+        Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD_IN), "", title=_text(rng, vocab, 1), max_tokens=answer)
+        for i in range(AGENTS)
+    ]
+    return connect("load", agents, fully_connected(agents), wording)
+
+
+def _word_problems(seed: int, client: str) -> Iterator[str]:
+    rng = Random(f"load/{seed}/{client}")
+    return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
+
+
+def _words(vocab: int, shape: Shape, seed: int, client: str) -> Iterator[str]:
+    rng = Random(f"load/{seed}/{client}")
+    while True:
+        yield _text(rng, vocab, shape.question)
+
+
+def _text(rng: Random, vocab: int, size: int) -> str:
+    return " ".join(_word(rng.randrange(vocab)) for _ in range(size))
+
+
+def _word(token: int) -> str:
+    return f"w{token}"

@@ -1,0 +1,233 @@
+"""TTFT of every agent, dense and translated, on the same engine in the same run (KVCOMM, tables 2 and 3).
+
+The workload is the paper's copy machine: every agent reads a prefix of its own, the question and the answers of all
+agents before it, and answers with a fixed number of tokens. Weights and tokens are random, so nothing is said about
+quality: the criterion's thresholds are opened, its work stays in the clock. Everything from the arrival of a request
+to its first token counts. Beside each time stands its floor: the bytes that must move, over the bandwidth of this
+device as a copy of the same run measures it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from kedge.bench.lab.reference import Generate
+from kedge.bench.shapes import SHAPES, random_engine
+from kedge.bench.ttft.floor import Moved, Watch, bandwidth
+from kedge.engine.local import build
+from kedge.engine.local.components import Parts
+from kedge.engine.local.engine import LocalEngine
+from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
+from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
+
+ONE_PASS = 16384
+"""Tokens of one pass on a GPU: there dense prefill is fastest in one piece"""
+
+
+@dataclass(frozen=True)
+class TtftSettings:
+    """The workload (tokens) and how often it is measured."""
+
+    model_size: str = "32m"
+    question: int = 1000
+    prefix: int = 512
+    output: int = 512
+    agents: int = 5
+    samples: int = 20
+    """Samples in every pool before the measurement."""
+    repeats: int = 3
+    estimator: str = "token"
+    recompute_head: int | None = None
+    device: str = "auto"
+    seed: int = 0
+
+
+@dataclass
+class AgentTimes:
+    """One agent's times in milliseconds, one entry per repeat."""
+
+    agent: int
+    prompt_tokens: int = 0
+    dense: list[float] = field(default_factory=list)
+    translated: list[float] = field(default_factory=list)
+    generate: list[float] = field(default_factory=list)
+    """Of Transformers' own `generate`."""
+    parts: list[dict[str, float]] = field(default_factory=list)
+    mode: str = "dense"
+    moved: Moved | None = None
+    """Of the last repeat, where it was translated"""
+
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.dense) / statistics.median(self.translated)
+
+    def parts_ms(self) -> dict[str, float]:
+        """Median of every part over the repeats."""
+        names = {name for parts in self.parts for name in parts}
+        medians = {name: statistics.median(parts.get(name, 0.0) for parts in self.parts) for name in sorted(names)}
+        return {name: round(median, 3) for name, median in medians.items()}
+
+    def as_json(self, bandwidth: float) -> dict[str, Any]:
+        """`bandwidth` in bytes per second."""
+        floor = self.moved.floor_ms(bandwidth) if self.moved else None
+        return {
+            "agent": self.agent,
+            "prompt_tokens": self.prompt_tokens,
+            "dense_ms": round(statistics.median(self.dense), 3),
+            "translated_ms": round(statistics.median(self.translated), 3),
+            "generate_ms": round(statistics.median(self.generate), 3),
+            "speedup": round(self.speedup, 2),
+            "floor_ms": floor and round(floor, 3),
+            "times_floor": floor and round(statistics.median(self.translated) / floor, 2),
+            "moved_bytes": self.moved and asdict(self.moved),
+            "mode": self.mode,
+            "parts_ms": self.parts_ms(),
+            "all_dense_ms": [round(ms, 3) for ms in self.dense],
+            "all_translated_ms": [round(ms, 3) for ms in self.translated],
+            "all_generate_ms": [round(ms, 3) for ms in self.generate],
+        }
+
+
+@dataclass(frozen=True)
+class TtftResult:
+    """All agents' times, and what the anchors weigh once the pools are full."""
+
+    agents: list[AgentTimes]
+    anchor_bytes: int
+    message_bytes: int
+    """The anchored messages' own KV."""
+    bandwidth: float
+    """Bytes per second that a copy within the device moves"""
+
+    @property
+    def memory_ratio(self) -> float:
+        """Bytes of anchors per byte of the messages' own KV."""
+        return self.anchor_bytes / self.message_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "agents": [agent.as_json(self.bandwidth) for agent in self.agents],
+            "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),
+            "anchor_bytes": self.anchor_bytes,
+            "message_bytes": self.message_bytes,
+            "memory_ratio": round(self.memory_ratio, 3),
+        }
+
+
+def workload_of(settings: TtftSettings) -> CopyMachine:
+    """The copy machine of these settings, in token ids of the model."""
+    return CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
+
+
+def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
+    """Fills the pools, then measures every agent `repeats` times, translated and dense."""
+    workload = workload_of(settings)
+    times = [AgentTimes(agent) for agent in range(settings.agents)]
+    generate = Generate(settings.model_size, settings.device)
+    watch = Watch()
+    with random_engine(settings.model_size, engine_config(settings), Parts(assembler=watch)) as engine:
+        runs = (f"run-{i}" for i in count())
+        _warm(engine, generate, workload, settings, runs)
+        for i in range(settings.samples):
+            progress(f"filling the pools: sample {i + 1} of {settings.samples}")
+            fill(engine, workload, settings, next(runs), extra=i)
+        stored: Any = engine.inspect()
+        for i in range(settings.repeats):
+            progress(f"measuring: {i + 1} of {settings.repeats}")
+            _measure_once(engine, generate, watch, workload, settings, next(runs), times)
+        spec = engine.kv_spec
+        progress("measuring: the bandwidth")
+        speed = bandwidth(build.pick_device(settings.device))
+    tokens = settings.question + (settings.agents - 1) * settings.output
+    return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token, speed)
+
+
+def engine_config(settings: TtftSettings) -> EngineConfig:
+    """Thresholds open (random weights have no meaning to keep), pools as large as the samples.
+
+    Translation is measured even where computing would cost less.
+    """
+    recompute: dict[str, Any] = {} if settings.recompute_head is None else {"recompute_head": settings.recompute_head}
+    anchors = AnchorSettings(
+        **estimator_settings(settings.estimator),
+        capacity=settings.samples,
+        min_anchors=settings.samples,
+        gamma=2.0,
+        max_bytes=64 << 30,
+        max_error=1e9,
+        weak_error=1e9,
+    )
+    longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
+    return EngineConfig(
+        device=settings.device,
+        num_blocks=settings.agents * longest // 16 + 64,
+        max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
+        anchors=anchors,
+        planner=PlannerSettings(by_cost=False, **recompute),
+    )
+
+
+def _warm(
+    engine: LocalEngine, generate: Generate, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]
+) -> None:
+    """First use of kernels and memory costs nobody."""
+    request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
+    ask(engine, request, 2)
+    generate.ttft_ms(request.tokens)
+
+
+def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
+    """One sample in every pool: given answers instead of decoded ones, so that filling takes minutes, not hours.
+
+    Each sample is a little longer than the one before: by Eq. 5 such a value is never shareable, so every sample is
+    prefilled densely and becomes an anchor, long enough for what is measured later.
+    """
+    question = workload.tokens(settings.question + extra)
+    answers = [workload.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
+    for agent in range(settings.agents):
+        ask(engine, workload.request(run, agent, question, answers[:agent], produces=False), 1)
+        engine.wait_idle()
+
+
+def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
+    """The answer to a request, exactly `max_tokens` long."""
+    return engine.submit(of_length(request, max_tokens)).result()
+
+
+def of_length(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
+    """The request with an answer of exactly `max_tokens`."""
+    return replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+def _measure_once(
+    engine: LocalEngine,
+    generate: Generate,
+    watch: Watch,
+    workload: CopyMachine,
+    settings: TtftSettings,
+    run: str,
+    times: list[AgentTimes],
+) -> None:
+    """One question through all agents, each answering in full; then the same prompts once more without any reuse, and
+    through Transformers' own `generate`."""
+    question = workload.tokens(settings.question)
+    answers: list[Tokens] = []
+    for agent, record in enumerate(times):
+        request = workload.request(run, agent, question, answers)
+        done = ask(engine, request, settings.output)
+        answers.append(done.tokens)
+        record.prompt_tokens = request.prompt_tokens
+        record.translated.append(done.ttft_ms)
+        record.parts.append(dict(done.receipt.parts_ms))
+        record.moved = watch.moved(request)
+        record.mode = "translated" if done.receipt.translated else "exact prefix + dense"
+    engine.wait_idle()
+    for agent, record in enumerate(times):
+        request = workload.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
+        record.dense.append(ask(engine, request, 1).ttft_ms)
+        record.generate.append(generate.ttft_ms(request.tokens))

@@ -1,0 +1,1 @@
+"""Stock vLLM against vLLM with the plug-in."""

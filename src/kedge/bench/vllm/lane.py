@@ -1,0 +1,189 @@
+"""One vLLM engine in a process of its own, with the plug-in or without, and the clients that drive it.
+
+vLLM is imported where an engine is started: the environment of its processes has to be there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from kedge.bench.workflow.figures import Flow, Workload
+from kedge.integrations.follower import Follower
+from kedge.types import Tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+BLOCK = 32
+"""Tokens of a block; vLLM's CPU attention wants a multiple of 32."""
+CALIBRATIONS = 5
+"""Prefills whose median is the cost of computing a prompt."""
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Room:
+    """What both engines get: tokens of KV, and of the longest prompt with its answer."""
+
+    tokens: int
+    longest: int
+
+    @property
+    def blocks(self) -> int:
+        """vLLM keeps one block for itself."""
+        return -(-max(self.tokens, self.longest) // BLOCK) + 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answered request, as its client saw it."""
+
+    prompt: Tokens
+    tokens: Tokens
+    cached: int
+    """Prompt tokens that vLLM did not compute, by its own count."""
+    ttft_s: float
+    seconds: float
+    receipt: Mapping[str, Any] | None = None
+    """The plug-in's."""
+
+    @property
+    def waited(self) -> int:
+        """Of `cached`, what was loaded from the host while the request waited."""
+        return self.receipt["tokens"]["host"] if self.receipt else 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all flows did in one trial."""
+
+    seconds: float
+    """From the start of the first call to the end of the last one."""
+    calls: tuple[Call, ...]
+
+
+class VllmLane(AbstractContextManager["VllmLane"]):
+    """An engine. Lanes take turns; each goes on where it was."""
+
+    def __init__(self, model: Path, room: Room, plugin: Mapping[str, Any] | None) -> None:
+        """`plugin`: the plug-in's settings; None is stock vLLM."""
+        self.plugged = plugin is not None
+        self._engine = start(model, room, plugin)
+
+    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> Call:
+        """A greedy answer of exactly `max_tokens`; `hints` go to the plug-in."""
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": {"kedge": dict(hints)}} if hints is not None else None
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        began, name = time.perf_counter(), f"bench-{next(_ids)}"
+        asked = self._engine.generate({"prompt_token_ids": list(prompt)}, params, name)
+        steps = [(time.perf_counter() - began, output) async for output in asked]
+        seconds, last = steps[-1]
+        said = (last.kv_transfer_params or {}).get("kedge")
+        return Call(prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, said)
+
+    async def forget(self) -> None:
+        """Empties vLLM's prefix cache."""
+        await self._engine.reset_prefix_cache()
+
+    async def prefill_s(self, prompt: Tokens) -> float:
+        """Seconds to compute `prompt` while the engine has nothing else to do."""
+        seconds = []
+        for _ in range(CALIBRATIONS):
+            await self.forget()
+            seconds.append((await self.ask(prompt, 1)).ttft_s)
+        await self.forget()
+        return statistics.median(seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
+        del self._engine
+
+
+def start(model: Path, room: Room, plugin: Mapping[str, Any] | None) -> AsyncLLM:
+    """An engine; a prompt is one chunk. In all but the plug-in, every lane's engine is the same."""
+    from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
+
+    prepare_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    is_cpu = current_platform.is_cpu()
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        dtype="float32" if is_cpu else "bfloat16",
+        max_model_len=room.longest,
+        max_num_batched_tokens=max(2048, room.longest),
+        block_size=BLOCK,
+        num_gpu_blocks_override=room.blocks,
+        enable_prefix_caching=True,
+        enforce_eager=is_cpu,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        kv_transfer_config=None if plugin is None else transfer_config(plugin),
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+class Client:
+    """Calls the agents of one flow one after the other; where it gives hints, each call says who runs and who will."""
+
+    def __init__(self, lane: VllmLane, flow: Flow, hinted: bool) -> None:
+        self._lane, self._flow, self._answer = lane, flow, Tokens()
+        run = flow.run
+        self._follower = Follower(flow.graph.name, flow.graph, run.run_id, run.client_id) if hinted else None
+
+    async def call(self, turn: int) -> Call:
+        """The call of one turn, to its end."""
+        agent, prompt = self._flow.agent(turn), self._flow.request(turn, self._answer).tokens
+        if self._follower is None:
+            done = await self._lane.ask(prompt, self._flow.output)
+        else:
+            with self._follower.calling(agent) as hints:
+                told = {**hints, "reuse": "exact", "fixed_tokens": len(self._flow.fixed[agent])}
+                done = await self._lane.ask(prompt, self._flow.output, told)
+        self._answer = done.tokens
+        return done
+
+
+class Crowd:
+    """All clients of a workload on one engine."""
+
+    def __init__(self, lane: VllmLane, workload: Workload, hinted: bool) -> None:
+        self._workload, self._turn = workload, 0
+        self._clients = [Client(lane, flow, hinted and lane.plugged) for flow in workload.flows]
+
+    async def warm(self) -> None:
+        """Every agent is called once."""
+        await self._drive(max(len(flow.fixed) for flow in self._workload.flows))
+
+    async def trial(self) -> Trial:
+        """The next calls of all flows, at once; the clock starts when every flow has its lead behind it."""
+        await self._drive(self._workload.lead)
+        began = time.perf_counter()
+        calls = await self._drive(self._workload.calls)
+        return Trial(time.perf_counter() - began, tuple(calls))
+
+    async def _drive(self, size: int) -> Sequence[Call]:
+        turns = range(self._turn, self._turn + size)
+        self._turn += size
+
+        async def one(client: Client) -> list[Call]:
+            return [await client.call(turn) for turn in turns]
+
+        return list(itertools.chain.from_iterable(await asyncio.gather(*map(one, self._clients))))

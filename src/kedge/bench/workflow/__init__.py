@@ -1,0 +1,1 @@
+"""Workflow-aware caching against its baselines (KVFlow)."""

@@ -1,0 +1,211 @@
+"""Workflow-aware caching against its baselines, on a real model with real KV (KVFlow, figures 5, 6 and 8).
+
+All policies run in one process on the same engine code with the same prompts. They take turns, trial by trial and each
+time in another order, so that whatever else the machine does hits all of them alike. A trial has new dynamic parts;
+the fixed prompts are warm. The copies between the tiers are slowed down until loading a prompt costs the wanted
+share of computing it, as measured on this machine before the trials; what it was during them is in the results.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from kedge.bench.shapes import random_runner
+from kedge.bench.workflow.cases import Control, Shape, cases, controls
+from kedge.bench.workflow.figures import Workload
+from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, Lane, Trial, right
+from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+
+COMPARED = ("lru_device", "lru_host", "full")
+"""Who runs in a control."""
+BASELINES = ("lru_device", "lru_host", "lru_blocking")
+"""What the others are compared with."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class WorkflowSettings:
+    """What is measured, and how often."""
+
+    figure: int = 5
+    model_size: str = "32m"
+    seeds: int = 10
+    """Trials of every policy, each with new dynamic parts."""
+    load_ratio: float = 0.43
+    """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
+    shape: Shape = field(default_factory=Shape)
+    controls: bool = False
+    device: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """The trials of every policy in one case of a figure."""
+
+    workload: Workload
+    prefill_s: float
+    """Seconds to compute the longest fixed prompt."""
+    throttle_s: float
+    """Seconds that every block takes from one tier to the other, at least."""
+    trials: Mapping[str, Sequence[Trial]]
+
+    @property
+    def tokens_identical(self) -> bool:
+        """Whether all policies gave the same answers."""
+        answers = [[trial.tokens for trial in trials] for trials in self.trials.values()]
+        return all(one == answers[0] for one in answers)
+
+    def speedup(self, name: str, baseline: str) -> list[float]:
+        """Latency of `baseline` over that of `name`, trial by trial."""
+        pairs = zip(self.trials[baseline], self.trials[name], strict=True)
+        return [theirs.latency_s / ours.latency_s for theirs, ours in pairs]
+
+    def load_ratio(self) -> float | None:
+        """Load over prefill as it was in these trials, per token: what `lru_host` waited for what it loaded, over the
+        time to first token of what `lru_device` computed. None where several flows overlap, or nothing was loaded.
+        """
+        computed, loaded = (
+            _total(self.trials[name], key)
+            for name, key in (("lru_device", "computed_tokens"), ("lru_host", "host_hit_tokens"))
+        )
+        if len(self.workload.flows) > 1 or not loaded:
+            return None
+        computing = sum(call.ttft_ms / 1e3 for trial in self.trials["lru_device"] for call in trial.completions)
+        return _total(self.trials["lru_host"], "stall_s") / loaded / (computing / computed)
+
+    def as_json(self) -> dict[str, Any]:
+        measured = self.load_ratio()
+        return {
+            "case": self.workload.name,
+            "room_tokens": self.workload.room,
+            "prefill_s": round(self.prefill_s, 4),
+            "throttle_s_per_block": round(self.throttle_s, 6),
+            "load_ratio_measured": measured and round(measured, 3),
+            "policies": {name: summary(trials) for name, trials in self.trials.items()},
+            "speedups": self.speedups(),
+            "tokens_identical": self.tokens_identical,
+        }
+
+    def speedups(self) -> dict[str, dict[str, Any]]:
+        """By baseline and policy: the median over the trials, the least and the greatest."""
+        return {
+            baseline: {name: spread(self.speedup(name, baseline), 3) for name in self.trials if name != baseline}
+            for baseline in BASELINES
+            if baseline in self.trials
+        }
+
+
+@dataclass(frozen=True)
+class WorkflowResult:
+    """All cases, the one that stands for the figure first, and the controls by name."""
+
+    settings: WorkflowSettings
+    cases: Sequence[Case]
+    controls: Mapping[str, Case] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        first, *others = [case.as_json() for case in self.cases]
+        everything = [*self.cases, *self.controls.values()]
+        return {
+            "figure": self.settings.figure,
+            **first,
+            "tokens_identical": all(case.tokens_identical for case in everything),
+            "other_cases": others,
+            "controls": {name: case.as_json() for name, case in self.controls.items()},
+        }
+
+
+def _total(trials: Sequence[Trial], name: str) -> float:
+    return sum(trial.counts[name] for trial in trials)
+
+
+def spread(values: Iterable[float], digits: int) -> dict[str, float]:
+    """Median, least and greatest."""
+    ordered = sorted(values)
+    picked = {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
+    return {name: round(value, digits) for name, value in picked.items()}
+
+
+def summary(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Medians over the trials; the percentiles are of single calls, in seconds."""
+    latencies = [trial.latency_s for trial in trials]
+    calls = [call for trial in trials for call in trial.completions]
+    counts = {name: statistics.median(trial.counts[name] for trial in trials) for name in trials[0].counts}
+    seconds = sorted(call.total_ms / 1e3 for call in calls)
+    return {
+        "latency_s": round(statistics.median(latencies), 4),
+        **{name: round(value, 4) for name, value in counts.items()},
+        "p50": round(statistics.median(seconds), 4),
+        "p99": round(seconds[int(0.99 * (len(seconds) - 1) + 0.5)], 4),
+        "ttft_p50": round(statistics.median(call.ttft_ms for call in calls) / 1e3, 4),
+        "latency_spread": spread(latencies, 4),
+        "all_latency_s": [round(value, 4) for value in latencies],
+    }
+
+
+def measure(settings: WorkflowSettings, progress: Progress = lambda _: None) -> WorkflowResult:
+    """The cases of a figure, and its controls where they are asked for. Raises `ConfigError` for an unknown figure."""
+    runner, tokenizer = random_runner(settings.model_size, settings.device)
+    bench = _Bench(settings, runner, tokenizer, progress)
+    encode = tokenizer.encode
+    done = [
+        bench.run(workload, policies(workload), settings.seeds)
+        for workload in cases(settings.figure, settings.shape, runner.vocab_size, settings.seed, encode)
+    ]
+    asked = controls(settings.shape, runner.vocab_size, settings.seed) if settings.controls else {}
+    return WorkflowResult(settings, done, {name: bench.control(name, one) for name, one in asked.items()})
+
+
+def policies(workload: Workload) -> tuple[str, ...]:
+    """Who runs in a figure. In a single flow nobody is behind a request that waits, so blocking changes nothing."""
+    return tuple(name for name in POLICIES if name != "lru_blocking" or len(workload.flows) > 1)
+
+
+@dataclass
+class _Bench:
+    """What all cases have in common."""
+
+    settings: WorkflowSettings
+    runner: ModelRunner
+    tokenizer: HFTokenizer
+    progress: Progress
+
+    def control(self, name: str, control: Control) -> Case:
+        self.progress(f"control: {name}")
+        return self.run(control.workload, COMPARED, self.settings.seeds, control.hints)
+
+    def run(
+        self, workload: Workload, names: Sequence[str], seeds: int, hints: Callable[[], Hints] = lambda: right
+    ) -> Case:
+        """All trials of one case; `hints` makes the way of the forecasts anew for every lane. The first lane, which
+        loads nothing, says what computing costs, and so how slow the copies of the others have to be.
+        """
+        longest = max(workload.prompts, key=len)
+        lanes: dict[str, Lane] = {}
+        throttle = prefill = 0.0
+        with ExitStack() as stack:
+            for name in names:
+                self.progress(f"{workload.name}: warming {name}")
+                lane = Lane(POLICIES[name], workload, self.runner, self.tokenizer, throttle=throttle, hints=hints())
+                lanes[name] = stack.enter_context(lane)
+                lane.warm()
+                if not throttle:
+                    prefill = lane.prefill_s(longest)
+                    throttle = self.settings.load_ratio * prefill / -(-len(longest) // BLOCK)
+            trials = self._trials(workload, lanes, seeds)
+        return Case(workload, prefill, throttle, trials)
+
+    def _trials(self, workload: Workload, lanes: Mapping[str, Lane], seeds: int) -> dict[str, list[Trial]]:
+        trials: dict[str, list[Trial]] = {name: [] for name in lanes}
+        order = list(lanes)
+        for seed in range(seeds):
+            for name in order:
+                self.progress(f"{workload.name}: {name}, trial {seed + 1} of {seeds}")
+                trials[name].append(lanes[name].trial())
+            order = [*order[1:], order[0]]
+        return trials

@@ -1,0 +1,1 @@
+"""What every engine shares: streams, validation of requests, text from tokens, log-probabilities."""

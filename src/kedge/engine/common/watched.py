@@ -1,0 +1,135 @@
+"""An engine that tells a watcher what it is asked and what comes of it. Nothing else about it is different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from kedge.engine.base import Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
+from kedge.engine.common.validation import sensible_hints
+from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
+
+
+class Watcher:
+    """A listener to what an engine is asked and answers, called from any thread; subclasses override what they need."""
+
+    def submitted(self, request: GenerateRequest) -> None:
+        """Take note that the engine has taken a request."""
+
+    def begun(self, tenant: TenantId, request_id: RequestId) -> None:
+        """Take note of a request's first token."""
+
+    def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
+        """Take note that a request is over, without a completion where there is no answer. The first call counts."""
+
+    def cancelled(self, request_id: RequestId) -> None:
+        """Take note that a request is being cancelled; its stream may have no reader who would tell its end."""
+
+    def forecast(self, changes: Changes) -> None:
+        """Take note of agents whose next run is another than before."""
+
+    def run_ended(self, tenant: TenantId, run_id: RunId) -> None:
+        """Take note that a run is over."""
+
+
+class WatchedEngine:
+    """An `Engine` that forwards every call to `engine` and reports it to `watcher`."""
+
+    def __init__(self, engine: Engine, watcher: Watcher) -> None:
+        self._engine, self._watcher = engine, watcher
+
+    @property
+    def watched(self) -> Engine:
+        """The engine itself, for what not every engine can."""
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._engine.failure
+
+    def submit(self, request: GenerateRequest) -> WatchedStream:
+        stream = self._engine.submit(request)
+        self._watcher.submitted(request)
+        if isinstance(stream, Listenable):
+            return WatchedListenable(stream, request.tenant, self._watcher)
+        return WatchedStream(stream, request.tenant, self._watcher)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Nothing to tell: the request itself will come."""
+        if isinstance(self._engine, Preparing):
+            self._engine.prepare(request)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        was_known = self._engine.cancel(request_id)
+        if was_known:
+            self._watcher.cancelled(request_id)
+        return was_known
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        self._engine.end_run(tenant, run)
+        self._watcher.run_ended(tenant, run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        changes, prompts = sensible_hints(changes, prompts)
+        self._engine.forecast(changes, prompts)
+        self._watcher.forecast(changes)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class WatchedStream:
+    """A stream whose first token and whose end are told, see `kedge.engine.base.Stream`."""
+
+    def __init__(self, stream: Stream, tenant: TenantId, watcher: Watcher) -> None:
+        self.request_id = stream.request_id
+        self._stream, self._tenant, self._watcher = stream, tenant, watcher
+
+        self._has_begun = False
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        try:
+            for delta in self._stream:
+                self._tell(delta)
+                yield delta
+        finally:
+            self._tell_end(None)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        completion = self._stream.result(timeout)
+        self._tell_end(completion)
+        return completion
+
+    def _tell(self, delta: TokenDelta) -> None:
+        if delta.tokens and not self._has_begun:
+            self._has_begun = True
+            self._watcher.begun(self._tenant, self.request_id)
+        if delta.completion:
+            self._tell_end(delta.completion)
+
+    def _tell_end(self, completion: Completion | None) -> None:
+        """The first one counts. None, or a cancelled one: there is no answer."""
+        answered = completion and completion.finish_reason is not FinishReason.CANCELLED
+        self._watcher.ended(self._tenant, self.request_id, completion if answered else None)
+
+
+class WatchedListenable(WatchedStream):
+    """The same of a stream that calls its reader, see `kedge.engine.base.Listenable`."""
+
+    def listen(self, listener: Listener) -> None:
+        """Pass everything to the listener and the watcher."""
+        assert isinstance(self._stream, Listenable)
+        self._stream.listen(partial(self._hear, listener))
+
+    def _hear(self, listener: Listener, item: Item) -> None:
+        if isinstance(item, BaseException):
+            self._tell_end(None)
+        else:
+            self._tell(item)
+        listener(item)

@@ -1,0 +1,78 @@
+"""Requests whose KV is on its way from the host: who waits, for how long, and when waiting has been enough."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from kedge.cache import CacheManager, Readiness
+from kedge.engine.local.sequence import RequestSequence
+from kedge.settings import TierConfig
+
+
+@dataclass(slots=True)
+class LoadStats:
+    """What waiting for the host has cost since the start."""
+
+    waited: int = 0
+    """Requests that waited for a load."""
+    stall_s: float = 0.0
+    """Seconds that they waited, summed; others ran meanwhile."""
+    skips: int = 0
+    """How often another request went before one of them."""
+    given_up: int = 0
+    """Those that had waited, or been skipped, for as long as the settings allow."""
+
+
+class Loading:
+    """Asks the cache for what requests have on the host. Without a host tier nobody ever waits."""
+
+    def __init__(self, cache: CacheManager, tiers: TierConfig, has_host: bool) -> None:
+        self._cache, self._tiers, self._has_host = cache, tiers, has_host
+        self.lets_pass = tiers.status_aware
+        """Whether others go before who waits (KVFlow's status-aware scheduling)."""
+        self._stats = LoadStats()
+
+    def is_ready(self, sequence: RequestSequence) -> bool:
+        """Whether to admit `sequence` now: its KV is there (as that of one assembled ahead is), or it has waited long
+        enough to compute what is not.
+        """
+        if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
+            return True
+        if self._has_waited_enough(sequence):
+            self.give_up(sequence)
+            return True
+        reusable = sequence.tokens[: sequence.exact_limit]
+        if self._cache.demand(sequence.key, sequence.namespace, reusable) is Readiness.READY:
+            return True
+        if sequence.load_asked is None:
+            sequence.load_asked = time.monotonic()
+            self._stats.waited += 1
+        return False
+
+    def _has_waited_enough(self, sequence: RequestSequence) -> bool:
+        if sequence.load_asked is None:
+            return False
+        waited = time.monotonic() - sequence.load_asked
+        return sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait
+
+    def give_up(self, sequence: RequestSequence) -> None:
+        """It waits no longer: what has come by now is used, the rest is computed."""
+        sequence.gave_up = True
+        self._stats.given_up += 1
+        self._cache.withdraw(sequence.key)
+
+    def skipped(self, sequence: RequestSequence) -> None:
+        """Another request went before it."""
+        sequence.skips += 1
+        self._stats.skips += 1
+
+    def ended(self, sequence: RequestSequence, now: float) -> float:
+        """`sequence` waits no longer, because it was admitted or has ended; the seconds for which it did."""
+        waited = 0.0 if sequence.load_asked is None else now - sequence.load_asked
+        self._stats.stall_s += waited
+        return waited
+
+    def stats(self) -> dict[str, float]:
+        """A snapshot as plain data."""
+        return asdict(self._stats)

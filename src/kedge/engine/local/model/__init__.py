@@ -1,0 +1,1 @@
+"""Loading a Transformers model, checking at load that Kedge serves it right, and running batches through it."""

@@ -1,0 +1,173 @@
+"""Passes of few tokens as CUDA graphs: all kernels of a model are launched at once.
+
+Started one by one from Python, the kernels of such a pass take longer to launch than to run. A graph replays what was
+captured with the same addresses and shapes: so there is one for each of some numbers of rows, its inputs are copied
+into buffers that stay, and rows that are left over repeat the last one, which writes the same KV to its slot once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kedge.engine.local.attention.paged import Batch, Pass
+from kedge.kv.storage import PagedStorage
+
+logger = logging.getLogger(__name__)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows that are captured: decode steps, and the few tokens that are computed beside translated ones"""
+WARMUPS = 2
+"""Passes before the capture, in which kernels are compiled and libraries take their memory"""
+
+Captured = tuple[Callable[[], object], Tensor]
+"""A replay, and the tensor that it leaves its result in"""
+
+
+class Attend(Protocol):
+    """Attention of single tokens, as `kedge.kv.attention_kernel.attend`."""
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
+        block_size: int, scaling: float, window: int | None, softcap: float | None, /,
+    ) -> Tensor: ...  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A `Pass` whose inputs stay where they are: every row is a token with a context of its own."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    """int64 [rows] like the two before"""
+    lengths: Tensor
+    """int32 [rows]: tokens of each row's context, its own included"""
+    blocks: Tensor
+    """int32 [rows, longest context in blocks]"""
+    storage: PagedStorage
+    attend_with: Attend
+    logits_rows: int = 0
+
+    @classmethod
+    def of(cls, storage: PagedStorage, longest: int, attend: Attend) -> Rows:
+        """Room for the most rows, with contexts of up to `longest` tokens."""
+        device, most = storage.keys.device, ROWS[-1]
+        tokens, positions, slots = torch.zeros(3, most, dtype=torch.int64, device=device)
+        lengths = torch.ones(most, dtype=torch.int32, device=device)
+        blocks = torch.zeros(most, -(-longest // storage.block_size), dtype=torch.int32, device=device)
+        return cls(tokens, positions, slots, lengths, blocks, storage, attend)
+
+    def first(self, count: int) -> Rows:
+        """The first rows, as views."""
+        names = ("tokens", "positions", "slots", "lengths", "blocks")
+        return replace(self, **{name: getattr(self, name)[:count] for name in names})
+
+    def fill(self, batch: Batch) -> None:
+        """Takes a batch of at most so many tokens; the other rows repeat the last one."""
+        blocks = block_table(batch)
+        _fill(self.tokens, batch.tokens)
+        _fill(self.positions, batch.positions)
+        _fill(self.slots, batch.slots)
+        _fill(self.lengths, batch.positions + 1)
+        _fill(self.blocks[:, : blocks.shape[1]], blocks.to(self.blocks.device))
+
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        context = (self.blocks, self.lengths, self.storage.block_size)
+        return self.attend_with(query.transpose(0, 1), keys, values, *context, scaling, window, softcap)
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    target[: len(source)].copy_(source)
+    target[len(source) :].copy_(source[-1:].expand(len(target) - len(source), *source.shape[1:]))
+
+
+def block_table(batch: Batch) -> Tensor:
+    """int32 [tokens, blocks], on the CPU: the blocks of each token's sequence, then zeros."""
+    size = batch.storage.block_size
+    lists = [[b for run in s.runs for b in range(run.start // size, -(-run.stop // size))] for s in batch.sequences]
+    table = torch.zeros(len(batch.tokens), max(map(len, lists)), dtype=torch.int32)
+    for sequence, blocks in zip(batch.sequences, lists, strict=True):
+        table[sequence.start : sequence.stop, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    return table
+
+
+class StepGraphs:
+    """Replays passes of few tokens over one storage."""
+
+    def __init__(
+        self,
+        run: Callable[[Pass], Tensor],
+        storage: PagedStorage,
+        longest: int,
+        attend: Attend,
+        capture: Callable[[Callable[[], Tensor]], Captured],
+    ) -> None:
+        """`run` gives the logits of a pass; `capture` does some work and captures it."""
+        self._run, self._storage, self._capture = run, storage, capture
+        self._rows = Rows.of(storage, longest, attend)
+        self._captured: dict[int, Captured] = {}
+        self._works = True
+
+    def replay(self, batch: Batch) -> Tensor | None:
+        """The logits of the wanted rows. None where the batch is too large or over another storage, or where this model
+        cannot be captured: then nothing has been done that running it would not do again.
+        """
+        size = next((size for size in ROWS if size >= len(batch.tokens)), None)
+        if size is None or batch.storage is not self._storage or not self._works:
+            return None
+        self._rows.first(size).fill(batch)
+        if size not in self._captured and not self._add(size):
+            return None
+        launch, logits = self._captured[size]
+        launch()
+        return logits[batch.logits_rows]
+
+    def _add(self, size: int) -> bool:
+        rows = self._rows.first(size)
+        try:
+            self._captured[size] = self._capture(lambda: self._run(rows))
+        except RuntimeError as error:  # what CUDA raises for a model that looks at its own results on the way
+            logger.warning("passes of few tokens run without CUDA graphs: %s", error)
+            self._works = False
+        return self._works
+
+
+class CudaCapture:
+    """Captures work as CUDA graphs that share their memory: a result is good until the next replay of any of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        with torch.cuda.device(self._device):
+            self._warm(work)
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread's calls are captured: the copier goes on meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work()
+        return graph.replay, result
+
+    @staticmethod
+    def _warm(work: Callable[[], Tensor]) -> None:
+        """On a stream of its own, as PyTorch asks for: captured is not what a first call does beside its work."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUPS):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+
+
+def on_gpu(run: Callable[[Pass], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
+    """Graphs for passes over `storage`; None where it has no kernels."""
+    if not storage.has_kernels:
+        return None
+    from kedge.kv.attention_kernel import attend
+
+    return StepGraphs(run, storage, longest, attend, CudaCapture(storage.keys.device))

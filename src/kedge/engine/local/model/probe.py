@@ -1,0 +1,150 @@
+"""A check at load: with Kedge's attention a model computes what it computes with its own.
+
+Two short prompts run through the model's own eager attention, whole and without a cache, and through the paged one,
+side by side and in two pieces each. What differs by more than the rounding of the dtype is refused, and so is whatever
+the model's code raises on the way. That is three forward passes of at most 32 tokens; one of four tokens looks at how
+keys are rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kedge.engine.local.model.passes import Piece, one_pass, refusal, run, storage_for
+from kedge.errors import KedgeError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kedge.engine.local.model.loading import ModelRunner
+
+LENGTH = 16
+"""Tokens of a prompt"""
+SPLITS = (5, 11)
+"""Where each prompt is cut in two: the second pieces read cached keys, and have positions of their own"""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+"""By how much of their size logits may differ: rounding errors grow from layer to layer (with 32 random layers to 1e-5,
+0.008 and 0.06). Logits that have nothing in common differ by 1.4 times their size."""
+FASTER = {"high": torch.float16, "medium": torch.bfloat16}
+"""What float32 is rounded to inside of products, where PyTorch is allowed to do that"""
+PLACES = (0, 1, 5, 100)
+"""Positions at which keys are looked at"""
+
+
+@contextmanager
+def refusing(model_type: str) -> Iterator[None]:
+    """Turn what a model's code raises into `UnsupportedModel` with its words; want of memory stays what it is."""
+    try:
+        yield
+    except (KedgeError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the code of any family, with any configuration
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = f"its code fails with Kedge's attention: {words}"
+        raise UnsupportedModel("model_type", model_type, why) from error
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run a model with another attention function for a while."""
+    before = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def require_interface(model: type[PreTrainedModel]) -> None:
+    """Raise `UnsupportedModel` where Transformers knows that a class does not run with an attention from outside."""
+    if not model.is_backend_compatible():
+        why = "Transformers runs it with attention of its own only (no `AttentionInterface`)"
+        raise UnsupportedModel("model_type", model.config_class.model_type, why)
+
+
+def require_same(runner: ModelRunner) -> None:
+    """Raise `UnsupportedModel` unless the paged logits of two prompts are those of the model's own attention."""
+    if runner.spec.dtype not in TOLERANCE:
+        raise refusal(runner, f"its weights are of {runner.spec.dtype}, which Kedge does not know")
+    prompts = _prompts(runner)
+    ours, theirs = _paged(runner, prompts), _eager(runner.model, prompts)
+    if ours.shape != theirs.shape:
+        raise refusal(runner, f"it gives logits of shape {tuple(ours.shape)}, and {tuple(theirs.shape)} by itself")
+    if not theirs.isfinite().all():
+        raise refusal(runner, "its own logits are not finite")
+    error, most = _difference(ours, theirs, _precision(runner))
+    if not error <= most:
+        raise refusal(runner, f"its logits differ from those of its own attention by {error:.2g} of their size")
+
+
+def foreign_rotation(runner: ModelRunner) -> str | None:
+    """Return the reason where a layer's keys are not rotated as `Rotary` does it, found by turning them back.
+
+    A token alone attends to nothing but itself: whatever its position, its keys differ by their rotation only.
+    """
+    places = torch.tensor([place for place in PLACES if place < runner.max_positions], device=runner.device)
+    storage = storage_for(runner, len(places))
+    batch = one_pass([Piece(_prompts(runner)[0], slot, 0, 1) for slot in range(len(places))], storage)
+    batch.positions = places
+    run(runner, batch)
+    keys = runner.rotary.unrotate(storage.keys, places).float()
+    errors = (keys - keys[:, :1]).flatten(1).norm(dim=1) / keys.flatten(1).norm(dim=1).clamp(min=1e-9)
+    odd = (~(errors <= TOLERANCE[_precision(runner)])).nonzero().flatten().tolist()
+    return f"the keys of layer {odd[0]} are not rotated, or with other dimensions paired" if odd else None
+
+
+def _prompts(runner: ModelRunner) -> Tensor:
+    """Return int64 [prompts, tokens], always the same; nobody else's random numbers change."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(runner.vocab_size, (len(SPLITS), LENGTH), generator=generator).to(runner.device)
+
+
+def _paged(runner: ModelRunner, prompts: Tensor) -> Tensor:
+    """Return float32 [prompts, tokens, vocab], computed as the engine does."""
+    storage = storage_for(runner, prompts.numel())
+    starts = [(prompt, i * LENGTH, split) for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))]
+    first = [Piece(prompt, slot, 0, split) for prompt, slot, split in starts]
+    second = [Piece(prompt, slot, split, LENGTH) for prompt, slot, split in starts]
+    logits = [run(runner, one_pass(step, storage)).split([p.stop - p.start for p in step]) for step in (first, second)]
+    return torch.stack([torch.cat(parts) for parts in zip(*logits, strict=True)])
+
+
+@torch.inference_mode()
+def _eager(model: PreTrainedModel, prompts: Tensor) -> Tensor:
+    """Return float32 [prompts, tokens, vocab] as the model computes them without Kedge."""
+    with attention(model, "eager"):
+        return model(input_ids=prompts, use_cache=False).logits.float()
+
+
+def _precision(runner: ModelRunner) -> torch.dtype:
+    """Return the coarsest dtype that a product of the model is rounded to."""
+    dtype = runner.spec.dtype
+    return FASTER.get(torch.get_float32_matmul_precision(), dtype) if dtype is torch.float32 else dtype
+
+
+def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Return by how much of their size logits [prompts, tokens, vocab] differ, and by how much they may.
+
+    What is added to all logits of a row alike counts for nothing.
+    """
+    ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
+    worst = errors.max() if dtype is torch.float32 else _usual(errors.cpu())
+    return float(worst), TOLERANCE[dtype]
+
+
+def _usual(errors: Tensor) -> Tensor:
+    """Return the error of rows [prompts, tokens] without what single ones have: by rounding some go to other experts.
+
+    Most rows decide, in the first pieces and behind them; and both of those where a piece begins, for a model may see
+    no more than one token of what it keeps beside its keys.
+    """
+    splits = torch.tensor(SPLITS)[:, None]
+    cached = torch.arange(LENGTH) >= splits
+    seams = errors.gather(1, splits)
+    return torch.stack([errors[cached].median(), errors[~cached].median(), seams.min()]).max()

@@ -1,0 +1,167 @@
+"""Small random models of a kind: what a config leads to can be tried in no time, without its weights.
+
+Sizes are cut down by name, and of layers that differ in kind one each is left. What a family computes from its sizes
+stays with it; a config whose sizes hang together in a way of its own may lead to no model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kedge.engine.local.model.loading import ModelRunner
+from kedge.kv.spec import translation_refusal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+HEADS, HEAD_DIM, VOCABULARY, LONGEST, WINDOW = 4, 16, 264, 512, 8
+MOST_LAYERS = 8
+WIDTH = HEADS * HEAD_DIM
+PARAMETERS = 20_000_000
+"""What has more than this after all is not small"""
+
+NAMES: Mapping[int, str] = MappingProxyType(
+    {
+        WIDTH: "hidden_size d_model n_embd dim_model emb_dim embedding_size embedding_dim word_embed_proj_dim",
+        96: "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size encoder_ffn_dim "
+        "decoder_ffn_dim n_inner d_inner dff dim_ff feed_forward_size",
+        32: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
+        "q_lora_rank kv_lora_rank qk_head_dim",
+        HEADS: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+        "decoder_attention_heads num_attention_heads_per_layer num_experts n_routed_experts num_local_experts "
+        "moe_num_experts",
+        2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k",
+        1: "n_group topk_group first_k_dense_replace",
+        HEAD_DIM: "head_dim d_head v_head_dim qk_rope_head_dim qk_nope_head_dim query_pre_attn_scalar",
+        HEAD_DIM // 2: "rotary_dim",
+        LONGEST: "max_position_embeddings n_positions n_ctx max_seq_len",
+        LONGEST // 2: "original_max_position_embeddings",
+        WINDOW: "sliding_window attention_window_size window_size",
+        VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    }
+)
+SIZES: Mapping[str, int] = MappingProxyType({name: size for size, names in NAMES.items() for name in names.split()})
+"""What a number of this name is cut down to"""
+NEEDED: Mapping[str, int] = MappingProxyType({"head_dim": HEAD_DIM, "num_key_value_heads": HEADS})
+"""What stands for a size that a family leaves to be filled in"""
+LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers",
+    "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of trying a small model."""
+
+    ran: bool
+    """It could be built: so it was run, and is right"""
+    translation_refusal: str | None
+
+
+def trial(config: PretrainedConfig) -> Trial:
+    """Return how a small random model of this kind does. Raises `UnsupportedModel` where Kedge refuses it."""
+    try:
+        model = random_model(small_config(config))
+    except Exception as error:  # whatever a family raises for sizes that do not go together
+        logger.info("no small copy of this %s can be built: %s", config.model_type, error)
+        return Trial(False, translation_refusal(config))
+    runner = ModelRunner(model)
+    return Trial(True, translation_refusal(config) or runner.refusal)
+
+
+def small_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config of the same kind with sizes cut down."""
+    values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    return type(config).from_dict(_small(values))
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return a float32 model with random weights, large enough that attention matters to its logits."""
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if count > PARAMETERS:
+        raise ValueError(f"it has {count:,} parameters, with small sizes")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    _enliven(model, torch.Generator().manual_seed(seed))
+    return cast("PreTrainedModel", model)
+
+
+@torch.no_grad()
+def _enliven(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Draw all weights anew: as a family begins, its biases and sinks are zero, and all tokens look alike."""
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1:
+            weight.copy_(noise * 1.5 / weight.shape[-1] ** 0.5)
+        else:
+            weight.add_(noise * 0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """How many layers a config describes, and which of them are left."""
+
+    count: int
+    kept: list[int]
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> _Layers:
+        """Keep the first of every kind, and two at least."""
+        count = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), 0)
+        lists = [value for value in values.values() if isinstance(value, list) and len(value) == count]
+        kinds: dict[str, int] = {}
+        for layer in range(count):
+            kinds.setdefault(repr([value[layer] for value in lists]), layer)
+        kept = list(kinds.values())[:MOST_LAYERS]
+        return cls(count, kept if len(kept) > 1 else list(range(min(count, 2))))
+
+
+def _small(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's values cut down, and so those of the configs in it."""
+    layers = _Layers.of(values)
+    small = {name: _cut(name, value, layers) for name, value in values.items()}
+    heads = values.get("num_attention_heads")
+    if "num_key_value_heads" in values and values["num_key_value_heads"] == heads:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return small
+
+
+def _cut(name: str, value: Any, layers: _Layers) -> Any:
+    """Return one value of a config as it is in the small one."""
+    if isinstance(value, dict):
+        return _cut_rope(value) if name.startswith("rope") else _small(value) if name.endswith("_config") else value
+    if isinstance(value, list):
+        cut = [value[layer] for layer in layers.kept] if len(value) == layers.count else value
+        return [_cut_size(name, one) for one in cut]
+    return NEEDED.get(name) if value is None else _cut_size(name, value, len(layers.kept))
+
+
+def _cut_size(name: str, value: Any, layers: int = 0) -> Any:
+    """Return a number as it is in the small config, and whatever is none as it is."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name.endswith(("_token_id", "_token_index")):
+        return min(value, VOCABULARY - 1)
+    return layers if name in LAYERS and layers else min(value, SIZES.get(name, value))
+
+
+def _cut_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of RoPE for small heads: of a list there is one number for each pair of dimensions."""
+    pairs = int(HEAD_DIM * (values.get("partial_rotary_factor") or 1.0)) // 2
+    return {
+        name: _cut_rope(value) if isinstance(value, dict)
+        else value[:pairs] if isinstance(value, list)
+        else _cut_size(name, value)
+        for name, value in values.items()
+    }  # fmt: skip

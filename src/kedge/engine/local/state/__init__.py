@@ -1,0 +1,1 @@
+"""Snapshots of what an engine has learned, on disk: files, folder, damage and recovery."""

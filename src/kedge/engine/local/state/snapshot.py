@@ -1,0 +1,145 @@
+"""What an engine has learned, saved to a folder that survives the process (see `StateFolder`), and loaded from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.saving.records import names, view
+from kedge.anchors.saving.restoring import Restored
+from kedge.anchors.store import AnchorStore
+from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.local.state.damage import Damage
+from kedge.engine.local.state.files import Entry, Name
+from kedge.engine.local.state.folder import StateFolder
+from kedge.kv.segment import KVSegment
+from kedge.kv.spec import KVSpec
+from kedge.settings import AnchorSettings
+
+logger = logging.getLogger(__name__)
+TRIES = 8
+"""Views of a pool that is learning before a snapshot goes on with the one that it has of it."""
+SAMPLED = 64
+"""Elements of every weight that go into a model's identity."""
+_CHANCE = frozenset({"_name_or_path", "dtype", "transformers_version"})
+"""Entries of a config that say nothing of the model"""
+T = TypeVar("T")
+
+
+class AskLearned(Protocol):
+    """Asks the engine's thread something about what it has learned."""
+
+    def __call__(self, question: Callable[[AnchorStore, BaseStore], T]) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What a snapshot holds, or what was loaded of one."""
+
+    pools: int
+    templates: int
+    nbytes: int
+    """On the disk"""
+    seconds: float
+    damaged: tuple[Damage, ...] = ()
+    """Files that loading found damaged, and what became of what they held"""
+
+
+class EngineState:
+    """One engine's state in one folder. Any thread may call; `ask` leads to the engine's."""
+
+    def __init__(
+        self, folder: Path, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned
+    ) -> None:
+        """Raises `ConfigError` where another process has the folder, and `OSError`."""
+        self.folder = folder
+        self._files = StateFolder(folder, identity(runner, tokenizer, anchors))
+        self._like = _no_tokens(runner.spec, runner.device)
+        self._ask, self._lock = ask, threading.Lock()
+        self._written: dict[Name, tuple[Hashable, Entry]] = {}
+        """What is in the folder, with the signature of the view that it was made from"""
+
+    def save(self) -> SavedState:
+        """A snapshot of what is learned now, see `LocalEngine.save`."""
+        began = time.monotonic()
+        with self._lock:
+            made = {name: self._saved(name) for name in self._ask(names)}
+            self._written = {name: one for name, one in made.items() if one}
+            entries = [entry for _, entry in self._written.values()]
+            self._files.commit(entries)
+        return _summary(entries, began)
+
+    def load(self) -> SavedState:
+        """Replace what the engine knows by all that is sound of the last snapshots, see `LocalEngine.load`."""
+        began = time.monotonic()
+        with self._lock:
+            found = Restored(self._ask(lambda anchors, _: anchors), self._like)
+            entries, damaged = self._files.recover(found.add)
+            self._ask(found.install)
+            self._written.clear()
+        return _summary(entries, began, damaged)
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        with self._lock:
+            self._files.close()
+
+    def _saved(self, name: Name) -> tuple[Hashable, Entry] | None:
+        """The entry of what has this name, written only if it has changed; None where it has gone."""
+        before = self._written.get(name)
+        for _ in range(TRIES):
+            now = self._ask(lambda anchors, bases: view(anchors, bases, name))
+            if now is None:
+                return None
+            if before and before[0] == now.signature and self._files.has(before[1]):
+                return before
+            if record := now.record():
+                return now.signature, self._files.put(record)
+        logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name)
+        return before
+
+
+def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:
+    pools = sum(entry.name[0] == "pool" for entry in entries)
+    nbytes = sum(entry.nbytes for entry in entries)
+    return SavedState(pools, len(entries) - pools, nbytes, time.monotonic() - began, tuple(damaged))
+
+
+def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
+    empty = torch.empty(spec.layers, 0, spec.kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    return KVSegment(empty, empty)
+
+
+# whose state it is ----------------------------------------------------------------------------------------------------
+
+
+def identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
+    """A digest of everything that saved KV depends on: config, every weight's name, shape, dtype and a sample of its
+    elements, tokenizer, and the settings of how values are compared.
+    """
+    digest = hashlib.sha256()
+    config = {k: v for k, v in runner.model.config.to_dict().items() if k not in _CHANCE}
+    _add(digest, {"config": config, "kv": asdict(runner.spec)})
+    for name, weight in sorted(runner.model.state_dict().items()):
+        _add(digest, [name, list(weight.shape), str(weight.dtype)])
+        flat = weight.detach().flatten()
+        digest.update(flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy().tobytes())
+    inner = tokenizer.inner
+    _add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
+    compared = ("estimator", "match_layer", "match_dim", "top_k", "tau", "temperature")
+    _add(digest, anchors.model_dump(include=set(compared)))
+    return digest.hexdigest()
+
+
+def _add(digest: Any, data: object) -> None:
+    digest.update(json.dumps(data, sort_keys=True, default=str).encode())

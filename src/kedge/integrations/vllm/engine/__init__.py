@@ -1,0 +1,1 @@
+"""vLLM with the plug-in as an `Engine` in this process."""

@@ -1,0 +1,198 @@
+"""vLLM as an `Engine`: its `AsyncLLM` with the plug-in, in this process, behind the same server as the embedded one.
+
+vLLM's own processes run the model; here are an event loop on a thread of its own, the tokenizer and the streams. What
+is known of workflows goes to the plug-in: with a request, who calls and what the prompt is made of; between requests,
+forecasts, fixed prompts and the end of runs. Base prefills are sent while no request waits for its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.local.build import model_path
+from kedge.engine.local.model.loading import HFTokenizer, read_config
+from kedge.engine.local.sequence import LocalStream
+from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
+from kedge.integrations.vllm.engine.answer import Answer
+from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
+from kedge.integrations.vllm.engine.requests import Forecasts, Message, end_of_run, sampling_arguments
+from kedge.reuse.layout import with_trails
+from kedge.settings import EngineConfig
+from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
+
+T = TypeVar("T")
+
+
+class VLLMEngine:
+    """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
+
+    Raises `ConfigError` where vLLM is not installed or a setting cannot be meant with it, `ModelNotFound` or
+    `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
+    """
+
+    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig(backend="vllm")
+        require_vllm()
+        refuse_foreign(self.config)
+        path = model_path(model or self.config.model)
+        read_config(path)
+        self.tokenizer = HFTokenizer.load(path)
+        arguments = _engine_arguments(self.config, path)
+        self._lock, self._is_closed = threading.Lock(), False
+        self._failure: EngineClosed | None = None
+        self._has_loop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="kedge-vllm", daemon=True)
+        self._thread.start()
+        self._has_loop.wait()
+        self._start(path, arguments)
+
+    async def _live(self) -> None:
+        """The thread's whole life; what is left of vLLM's tasks at its end is cancelled."""
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._has_loop.set()
+        await self._over.wait()
+
+    def _start(self, path: Path, arguments: Any) -> None:
+        from kedge.integrations.vllm.engine.driver import Driver, sampling_params
+
+        self._driver, self._forecasts, self._params = Driver(), Forecasts(), sampling_params
+        try:
+            asyncio.run_coroutine_threadsafe(self._driver.start(arguments), self._loop).result()
+        except ValueError as error:
+            self._end_loop()
+            raise ConfigError("engine.vllm", self.config.vllm.arguments, str(error)) from error
+        except RuntimeError as error:
+            self._end_loop()
+            raise EngineClosed("engine", str(path), f"vLLM did not start: {error}") from error
+        known = self._driver.llm.model_config
+        self._longest: int = known.max_model_len
+        self._vocab_size: int = known.get_vocab_size()
+        self._most_logprobs: int = known.max_logprobs
+
+    # any thread -------------------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> EngineClosed | None:
+        """That vLLM's engine core has died; None while it works, and where only `close` ended it."""
+        if self._failure is None and not self._is_closed and self._driver.is_dead:
+            self._failure = _died()
+        return self._failure
+
+    def submit(self, request: GenerateRequest) -> LocalStream:
+        """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
+        self._validate(request)
+        request = with_trails(request, self.config.planner.trail, of_answers=False)
+        room = self._longest - request.prompt_tokens
+        answer = Answer(request, self.tokenizer, self._params(sampling_arguments(request, room)), room)
+        self._ask(partial(self._begin, answer))
+        return answer.stream
+
+    def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request, self._vocab_size)
+        if request.prompt_tokens >= self._longest:
+            why = f"vLLM serves less than {self._longest} (max_model_len)"
+            raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
+        for key in ("logprobs", "prompt_logprobs"):
+            if (getattr(request, key) or 0) > self._most_logprobs >= 0:
+                raise RequestError(key, getattr(request, key), f"at most {self._most_logprobs} (max_logprobs)")
+
+    def _begin(self, answer: Answer) -> None:
+        require_new_id(answer.request.request_id, self._driver.in_flight)
+        self._driver.begin(answer)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        return self._ask(lambda: self._driver.cancel(request_id))
+
+    def end_run(self, tenant: TenantId, run: RunId) -> None:
+        """Forgets what the run shared between its agents."""
+        self._tell(lambda: [end_of_run(tenant, run)])
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""
+        changes, prompts = sensible_hints(changes, prompts)
+        self._tell(lambda: list(self._forecasts.messages(changes, prompts)))
+
+    def inspect(self) -> dict[str, object]:
+        """What vLLM and the plug-in count. Of single tenants, and of what is held for whom, they tell nothing."""
+        return self._ask(self._figures)
+
+    def _figures(self) -> dict[str, object]:
+        figures, cache = self._driver.figures, self._driver.llm.vllm_config.cache_config
+        blocks = {
+            "blocks": cache.num_gpu_blocks,
+            "block_size": cache.block_size,
+            "leased_blocks": round(figures.usage * (cache.num_gpu_blocks or 0)),
+            "prefix_queries": figures.prefix_queries,
+            "prefix_hits": figures.prefix_hits,
+        }
+        requests = {"running": figures.running, "waiting": figures.waiting, "base_prefills": len(self._driver.bases)}
+        return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
+
+    def close(self) -> None:
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        if is_first:
+            asyncio.run_coroutine_threadsafe(self._driver.close(), self._loop).result()
+            self._end_loop()
+        self._thread.join()
+
+    def __enter__(self) -> VLLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # the event loop ---------------------------------------------------------------------------------------------------
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Asked on the loop's thread. Raises `EngineClosed` where the engine was closed, or vLLM's has died."""
+
+        async def ask() -> T:
+            if self.failure is not None:
+                raise _died()
+            return question()
+
+        with self._lock:  # so that nothing is asked after the loop's end
+            if self._is_closed:
+                raise EngineClosed("engine", "vllm", "it was closed")
+            asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        return asked.result()
+
+    def _tell(self, messages: Callable[[], list[Message]]) -> None:
+        """A hint: nobody waits for it, and a closed engine needs none."""
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(lambda: self._driver.tell(messages()))
+
+
+def _died() -> EngineClosed:
+    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
+
+
+def _engine_arguments(config: EngineConfig, path: Path) -> Any:
+    """`AsyncEngineArgs` with the connector. Raises `ConfigError`."""
+    from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
+
+    prepare_environment()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    chosen = vllm_arguments(config, path, AsyncEngineArgs, is_cpu=current_platform.is_cpu())
+    try:
+        return AsyncEngineArgs(**chosen, kv_transfer_config=transfer_config(plugin_settings(config)))
+    except ValueError as error:
+        raise ConfigError("engine.vllm", config.vllm.arguments, str(error)) from error

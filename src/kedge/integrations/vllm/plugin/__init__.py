@@ -1,0 +1,1 @@
+"""The plug-in: a KV connector and a scheduler for unmodified vLLM."""

@@ -1,0 +1,122 @@
+"""Which parts of the plug-in fit the vLLM that is installed and the model that it serves.
+
+Three internals of vLLM are touched. Where one of them is not as it was in the versions that Kedge was run with, the
+part that needs it is switched off, and the log says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.kv.spec import translation_refusal
+
+logger = logging.getLogger(__name__)
+VERSIONS = ("0.32.",)
+"""Versions of vLLM that the tests run with"""
+NOT_CONFIGURED = "no host memory is configured"
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """None where a part is on, else why it is off."""
+
+    eviction: str | None
+    """Workflow-aware order of the free blocks"""
+    host: str | None
+    """Host tier, write-through and prefetch"""
+    translation: str | None
+
+    def log(self) -> None:
+        """One line for each part that is off."""
+        for name in ("eviction", "host", "translation"):
+            if reason := getattr(self, name):
+                level = logging.INFO if reason == NOT_CONFIGURED else logging.WARNING
+                logger.log(level, "kedge: %s is off: %s", name, reason)
+
+
+def features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
+    """What can be on; scheduler and workers come to the same answer."""
+    eviction = _version() or _queue_differs() or _no_prefix_cache(config)
+    shape = _odd_groups(config, kv_cache)
+    host = (eviction or shape or _insert_differs()) if host_blocks else NOT_CONFIGURED
+    translation = _version() or shape or _coordinator_differs() or _untranslatable(config)
+    return Features(eviction, host, translation)
+
+
+def block_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one block on one rank, all layers together."""
+    return sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in kv_cache.kv_cache_groups)
+
+
+def _version() -> str | None:
+    if vllm.__version__.startswith(VERSIONS):
+        return None
+    return f"vLLM {vllm.__version__} is none of {', '.join(version + 'x' for version in VERSIONS)}"
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _queue_differs() -> str | None:
+    names = [name for name, value in vars(FreeKVCacheBlockQueue).items() if callable(value) and name[0] != "_"]
+    for name in names:
+        ours = getattr(StepFreeQueue, name, None)
+        if ours is None or _parameters(ours) != _parameters(getattr(FreeKVCacheBlockQueue, name)):
+            return f"vLLM's free queue has another `{name}`"
+    return None
+
+
+def _insert_differs() -> str | None:
+    found = _parameters(BlockPool._insert_block_hash)
+    expected = ["self", "block_hash_with_group_id", "block", "num_tokens"]
+    return None if found == expected else f"BlockPool._insert_block_hash takes {found}"
+
+
+def _coordinator_differs() -> str | None:
+    found = _parameters(KVCacheCoordinator.cache_blocks)
+    return None if found == ["self", "request", "num_computed_tokens"] else f"cache_blocks takes {found}"
+
+
+def _no_prefix_cache(config: VllmConfig) -> str | None:
+    return None if config.cache_config.enable_prefix_caching else "prefix caching is off"
+
+
+def _odd_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
+    if len(kv_cache.kv_cache_groups) != 1:
+        return f"the model has {len(kv_cache.kv_cache_groups)} KV cache groups"
+    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec):
+        return f"its KV is a {type(spec).__name__}, not full attention"
+    if config.cache_config.hash_block_size not in (None, spec.block_size):
+        return f"hashes are of {config.cache_config.hash_block_size} tokens, blocks of {spec.block_size}"
+    return "sliding-window attention" if spec.sliding_window else None
+
+
+def _untranslatable(config: VllmConfig) -> str | None:
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism: a rank does not see the first layer"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism: a rank does not see every token"
+    if config.speculative_config is not None:
+        return "speculative decoding: the draft's KV is not translated"
+    if config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        return f"the KV cache is kept in {config.cache_config.cache_dtype}"
+    if config.model_config.use_mla:
+        return "multi-head latent attention (MLA) keeps no per-head KV"
+    if config.model_config.uses_mrope:
+        return "M-RoPE: a position is not one number"
+    return translation_refusal(config.model_config.hf_text_config)

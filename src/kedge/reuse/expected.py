@@ -1,0 +1,64 @@
+"""Who runs how soon, told by what anchors and base KV belong to: a template's agent, or a run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+
+from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
+from kedge.structures.step_counts import StepCounts
+from kedge.types import AgentId, TenantId
+from kedge.workflow.forecast import AgentKey
+
+MOST_TEMPLATES = 4096
+"""Templates whose agents are remembered; the one that asked longest ago is forgotten first."""
+
+
+class Expected:
+    """The soonest run of every agent and in every run, over all forecasts; an update costs by what has changed."""
+
+    def __init__(self) -> None:
+        self._steps: dict[AgentKey, float] = {}
+        self._soonest: dict[Hashable, StepCounts] = {}
+        self._agents: OrderedDict[TemplateOwner, AgentId] = OrderedDict()
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Takes what has changed: (steps-to-execution, probability) of agents, or None for what is forgotten."""
+        for key, next_run in changes.items():
+            if (old := self._steps.pop(key, None)) is not None:
+                self._count(key, old, -1)
+            if next_run is not None:
+                self._steps[key] = next_run[0]
+                self._count(key, next_run[0], 1)
+
+    def asks(self, template: TemplateOwner, agent: AgentId) -> None:
+        """`agent` asks with this template."""
+        self._agents[template] = agent
+        self._agents.move_to_end(template)
+        if len(self._agents) > MOST_TEMPLATES:
+            self._agents.popitem(last=False)
+
+    def steps(self, owner: Owner) -> float | None:
+        """Fewest steps until `owner` can run, `inf` where it never comes; None where no forecast knows it."""
+        if isinstance(owner, RunOwner):
+            return self._least(owner)
+        agent = self._agents.get(owner)
+        return None if agent is None else self._least((owner.tenant, agent))
+
+    def _least(self, whose: Hashable) -> float | None:
+        counts = self._soonest.get(whose)
+        return counts.least if counts else None
+
+    def _count(self, key: AgentKey, step: float, sign: int) -> None:
+        for whose in (RunOwner(key.tenant, key.run_id), _agent(key.tenant, key.agent)):
+            counts = self._soonest.setdefault(whose, StepCounts())
+            if sign > 0:
+                counts.add(step)
+            else:
+                counts.remove(step)
+                if counts.least is None:
+                    del self._soonest[whose]
+
+
+def _agent(tenant: TenantId, agent: AgentId) -> Hashable:
+    return tenant, agent

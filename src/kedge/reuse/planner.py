@@ -1,0 +1,229 @@
+"""Decides, for one request, which segments are translated and which tokens are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kedge.reuse.contracts import (
+    KV,
+    Anchors,
+    Bases,
+    Costs,
+    Estimate,
+    NoCosts,
+    PoolKey,
+    ReusePolicy,
+    SampleView,
+    Slot,
+)
+from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
+from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
+from kedge.reuse.savings import Savings
+from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
+
+NO_COSTS = NoCosts()
+CHEAPER = "computing it takes less time than translating it"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making, segment by segment: one source per prompt position so far, and what is to be written."""
+
+    key: str
+    """The name of the agent's template"""
+    exact: tuple[Span, ...]
+    sources: list[Source]
+    drafted: int = 0
+    """Segments that have been looked at"""
+    teaches: bool = False
+    """It is dense because that teaches something about one of its values"""
+    dense: bool = False
+    """Nothing of this prompt is translated, for its segments or those before them forbid it"""
+    translations: list[Translation] = field(default_factory=list)
+    estimates: list[Estimate] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+
+    @property
+    def exact_tokens(self) -> int:
+        return sum(map(len, self.exact))
+
+    def computed(self, start: int) -> list[int]:
+        """Positions from `start` on that run through the model, ascending."""
+        return [at for at in range(start, len(self.sources)) if self.sources[at] is Source.COMPUTED]
+
+    def extend(self, stop: int) -> None:
+        """Positions up to `stop` are computed, as long as nothing better is found."""
+        self.sources += [Source.COMPUTED] * (stop - len(self.sources))
+
+    def give_up(self, *misses: Miss) -> None:
+        """Everything that is not exact is computed after all."""
+        exact, size = self.exact_tokens, len(self.sources)
+        self.sources[exact:] = [Source.COMPUTED] * (size - exact)
+        self.dense = True
+        self.translations.clear()
+        self.estimates.clear()
+        self.misses += misses
+
+    def sealed(self) -> ReusePlan:
+        found = tuple(self.translations), tuple(self.misses), tuple(self.estimates)
+        return ReusePlan(spans_of(self.sources), *found, self.teaches)
+
+
+class Planner:
+    """Asks, segment by segment: exact? else translatable? else computed. It changes no store, and notes in `savings`
+    what translations spare.
+
+    A prompt of which only the beginning is known is drafted as far as that goes, and on when more is known: what has
+    been decided stands. `plan` does all of it at once.
+    """
+
+    def __init__(
+        self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None, costs: Costs = NO_COSTS
+    ) -> None:
+        self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
+        self._costs, self._savings = costs, Savings()
+
+    def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
+        """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
+        draft = self.draft(request, exact)
+        self.grow(draft, request, len(request.segments))
+        return self.seal(draft, request)
+
+    def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
+        """A draft in which nothing but the `exact` tokens has been decided."""
+        draft = Draft(template_key(request), exact, [span.source for span in exact for _ in range(len(span))])
+        if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
+            draft.give_up(ALL_COMPUTED)
+        elif request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
+            draft.give_up()
+        elif self._refusal:
+            draft.give_up(Miss("*", self._refusal))
+        return draft
+
+    def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> None:
+        """Drafts on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
+        prefix segments.
+        """
+        placed = layout(request)
+        known = placed[:segments]
+        draft.extend(known[-1].stop if known else 0)
+        if self._may_translate(request):
+            for here, after in zip(known[draft.drafted :], [*known[draft.drafted + 1 :], None], strict=True):
+                self._fill(request, draft, placed, here, after)
+        draft.drafted = max(draft.drafted, segments)
+
+    def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
+        """The plan of a request that has been drafted to its end."""
+        if not draft.dense:
+            self._compute_end(draft, layout(request)[-1])
+            share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
+            if share < self._policy.min_translated:
+                draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
+        return draft.sealed()
+
+    def _may_translate(self, request: GenerateRequest) -> bool:
+        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
+        return wanted and self._refusal is None
+
+    def _fill(
+        self, request: GenerateRequest, draft: Draft, placed: tuple[Placed, ...], here: Placed, after: Placed | None
+    ) -> None:
+        """Drafts a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
+        if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
+            return
+        if not self.pays(request, here):
+            if len(here) > self._policy.recompute_short:
+                draft.misses.append(Miss(here.segment.name, CHEAPER))
+            return
+        prefixes = self._bases.prefixes(request.tenant, draft.key)
+        if prefixes is None and later_prefixes(placed):
+            if not draft.dense:
+                draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
+        elif self._fill_pair(request, draft, here, after, prefixes or {}):
+            draft.teaches = True
+            if not draft.dense:
+                draft.give_up()
+
+    def _fill_pair(
+        self,
+        request: GenerateRequest,
+        draft: Draft,
+        here: Placed,
+        after: Placed | None,
+        prefixes: Mapping[int, KV],
+    ) -> bool:
+        """Drafts a placeholder and the prefix segment after it; True where dense prefill would teach something."""
+        sample = self.sample(request, here)
+        if sample is None:
+            draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
+            return False
+        estimate = self._anchors.estimate(Slot(draft.key, here.index), sample)
+        if not estimate.shareable:
+            draft.misses.append(Miss(here.segment.name, estimate.reason))
+            return estimate.learnable
+        if draft.dense:
+            return False
+        weak = estimate.weak_positions()
+        spared = len(here) - len(weak)
+        self._savings.observe(pool_of(request, here), len(here), spared)
+        if not self._costs.translation_pays(len(here), spared):
+            draft.misses.append(Miss(here.segment.name, CHEAPER))
+            return False
+        draft.estimates.append(estimate)
+        self._translate(draft, here, sample.base, estimate.phi, estimate.phi_table, weak)
+        if after is not None and not after.segment.is_placeholder:
+            weak = estimate.weak_prefix_positions()
+            if len(after) and self._costs.translation_pays(len(after), len(after) - len(weak)):
+                self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
+        return False
+
+    def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
+        """Writes what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
+        skip = max(0, draft.exact_tokens - placed.start)
+        if skip >= len(placed):
+            return
+        start = placed.start + skip
+        draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
+        draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
+        head = range(start, min(placed.start + self._policy.recompute_head, placed.stop))
+        for position in (*head, *(placed.start + at for at in weak)):
+            self._compute(draft, position)
+
+    @staticmethod
+    def _compute(draft: Draft, position: int) -> None:
+        if position >= draft.exact_tokens:
+            draft.sources[position] = Source.COMPUTED
+
+    def pays(self, request: GenerateRequest, placed: Placed) -> bool:
+        """Return whether translating a placeholder's value is expected to take less time than computing it."""
+        long = len(placed) > self._policy.recompute_short
+        return long and self._costs.translation_pays(len(placed), self._spared(request, placed))
+
+    def base_pays(self, request: GenerateRequest, placed: Placed, readers: float) -> bool:
+        """Return whether to compute base KV of a value that so many requests are going to read."""
+        base = len(placed.segment.lead_in) + len(placed)
+        return self._costs.base_pays(base, len(placed), self._spared(request, placed), readers)
+
+    def _spared(self, request: GenerateRequest, placed: Placed) -> float:
+        return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
+
+    def _compute_end(self, draft: Draft, last: Placed) -> None:
+        start = last.start if self._policy.recompute_tail else last.stop - 1
+        for position in range(start, last.stop):
+            self._compute(draft, position)
+
+    def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
+        """The base KV of a placeholder's value, where it is known."""
+        segment = placed.segment
+        assert segment.sample is not None
+        entry = self._bases.find(request.tenant, request.run, segment.sample, segment.tokens, segment.lead_in)
+        if entry is None:
+            return None
+        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key)
+
+
+def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:
+    """Return the name of the anchor pool of a placeholder's values."""
+    return PoolKey(request.tenant, request.workflow, placed.segment.name)

@@ -1,0 +1,1 @@
+"""Running a workflow on any engine."""

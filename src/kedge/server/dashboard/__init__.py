@@ -1,0 +1,1 @@
+"""The dashboard: a page at `/` and the events that it shows."""

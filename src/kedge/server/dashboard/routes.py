@@ -1,0 +1,192 @@
+"""The dashboard: a page at `/`, and the events that it lives on. A tenant sees what is its own, and nothing else.
+
+The page itself holds no data and is served to anybody. Figures of the whole engine would tell of other tenants, so they
+are shown only where no keys are asked for and there is one tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from kedge import __version__
+from kedge.engine.base import Engine, Inspectable
+from kedge.engine.common.watched import WatchedEngine
+from kedge.errors import EngineClosed, LimitReached, NotFound
+from kedge.server.dashboard.history import History
+from kedge.server.dashboard.records import AgentName
+from kedge.server.service import Service, TheService, TheTenant
+from kedge.server.sse import EventStream, event
+from kedge.server.tenancy import Tenant
+from kedge.server.workflows import drawing
+from kedge.server.workflows.registry import Registered
+from kedge.server.workflows.routes import runs_of
+from kedge.server.workflows.server_runs import Runs
+from kedge.types import TenantId, Tokens, is_owned
+
+PACE, REST = 0.5, 5.0
+"""Seconds between two states: at least, and at most."""
+LOOK_SECONDS = 2.0
+"""How old what was seen in the engine may be."""
+MOST_WATCHERS = 16
+"""Pages of a tenant that are open at once."""
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(slots=True)
+class _Look:
+    """A question to the engine."""
+
+    asked: float
+    answer: Future[dict[str, Any]]
+
+
+class Dashboard:
+    """What all pages of one server share. The event loop owns it, apart from the history."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.history = History()
+        self.engine = WatchedEngine(engine, self.history)
+        """What the server is to use, so that there is something to show."""
+        self._inspected = engine if isinstance(engine, Inspectable) else None
+        self._watchers: Counter[TenantId] = Counter()
+        self._looks: dict[TenantId, _Look] = {}
+        self._seen: dict[TenantId, dict[str, Any]] = {}
+
+    def enter(self, tenant: TenantId) -> None:
+        """A page opens. Raises `LimitReached` for too many of one tenant."""
+        if self._watchers[tenant] >= MOST_WATCHERS:
+            raise LimitReached("dashboard", self._watchers[tenant], f"at most {MOST_WATCHERS} pages may be open")
+        self._watchers[tenant] += 1
+
+    def leave(self, tenant: TenantId) -> None:
+        """A page has gone."""
+        self._watchers[tenant] -= 1
+
+    async def seen(self, service: Service, tenant: TenantId) -> Mapping[str, Any]:
+        """What the engine holds for the tenant, as it was seen last; a busy engine is not waited for."""
+        if self._inspected is None:
+            return {}
+        look = self._looks.get(tenant)
+        if look is None or (look.answer.done() and time.monotonic() - look.asked > LOOK_SECONDS):
+            prompts = self.history.fixed_prompts(tenant)
+            task = partial(_look, self._inspected, tenant, prompts, with_totals=service.keys.is_open)
+            look = self._looks[tenant] = _Look(time.monotonic(), service.threads.wait(task))
+        await asyncio.wait([asyncio.wrap_future(look.answer)], timeout=PACE)
+        if look.answer.done():
+            self._seen[tenant] = look.answer.result()
+        return self._seen.get(tenant, {})
+
+
+def _look(
+    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[TenantId, Tokens]], *, with_totals: bool
+) -> dict[str, Any]:
+    """Asks the engine; blocks until it comes round to it."""
+    try:
+        own = engine.inspect_tenants(partial(is_owned, tenant), list(prompts.values()))
+        totals = _totals(engine.inspect()) if with_totals else {}
+    except EngineClosed:
+        return {"closed": True}
+    cached = [{**name._asdict(), **held} for name, held in zip(prompts, own["prompts"], strict=True)]
+    return {"cached": cached, "pools": own["pools"], **totals}
+
+
+def _totals(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine says of all its tenants together, as far as it is shown."""
+    blocks = figures["cache"]
+    tiers = {
+        "device": {held: blocks[f"{held}_blocks"] for held in ("cached", "leased", "loading", "free")},
+        "host": {
+            "cached": blocks["host_cached_blocks"],
+            "offloading": blocks["offloading_blocks"],
+            "free": blocks["host_free_blocks"],
+        },
+    }
+    return {"tiers": tiers, "prefetch": blocks["transfers"]["prefetch"]}
+
+
+# routes ---------------------------------------------------------------------------------------------------------------
+
+router = APIRouter(tags=["Dashboard"])
+
+
+@router.get("/", include_in_schema=False, response_model=None)
+async def page() -> Response:
+    """The page."""
+    return _static("index.html")
+
+
+@router.get("/static/{name}", include_in_schema=False, response_model=None)
+async def static(name: str) -> Response:
+    """A file that the page is made of."""
+    return _static(name)
+
+
+@router.get("/v1/dashboard/events", include_in_schema=False, response_model=None)
+async def events(request: Request, service: TheService, tenant: TheTenant) -> Response:
+    """The tenant's state as server-sent events, whenever it has changed."""
+    dashboard: Dashboard = request.app.state.dashboard
+    dashboard.enter(tenant.id)
+    states = _states(dashboard, service, runs_of(request), tenant)
+    return EventStream(states, partial(dashboard.leave, tenant.id))
+
+
+def _static(name: str) -> Response:
+    content = _files().get(name)
+    if content is None:
+        raise NotFound("file", name, "the dashboard has no such file")
+    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=PAGE_HEADERS)
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """The page's files by name."""
+    return {file.name: file.read_bytes() for file in (files("kedge.server.dashboard.routes") / "static").iterdir()}
+
+
+async def _states(dashboard: Dashboard, service: Service, runs: Runs, tenant: Tenant) -> AsyncIterator[bytes]:
+    sent, sent_at = -1, 0.0
+    while not service.is_ending:
+        version, now = dashboard.history.version(tenant.id), time.monotonic()
+        if version != sent or now - sent_at >= REST:
+            sent, sent_at = version, now
+            yield event(await _state(dashboard, service, runs, tenant), name="state")
+        await asyncio.sleep(PACE)
+
+
+async def _state(dashboard: Dashboard, service: Service, runs: Runs, tenant: Tenant) -> dict[str, Any]:
+    engine = await dashboard.seen(service, tenant.id)
+    state = dashboard.history.state(tenant.id)
+    statuses = {served.id: served.status for served in runs.all(tenant)}
+    for run in state["runs"]:
+        run["status"] = statuses.get(run["id"], "ended" if run["ended"] else "running")
+    return {
+        "server": {"model": service.config.model_name, "version": __version__, "open": service.keys.is_open},
+        "workflows": [_drawn(one) for one in service.workflows.all(tenant.id)],
+        "engine": engine,
+        **state,
+    }
+
+
+def _drawn(one: Registered) -> dict[str, Any]:
+    """A workflow as a picture needs it: agents by column, and who hears whom."""
+    flow = one.workflow
+    edges = [{"from": speaker, "to": listener, "loop": is_loop} for speaker, listener, is_loop in drawing.edges(flow)]
+    titles = {agent.id: agent.title for agent in flow.agents if agent.title}
+    return {"name": flow.name, "columns": drawing.columns(flow), "edges": edges, "titles": titles}

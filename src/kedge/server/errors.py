@@ -1,0 +1,176 @@
+"""Errors as OpenAI's API tells them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from kedge.errors import (
+    EngineClosed,
+    KedgeError,
+    LimitReached,
+    NotFound,
+    OutOfBlocks,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unauthenticated,
+    WorkflowError,
+)
+from kedge.server.sse import JSONAnswer
+
+logger = logging.getLogger(__name__)
+LONGEST = 1000
+"""Characters of a message: what was wrong may be as long as a body."""
+BAD = "invalid_request_error"
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that tells an error, for the API page."""
+
+    error: ErrorDetail
+
+
+Answers = dict[int | str, dict[str, Any]]
+"""Status, or a range of them, -> what is documented of the answer."""
+ERRORS: Answers = {
+    421: {"model": ErrorBody, "description": "`Host` names no host that this server answers to."},
+    "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
+    "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
+}
+BODY_ERRORS: Answers = {
+    400: {"model": ErrorBody, "description": "The body cannot be read, or has a wrong value."},
+    415: {"model": ErrorBody, "description": "The body has another type than those that are read."},
+}
+"""Of routes that read a body, besides `ERRORS`."""
+JSON, EVENTS = ("application/json",), ("text/event-stream",)
+
+
+def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
+    """What is documented of a route's answers: their status and kinds of content."""
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
+    return {status: {"description": "Successful", "content": content} for status in statuses}
+
+
+class Problem(NamedTuple):
+    """How an error is told."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
+    (Unauthenticated, Problem(401, BAD, "invalid_api_key")),
+    (NotFound, Problem(404, BAD, "not_found")),
+    (LimitReached, Problem(429, "rate_limit_error", "rate_limit_exceeded")),
+    (Overloaded, Problem(503, "server_error", "overloaded")),
+    (OutOfBlocks, Problem(503, "server_error", "overloaded")),
+    (EngineClosed, Problem(503, "server_error", "engine_closed")),
+    (PromptTooLong, Problem(400, BAD, "context_length_exceeded")),
+    (RequestError, Problem(400, BAD, None)),
+    (WorkflowError, Problem(400, BAD, None)),
+)
+"""The first that fits is told; anything else is the server's own failure."""
+SOURCES = frozenset({"body", "query", "path", "header"})
+"""Where FastAPI found a wrong value: the first part of its place, and no field's name."""
+NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""Pydantic's errors that speak of Python's types."""
+INTERNAL = Problem(500, "server_error", "internal_error")
+
+
+def problem_of(error: KedgeError) -> Problem:
+    """How `error` is told."""
+    found = next((problem for kind, problem in KINDS if isinstance(error, kind)), INTERNAL)
+    return found._replace(code="model_not_found") if isinstance(error, NotFound) and error.key == "model" else found
+
+
+def body_of(message: str, problem: Problem, param: str | None = None) -> dict[str, Any]:
+    """The body of an answer that tells a problem."""
+    short = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
+    return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
+
+
+def refusal(status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
+    """Return the answer to a call that is turned away before it comes to its route."""
+    return JSONAnswer(body_of(why, Problem(status, BAD, code), param), status)
+
+
+def told(error: KedgeError) -> dict[str, Any]:
+    """The body of an answer, or the data of a stream's event, that tells `error`."""
+    problem = problem_of(error)
+    notes = getattr(error, "__notes__", [])
+    message = f"{error} ({'; '.join(notes)})" if notes else str(error)
+    return body_of(message, problem, error.key if problem.status in (400, 404) else None)
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of `app` one of these."""
+    app.add_exception_handler(KedgeError, _kedge_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+
+
+async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
+    assert isinstance(error, KedgeError)
+    status = problem_of(error).status
+    if status == INTERNAL.status:
+        logger.error("a call failed: %s", error)
+    return _answer(request, told(error), status, _headers(error, status))
+
+
+def _headers(error: KedgeError, status: int) -> dict[str, str]:
+    if isinstance(error, LimitReached):
+        return {"Retry-After": str(math.ceil(error.retry_after))}
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Retry-After": "1"} if status == 503 else {}
+
+
+async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
+    is_json = first["type"] != "json_invalid"
+    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body is not JSON"
+    param = place[0] if is_json and place else None
+    return _answer(request, body_of(message, Problem(400, BAD, None), param), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONAnswer:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(error.status_code)
+    kind = BAD if error.status_code < 500 else INTERNAL.type
+    body = body_of(str(error.detail), Problem(error.status_code, kind, code))
+    return _answer(request, body, error.status_code, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG001 (logged with its traceback elsewhere)
+    return _answer(request, body_of("the server has a bug; its log tells which", INTERNAL), INTERNAL.status)
+
+
+def _answer(
+    request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
+) -> JSONAnswer:
+    """The answer; counted for the tenant who called, or for nobody where none is known."""
+    tenant = getattr(request.state, "tenant", None)
+    request.app.state.service.metrics.failed(tenant.id if tenant else "", status)
+    return JSONAnswer(body, status, headers=headers)

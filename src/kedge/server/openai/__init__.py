@@ -1,0 +1,1 @@
+"""OpenAI's protocol: chat and text completions, models."""

@@ -1,0 +1,1 @@
+"""Data structures that know nothing of KV: a lazy heap, a multiset of steps, a bounded mapping. No dependencies."""

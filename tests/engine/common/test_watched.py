@@ -1,0 +1,109 @@
+"""What a watcher is told of an engine; `tests/server/dashboard/test_history.py` has that it changes nothing."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from kedge.engine.common.watched import WatchedEngine, Watcher
+from kedge.engine.echo import EchoEngine
+from kedge.errors import RequestError
+from kedge.types import Completion, GenerateRequest, RequestId, RunId, SamplingParams, Segment, TenantId
+from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workflow.steps import NextRun
+
+ACME = TenantId("acme")
+KEY = AgentKey(ACME, "", "run", "agent")
+
+
+class Notebook(Watcher):
+    """A watcher that writes everything down; of ends the first one, as they may be told several times."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[Any, ...]] = []
+
+    def submitted(self, request: GenerateRequest) -> None:
+        self.notes.append(("submitted", request.request_id))
+
+    def begun(self, tenant: TenantId, request_id: RequestId) -> None:
+        self.notes.append(("begun", tenant, request_id))
+
+    def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
+        if not any(note[:3] == ("ended", tenant, request_id) for note in self.notes):
+            self.notes.append(("ended", tenant, request_id, completion and completion.text))
+
+    def cancelled(self, request_id: RequestId) -> None:
+        self.notes.append(("cancelled", request_id))
+
+    def forecast(self, changes: Changes) -> None:
+        self.notes.append(("forecast", changes))
+
+    def run_ended(self, tenant: TenantId, run_id: RunId) -> None:
+        self.notes.append(("run ended", tenant, run_id))
+
+
+def request(name: str, max_tokens: int = 4) -> GenerateRequest:
+    segments = (Segment(tuple(b"hello"), "p0"),)
+    return GenerateRequest(segments, SamplingParams(max_tokens), request_id=RequestId(name), tenant=ACME)
+
+
+def listened(stream: Any) -> str:
+    items: SimpleQueue[Any] = SimpleQueue()
+    stream.listen(items.put)
+    while (delta := items.get(timeout=60)).completion is None:
+        pass
+    return str(delta.completion.text)
+
+
+READERS: dict[str, Any] = {
+    "iterated": lambda stream: "".join(delta.text for delta in stream),
+    "result": lambda stream: stream.result(60).text,
+    "listened": listened,
+}
+
+
+@pytest.mark.parametrize("way", READERS)
+def test_beginning_and_end_are_told_however_an_answer_is_read(way: str) -> None:
+    notebook = Notebook()
+    with EchoEngine() as engine:
+        text = READERS[way](WatchedEngine(engine, notebook).submit(request("a")))
+    begun = [] if way == "result" else [("begun", ACME, "a")]
+    assert notebook.notes == [("submitted", "a"), *begun, ("ended", ACME, "a", text)]
+
+
+def test_a_cancelled_answer_is_none() -> None:
+    notebook = Notebook()
+    with EchoEngine(delay_s=0.05) as engine:
+        watched = WatchedEngine(engine, notebook)
+        stream = watched.submit(request("a", max_tokens=200))
+        assert watched.cancel(RequestId("a")) and not watched.cancel(RequestId("b"))
+        stream.result(60)
+    assert notebook.notes == [("submitted", "a"), ("cancelled", "a"), ("ended", ACME, "a", None)]
+
+
+def test_of_a_forecast_what_can_be_meant_is_told() -> None:
+    notebook = Notebook()
+    with EchoEngine() as engine:
+        watched = WatchedEngine(engine, notebook)
+        watched.forecast({KEY: NextRun(1.0), "nonsense": None})  # type: ignore[dict-item]
+        watched.end_run(ACME, RunId("run"))
+    assert notebook.notes == [("forecast", {KEY: NextRun(1.0)}), ("run ended", ACME, "run")]
+
+
+def test_a_request_that_is_refused_is_not_told() -> None:
+    notebook = Notebook()
+    with EchoEngine() as engine, pytest.raises(RequestError, match="max_tokens"):
+        WatchedEngine(engine, notebook).submit(request("a", max_tokens=-1))
+    assert not notebook.notes
+
+
+def test_a_watcher_that_overrides_nothing_is_told_everything() -> None:
+    with EchoEngine() as engine:
+        watched = WatchedEngine(engine, Watcher())
+        assert [delta.text for delta in watched.submit(request("a"))]
+        watched.cancel(RequestId("a"))
+        watched.forecast({KEY: NextRun(1.0)})
+        watched.end_run(ACME, RunId("run"))
+        assert watched.watched is engine

@@ -1,0 +1,88 @@
+"""Attention over runs of slots against a softmax written out, for every way in which queries and runs can lie."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.engine.local.attention import softcap
+from kedge.engine.local.attention.paged import FEW, SequenceSlice, _attend, _attend_causal, _attend_lower_right
+from kedge.kv.storage import PagedStorage
+
+HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
+RUNS = [
+    (slice(100, 900),),
+    (slice(900, 1100), slice(100, 700)),
+    (slice(1184, 1200), slice(16, 32), slice(200, 968)),
+    tuple(slice(start, start + 80) for start in range(0, 1200, 120)),
+]
+POSITIONS = {
+    "the last": [799],
+    "scattered over all runs": [0, 1, 2, 50, 300, 799],
+    "from a later run on": [250, 251, 600, 799],
+    "a chunk": list(range(770, 800)),
+    "many": list(range(800 - 2 * FEW, 800)),
+    "many with gaps": [3, 200, *range(300, 800)],
+    "all": list(range(800)),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def expected(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """[queries, heads, dim], from query [heads, queries, dim] and contiguous KV [context, kv_heads, dim]."""
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1).float() for x in (keys, values))
+    places = torch.arange(len(keys))
+    seen = places <= positions[:, None]
+    if window is not None:
+        seen &= places > positions[:, None] - window
+    scores = torch.einsum("hqd,khd->hqk", query.float(), keys) * SCALE
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 64, 10_000])
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("runs", RUNS, ids=["one run", "two runs", "three runs", "short runs"])
+def test_attention_reads_its_context_run_by_run(
+    runs: tuple[slice, ...], where: str, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    pool = [torch.randn(1, 1200, KV_HEADS, DIM).to(dtype) for _ in range(2)]
+    storage = cast(PagedStorage, SimpleNamespace(keys=pool[0], values=pool[1]))
+    positions = torch.tensor(POSITIONS[where])
+    query = torch.randn(HEADS, len(positions), DIM).to(dtype)
+    contiguous = bool(positions[0] == 800 - len(positions))
+    sequence = SequenceSlice(0, len(positions), runs, 800, positions, contiguous)
+
+    out = _attend(query, storage, 0, sequence, SCALE, window)
+
+    keys, values = (torch.cat([x[0, run] for run in runs]) for x in pool)
+    assert (out.float() - expected(query, keys, values, positions, window)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_a_gpu_sees_the_same_of_a_chunk(queries: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, count, DIM) for count in (queries, 40, 40))
+    got = _attend_lower_right(query, key, value, SCALE)
+    torch.testing.assert_close(got, _attend_causal(query, key, value, SCALE), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("queries", [1, 5, softcap.ROWS + 44])
+def test_capped_scores_are_capped_before_they_are_masked(queries: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(HEADS, queries, DIM).to(dtype)
+    key, value = (torch.randn(KV_HEADS, 400, DIM).to(dtype) for _ in range(2))
+    mask = torch.where(torch.arange(400) <= torch.arange(400 - queries, 400)[:, None], 0.0, -torch.inf)
+
+    out = softcap.attend(query, key, value, mask, SCALE, 1.5)
+
+    heads = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
+    key, value = heads
+    scores = 1.5 * (query.double() @ key.transpose(1, 2) * SCALE / 1.5).tanh() + mask
+    assert (out.double() - scores.softmax(-1) @ value).abs().max() < TOLERANCE[dtype]

@@ -1,0 +1,208 @@
+"""Replayed passes against passes as they are run: with CUDA graphs on a GPU, elsewhere with a stand-in for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.engine.local.attention.paged import Batch, Pass
+from kedge.engine.local.batch import flatten
+from kedge.engine.local.model.graphs import ROWS, Attend, Captured, CudaCapture, StepGraphs, block_table, on_gpu
+from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.scheduler import Work
+from kedge.engine.local.sequence import Sequence
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.types import RequestId, TenantId
+from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
+from tests.engine.local.test_engine import greedy, prompt, request
+
+BLOCK = 16
+
+
+def stand_in(work: Callable[[], Tensor]) -> Captured:
+    """Captures as CUDA does: the work is done before, and every replay leaves its result in the same tensor."""
+    result = work().clone()
+    return lambda: result.copy_(work()), result
+
+
+class Graphs:
+    """Captures on this machine's device, and counts."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+        self._capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else stand_in
+
+    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        self.captures += 1
+        launch, result = self._capture(work)
+
+        def replay() -> None:
+            self.replays += 1
+            launch()
+
+        return replay, result
+
+
+def row_by_row(
+    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
+    block_size: int, scaling: float, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """What the kernel does, row by row."""
+    group, rows = query.shape[1] // keys.shape[1], []
+    for one, row, length in zip(query, blocks, lengths.tolist(), strict=True):
+        slots = (row[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
+        slots = slots[-window:] if window else slots
+        key, value = (pool[slots].repeat_interleave(group, dim=1) for pool in (keys, values))
+        scores = torch.einsum("hd,khd->hk", one, key) * scaling
+        weights = (softcap * (scores / softcap).tanh() if softcap else scores).softmax(-1)
+        rows.append(torch.einsum("hk,khd->hd", weights, value))
+    return torch.stack(rows)
+
+
+def kernel_or_stand_in() -> Attend:
+    """What attends on this machine's device."""
+    if DEVICE.type == "cpu":
+        return row_by_row
+    from kedge.kv.attention_kernel import attend
+
+    return attend
+
+
+attend = kernel_or_stand_in()
+
+
+def runner_of(family: str) -> ModelRunner:
+    return ModelRunner(tiny_model(family).to(DEVICE))
+
+
+def storage_of(runner: ModelRunner) -> PagedStorage:
+    return PagedStorage(runner.spec, 32, BLOCK, runner.device, runner.rotary)
+
+
+def work(blocks: list[int], length: int, positions: list[int]) -> Work:
+    tokens = [(7 * position + blocks[0]) % 256 for position in range(length)]
+    return Work(Sequence(RequestId(str(blocks[0])), TenantId(""), tokens, SlotTable.of(blocks, BLOCK)), positions)
+
+
+def prefilled(runner: ModelRunner, storage: PagedStorage) -> None:
+    """Two prompts with scattered blocks."""
+    for blocks, length in (([3, 9, 1], 37), ([20, 21, 6], 40)):
+        runner.forward(flatten([work(blocks, length, list(range(length)))], storage))
+
+
+STEPS = {
+    "one": [([3, 9, 1], 38, [37])],
+    "two": [([3, 9, 1], 38, [37]), ([20, 21, 6], 41, [40])],
+    "some of a prompt beside a decode": [([3, 9, 1], 37, [0, 1, 20, 35, 36]), ([20, 21, 6], 41, [40])],
+    "a chunk that fills no graph": [([5, 2], 19, list(range(19)))],
+    "many": [([5, 2, 11, 4], 64, list(range(64)))],
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "gemma2"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_replayed_pass_is_the_pass(family: str, step: list[tuple[list[int], int, list[int]]]) -> None:
+    runner = runner_of(family)
+    plain, replayed = storage_of(runner), storage_of(runner)
+    for storage in (plain, replayed):
+        storage.keys.zero_()
+        storage.values.zero_()
+        prefilled(runner, storage)
+    wanted = runner.forward(flatten([work(*one) for one in step], plain))
+
+    capture = Graphs()
+    runner.graphs = StepGraphs(runner.run, replayed, 200, attend, capture)
+    for _ in range(2):
+        got = runner.forward(flatten([work(*one) for one in step], replayed))
+        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(replayed.keys, plain.keys, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(replayed.values, plain.values, atol=1e-4, rtol=1e-4)
+    assert (capture.captures, capture.replays) == (1, 2)
+
+
+def test_each_number_of_rows_is_captured_once() -> None:
+    runner = runner_of("llama")
+    storage, capture = storage_of(runner), Graphs()
+    graphs = StepGraphs(runner.run, storage, 200, attend, capture)
+    with torch.inference_mode():
+        for count in (1, 2, 3, 4, 3, 5, 8, 1):
+            batch = flatten([work([5, 2], count, list(range(count)))], storage)
+            assert graphs.replay(batch).shape == (1, runner.vocab_size)
+    assert (capture.captures, capture.replays) == (4, 8)  # 1, 2, 4 and 8
+
+
+def test_what_no_graph_holds_is_left_to_the_model() -> None:
+    runner = runner_of("llama")
+    storage, capture = storage_of(runner), Graphs()
+    graphs = StepGraphs(runner.run, storage, 200, attend, capture)
+    count = ROWS[-1] + 1
+    large = flatten([work([5, 2, 11, 4, 7], count, list(range(count)))], storage)
+    elsewhere = flatten([work([5], 1, [0])], storage_of(runner))
+    assert graphs.replay(large) is None
+    assert graphs.replay(elsewhere) is None
+    assert not capture.captures
+
+
+def test_a_model_that_cannot_be_captured_goes_without(caplog: pytest.LogCaptureFixture) -> None:
+    runner = runner_of("llama")
+    storage, tries = storage_of(runner), []
+
+    def capture(_: Callable[[], Tensor]) -> Captured:
+        tries.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    runner.graphs = StepGraphs(runner.run, storage, 200, attend, capture)
+    batch = flatten([work([5], 3, [0, 1, 2])], storage)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(runner.forward(batch), runner.run(batch))
+    assert len(tries) == 1
+    assert "not permitted" in caplog.text
+
+
+def test_blocks_of_runs() -> None:
+    runner = runner_of("llama")
+    batch: Batch = flatten([work([3, 4, 1], 37, [30, 36]), work([8], 5, [4])], storage_of(runner))
+    assert block_table(batch).tolist() == [[3, 4, 1], [3, 4, 1], [8, 0, 0]]
+
+
+def test_an_engine_answers_the_same() -> None:
+    model = tiny_model("llama").to(DEVICE)
+    expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate((5, 70))]
+    with engine_of(model, cuda_graphs=False) as engine:
+        runner, capture = engine._runner, Graphs()
+        assert runner.graphs is None
+        runner.graphs = StepGraphs(runner.run, engine._core._storage, runner.max_positions, attend, capture)
+        streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate((5, 70))]
+        assert [stream.result(60).tokens for stream in streams] == expected
+    assert capture.replays >= 11
+
+
+def test_a_gpu_has_graphs_and_a_cpu_none() -> None:
+    runner = runner_of("llama")
+    run: Callable[[Pass], Tensor] = runner.run
+    graphs = on_gpu(run, storage_of(runner), 200)
+    assert (graphs is not None) == (DEVICE.type == "cuda")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 33, 64])
+def test_decode_steps_of_many_sequences_go_on_as_they_are_run(family: str, rows: int) -> None:
+    runner = runner_of(family)
+    plain, replayed = (PagedStorage(runner.spec, 6 * 64, BLOCK, runner.device, runner.rotary) for _ in range(2))
+    tables = torch.randperm(6 * 64, generator=torch.Generator().manual_seed(rows)).view(64, 6)[:rows].tolist()
+    lengths = [1 + 13 * i % 80 for i in range(rows)]
+    for storage in (plain, replayed):
+        for blocks, length in zip(tables, lengths, strict=True):
+            runner.forward(flatten([work(blocks, length, list(range(length)))], storage))
+    graphs = StepGraphs(runner.run, replayed, 200, attend, Graphs())
+    for step in range(4):
+        ahead = [work(b, n + step + 1, [n + step]) for b, n in zip(tables, lengths, strict=True)]
+        wanted = runner.forward(flatten(ahead, plain))
+        with torch.inference_mode():
+            got = graphs.replay(flatten(ahead, replayed))
+        assert got is not None
+        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)

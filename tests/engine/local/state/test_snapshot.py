@@ -1,0 +1,256 @@
+"""Learned state in a folder: it comes back whole, belongs to one model, and survives a kill at any moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.state.files import MANIFEST, PREVIOUS
+from kedge.errors import ConfigError, EngineClosed, StateRefused
+from kedge.settings import AnchorSettings, PlannerSettings
+from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.state_helpers import DAMAGES, damage, listed, record_files
+from tests.engine.local.test_translation import OPEN, request, tokens
+
+ROOT = Path(__file__).parents[3]
+SETTINGS: dict[str, object] = {
+    "anchors": AnchorSettings(**OPEN),
+    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+}
+
+
+def engine(family: str = "llama", **settings: object) -> LocalEngine:
+    return engine_of(tiny_model(family), **{**SETTINGS, **settings})
+
+
+def ask(engine: LocalEngine, seed: int) -> tuple[str, int]:
+    """An answer to a question, and how many tokens were translated for it; then all is learned that can be."""
+    done = engine.submit(request(tokens(seed, 20), tokens(seed + 1, 8))).result(30)
+    engine.wait_idle(30)
+    return done.text, done.receipt.translated
+
+
+@pytest.fixture
+def teacher() -> Iterator[LocalEngine]:
+    """An engine that has learned something."""
+    with engine() as built:
+        for seed in (50, 60):
+            ask(built, seed)
+        yield built
+
+
+def test_an_engine_goes_on_where_another_ended(teacher: LocalEngine, tmp_path: Path) -> None:
+    saved = teacher.save(tmp_path)
+    assert (saved.pools, saved.templates) == (2, 1)
+    assert saved.nbytes == sum(path.stat().st_size for path in record_files(tmp_path))
+    wanted = [ask(teacher, seed) for seed in (70, 70, 80, 80)]
+    assert wanted[1][1] > 0
+    teacher.close()
+    with engine() as pupil:
+        assert pupil.load(tmp_path).pools == 2
+        assert [ask(pupil, seed) for seed in (70, 70, 80, 80)] == wanted
+
+
+def test_an_empty_folder_holds_nothing(teacher: LocalEngine, tmp_path: Path) -> None:
+    assert teacher.load(tmp_path / "new").pools == 0
+    assert teacher.inspect()["anchors"]["anchors"] == 0
+
+
+def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in [*record_files(tmp_path), tmp_path / MANIFEST]}
+    teacher.save(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in [*record_files(tmp_path), tmp_path / MANIFEST]} == before
+    ask(teacher, 90)
+    teacher.save(tmp_path)
+    assert set(record_files(tmp_path)) > before.keys() - {tmp_path / MANIFEST}, "the snapshot before is kept"
+    assert len(record_files(tmp_path)) == 5, "the template is as it was, both pools are new"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"family": "qwen2"},
+        {"family": "yarn"},
+        {"anchors": AnchorSettings(**OPEN, match_dim=8)},
+        {"anchors": AnchorSettings(**OPEN, estimator="interpolate", criterion="entropy")},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_state_of_another_model_is_refused_and_put_aside(
+    teacher: LocalEngine, tmp_path: Path, other: dict[str, object]
+) -> None:
+    teacher.save(tmp_path)
+    teacher.close()
+    written = {path.name for path in tmp_path.iterdir()} - {"lock"}
+    model = tiny_model(str(other.get("family", "llama")))
+    if other.pop("dtype", None):
+        model = model.bfloat16()
+    other.pop("family", None)
+    with engine_of(model, **{**SETTINGS, **other}) as stranger:
+        with pytest.raises(StateRefused, match="identity"):
+            stranger.load(tmp_path)
+        assert stranger.inspect()["anchors"]["pools"] == 0
+        stranger.save(tmp_path)
+        assert {path.name for path in (tmp_path / "refused-1").iterdir()} == written
+        assert stranger.load(tmp_path).pools == 0
+
+
+def test_other_weights_are_another_model(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    teacher.close()
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    with engine_of(model, **SETTINGS) as stranger, pytest.raises(StateRefused, match="identity"):
+        stranger.load(tmp_path)
+
+
+def files_of(folder: Path, kind: str) -> list[Path]:
+    """Files of the last snapshot that hold pools, or templates."""
+    return [folder / one["file"] for one in listed(folder / MANIFEST)["entries"] if one["name"][0] == kind]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_pool_is_what_it_was_a_snapshot_ago(teacher: LocalEngine, tmp_path: Path, how: str) -> None:
+    teacher.save(tmp_path)
+    before = pools(teacher)
+    ask(teacher, 90)
+    teacher.save(tmp_path)
+    now = pools(teacher)
+    victim = files_of(tmp_path, "pool")[0]
+    damage(victim, how)
+    found = teacher.load(tmp_path)
+    assert (found.pools, found.templates) == (2, 1)
+    assert [(one.file, one.lost) for one in found.damaged] == [(victim.name, False)]
+    assert sorted(pools(teacher).values()) == sorted([min(before.values()), max(now.values())])
+    teacher._core.learned[0].check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["pool", "template"])
+def test_what_is_lost_is_lost_alone_and_learned_again(teacher: LocalEngine, tmp_path: Path, kind: str) -> None:
+    saved = teacher.save(tmp_path)
+    damage(files_of(tmp_path, kind)[0], "flipped bit")
+    teacher.close()
+    with engine() as pupil:
+        found = pupil.load(tmp_path)
+        assert [(one.name[0], one.lost) for one in found.damaged] == [(kind, True)]
+        assert found.pools + found.templates == saved.pools + saved.templates - 1
+        ask(pupil, 70)
+        assert pupil.save(tmp_path).pools == 2
+        assert pupil.load(tmp_path).damaged == ()
+
+
+def test_a_damaged_manifest_costs_no_more_than_one_snapshot(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    before = pools(teacher)
+    ask(teacher, 90)
+    teacher.save(tmp_path)
+    damage(tmp_path / MANIFEST, "truncated")
+    assert [one.file for one in teacher.load(tmp_path).damaged] == [MANIFEST]
+    assert pools(teacher) == before
+
+
+def test_where_everything_is_damaged_the_engine_starts_empty(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
+        damage(file, "random")
+    found = teacher.load(tmp_path)
+    assert (found.pools, found.templates, teacher.inspect()["anchors"]["anchors"]) == (0, 0, 0)
+    ask(teacher, 50)
+    assert teacher.save(tmp_path).pools == 2
+    assert teacher.load(tmp_path).damaged == ()
+
+
+def test_a_file_that_vanishes_while_the_engine_runs_is_written_again(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    victims = record_files(tmp_path)
+    damage(victims[0], "missing")
+    damage(victims[1], "truncated")
+    teacher.save(tmp_path)
+    assert teacher.load(tmp_path).damaged == ()
+
+
+def test_a_folder_that_another_engine_has_is_a_wrong_setting(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path)
+    with engine() as fresh, pytest.raises(ConfigError, match="another process"):
+        fresh.load(tmp_path)
+
+
+def pools(engine: LocalEngine) -> dict[object, int]:
+    """How many anchors every pool has."""
+    return {key: len(pool.anchors) for key, pool in engine._core.learned[0].pools.items()}
+
+
+SAVES_FOR_EVER = """
+import sys
+from pathlib import Path
+from tests.engine.local.state.test_snapshot import ask, engine
+with engine() as built:
+    for seed in range(10**6):
+        ask(built, 10 * seed)
+        built.save(sys.argv[1])
+        print(seed, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_its_last_snapshot(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path)]
+    for at in (1, 4):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout
+            for line in process.stdout:
+                if int(line) == at:
+                    break
+            time.sleep(0.003 * at)  # into the middle of what comes next
+            process.kill()
+        with engine() as survivor:
+            found = survivor.load(tmp_path)
+            assert (found.pools, found.templates) == (2, 1)
+            assert survivor.inspect()["anchors"]["anchors"] >= 2 * min(at + 1, 20)
+            survivor._core.learned[0].check_integrity()
+
+
+def test_saving_while_the_engine_learns(teacher: LocalEngine, tmp_path: Path) -> None:
+    streams = [teacher.submit(request(tokens(seed, 20), tokens(seed + 1, 8))) for seed in range(200, 240)]
+    saved = [teacher.save(tmp_path) for _ in range(5)]
+    assert all(stream.result(60).tokens for stream in streams)
+    assert all(one.pools <= 2 for one in saved)
+    teacher.wait_idle(60)
+    teacher.save(tmp_path)
+    before = teacher.inspect()["anchors"]["anchors"]
+    teacher.load(tmp_path)
+    assert teacher.inspect()["anchors"]["anchors"] == before
+
+
+def test_a_full_disk_is_an_os_error(teacher: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("IoError: No space left on device")
+
+    monkeypatch.setattr("kedge.engine.local.state.files.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        teacher.save(tmp_path)
+    assert teacher.load(tmp_path).pools == 0
+
+
+def test_a_closed_engine_saves_nothing(tmp_path: Path) -> None:
+    closed = engine()
+    closed.close()
+    with pytest.raises(EngineClosed):
+        closed.save(tmp_path)
+
+
+def test_an_engine_can_change_its_folder(teacher: LocalEngine, tmp_path: Path) -> None:
+    teacher.save(tmp_path / "a")
+    teacher.save(tmp_path / "b")
+    assert teacher.load(tmp_path / "a").pools == 2

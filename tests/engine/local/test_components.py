@@ -1,0 +1,72 @@
+"""What an experiment may replace: the drawing of tokens, the anchors and the assembler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.residence import HostBound
+from kedge.anchors.store import AnchorStore
+from kedge.engine.local.components import Parts, Translating
+from kedge.engine.local.sampler import Sampler
+from kedge.errors import GenerationFailed
+from kedge.types import FinishReason, ReuseMode
+from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.test_translation import SETTINGS, request, tokens
+
+
+def test_a_draw_sees_all_logits_and_decides() -> None:
+    asked = request(tokens(1, 30), reuse=ReuseMode.OFF, max_tokens=5)
+    seen: list[torch.Tensor] = []
+    forced = iter([9, 8, 7, 6, 5])
+
+    def draw(logits: torch.Tensor) -> int:
+        seen.append(logits.clone())
+        return next(forced)
+
+    with engine_of(tiny_model("llama")) as engine:
+        done = engine.submit(asked, draw).result(60)
+        plain = engine.submit(replace(asked, request_id="plain")).result(60)
+        drawn = engine.submit(replace(asked, request_id="drawn"), Sampler(asked.sampling)).result(60)
+    assert done.tokens == (9, 8, 7, 6, 5)
+    assert done.finish_reason is FinishReason.LENGTH
+    assert plain.tokens == drawn.tokens
+    prompt = torch.tensor([[*asked.tokens, *done.tokens]])
+    with torch.no_grad():
+        wanted = tiny_model("llama").eval()(prompt).logits[0, asked.prompt_tokens - 1 : -1]
+    torch.testing.assert_close(torch.stack(seen), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_draw_that_fails_ends_its_own_request_and_says_so() -> None:
+    """A draw runs in the engine's thread: what it raises is never a wrong answer, and nobody else's trouble."""
+    with engine_of(tiny_model("llama")) as engine:
+        other = engine.submit(request(tokens(2, 30)))
+        with pytest.raises(GenerationFailed, match="its next token was drawn: ZeroDivisionError"):
+            engine.submit(request(tokens(1, 30)), lambda _: 1 // 0).result(60)
+        assert other.result(60).tokens == engine.submit(request(tokens(2, 30))).result(60).tokens
+
+
+def test_parts_are_built_from_the_settings_and_used() -> None:
+    built: list[str] = []
+
+    class Counting(Translating):
+        def assemble(self, request, table, plan):  # noqa: ANN001, ANN202
+            built.append(f"{request.agent} {plan.translates}")
+            return super().assemble(request, table, plan)
+
+    def anchors(config: AnchorConfig, host: HostBound) -> AnchorStore:
+        built.append(f"capacity {config.capacity}")
+        return AnchorStore(config, host)
+
+    with engine_of(tiny_model("llama")) as plain:
+        runner, tokenizer = plain._runner, plain.tokenizer
+    config = plain.config.model_copy(update=SETTINGS)
+    with type(plain).from_runner(runner, tokenizer, config, parts=Parts(anchors, Counting)) as engine:
+        for seed in (50, 51, 51):
+            engine.submit(request(tokens(seed, 30))).result(60)
+            engine.wait_idle(60)
+    assert built == ["capacity 20", "solver False", "solver False", "solver True"]

@@ -1,0 +1,95 @@
+"""Base prefills: when they are sent, what a request does to them, and what is forgotten. No vLLM is needed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kedge.integrations.vllm.engine import base_prefills as bases
+from kedge.integrations.vllm.engine.base_prefills import BasePrefills
+from kedge.types import TenantId, Tokens
+
+TENANT = TenantId("t")
+
+
+class Prefills:
+    """Notes what was begun and what came to its end; each takes until `go` is set."""
+
+    def __init__(self) -> None:
+        self.begun: list[Tokens] = []
+        self.done: list[Tokens] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, tenant: TenantId, tokens: Tokens) -> None:
+        assert tenant == TENANT
+        self.begun.append(tokens)
+        await self.go.wait()
+        self.done.append(tokens)
+
+
+def ask(wanted: BasePrefills, *prompts: Tokens) -> None:
+    for tokens in prompts:
+        wanted.ask(TENANT, tokens)
+
+
+async def settle() -> None:
+    await asyncio.sleep(2 * bases.GRACE)
+
+
+def test_one_after_the_other_once_there_is_time() -> None:
+    async def scene() -> None:
+        prefills = Prefills()
+        wanted = BasePrefills(prefills)
+        ask(wanted, (1,), (2,), (1,))
+        await settle()
+        assert not prefills.begun, "nobody said that there is time"
+        wanted.resume()
+        await settle()
+        assert prefills.begun == [(1,)] and len(wanted) == 2, "what was asked for last comes first"
+        prefills.go.set()
+        await settle()
+        assert prefills.done == [(1,), (2,)] and not len(wanted)
+        ask(wanted, (3,))
+        wanted.resume()
+        await settle()
+        assert prefills.done[-1] == (3,)
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_comes_interrupts_and_nothing_is_lost() -> None:
+    async def scene() -> None:
+        prefills = Prefills()
+        wanted = BasePrefills(prefills)
+        ask(wanted, (1,), (2,))
+        wanted.resume()
+        await settle()
+        wanted.pause()
+        prefills.go.set()
+        await settle()
+        assert not prefills.done
+        wanted.resume()
+        await settle()
+        assert prefills.begun == [(2,), (2,), (1,)] and prefills.done == [(2,), (1,)]
+
+    asyncio.run(scene())
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        monkeypatch.setattr(bases, "MOST", 2)
+        prefills = Prefills()
+        prefills.go.set()
+        wanted = BasePrefills(prefills)
+        ask(wanted, (1,), (2,), (3,))
+        wanted.resume()
+        await settle()
+        assert prefills.done == [(3,), (2,)]
+        ask(wanted, (4,))
+        wanted.resume()
+        await wanted.close()
+        await settle()
+        assert prefills.done == [(3,), (2,)]
+
+    asyncio.run(scene())

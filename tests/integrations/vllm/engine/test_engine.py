@@ -1,0 +1,219 @@
+"""vLLM as an engine: the conformance suite, the tokens of Transformers, and what the plug-in makes of forecasts."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.register_assert_rewrite("kedge.engine.conformance")
+
+from kedge.engine.conformance import EngineConformance  # noqa: E402
+from kedge.engine.local.build import model_path  # noqa: E402
+from kedge.errors import ConfigError, ForwardFailed, PromptTooLong, RequestError  # noqa: E402
+from kedge.integrations.vllm.engine.answer import Answer  # noqa: E402
+from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
+from kedge.settings import EngineConfig  # noqa: E402
+from kedge.types import (  # noqa: E402
+    AgentId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    TenantId,
+    Tokens,
+)
+from kedge.workflow.forecast import AgentKey  # noqa: E402
+from kedge.workflow.steps import NextRun  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_llama  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+NANO_SHAPE = {"vocab_size": 1152, "bos_token_id": 0, "eos_token_id": 1}
+PATIENCE = 120.0
+FIXED = 8 * BLOCK
+TENANT = TenantId("tests")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama that speaks the bundled model's tokens."""
+    folder = save_tiny_llama(tmp_path_factory.mktemp("tiny-nano"), **NANO_SHAPE)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_path(None) / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[VLLMEngine]:
+    own = {"max_model_len": 1280, "num_gpu_blocks_override": 48, "max_num_seqs": 8, "max_num_batched_tokens": 1280}
+    with VLLMEngine(model, EngineConfig(backend="vllm", tiers={"host_blocks": 64}, vllm=own)) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def greedy(model: Path) -> Callable[[Tokens, int], Tokens]:
+    """What Transformers answers."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    oracle = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def answer(tokens: Tokens, count: int) -> Tokens:
+        asked: Any = torch.tensor([tokens])
+        out = oracle.generate(asked, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
+        return tuple(out[0, len(tokens) :].tolist())
+
+    return answer
+
+
+def ask(engine: VLLMEngine, tokens: Tokens, count: int = 4, **more: Any) -> Completion:
+    sampling = SamplingParams(count, ignore_eos=True, **more.pop("sampling", {}))
+    request = GenerateRequest((Segment(tokens, "p0"),), sampling, tenant=TENANT, **more)
+    return engine.submit(request).result(PATIENCE)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+def counted(engine: VLLMEngine) -> dict[str, int]:
+    """What the plug-in has counted."""
+    figures: Any = engine.inspect()
+    return figures["plugin"]
+
+
+def test_the_tokens_are_those_of_transformers(engine: VLLMEngine, greedy: Callable[[Tokens, int], Tokens]) -> None:
+    for seed, length in enumerate((7, 3 * BLOCK, 5 * BLOCK + 11)):
+        tokens = tuple(prompt(length, seed))
+        expected = greedy(tokens, 12)
+        for reuse in (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.EXACT, ReuseMode.OFF):
+            done = ask(engine, tokens, 12, reuse=reuse)
+            assert done.tokens == expected, (seed, reuse)
+
+
+def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:
+    """vLLM is told to end the request, and then says nothing of it: the plug-in tells by another way."""
+    tokens = tuple(prompt(4 * BLOCK, 20))
+    free = ask(engine, tokens, 12)
+    stop = engine.tokenizer.decode(free.tokens[3:5]).strip("\ufffd")
+    for reuse in (ReuseMode.EXACT, ReuseMode.TRANSLATE):
+        done = ask(engine, tokens, 200, reuse=reuse, sampling={"stop": (stop,)})
+        assert done.finish_reason is FinishReason.STOP and len(done.tokens) < 12
+        assert (done.receipt.exact, done.receipt.computed) == (3 * BLOCK, BLOCK)
+
+
+def test_an_answer_that_others_read_is_as_long_as_it_was_wanted(engine: VLLMEngine) -> None:
+    tokens = tuple(prompt(50, 21))
+    plain = ask(engine, tokens, 6)
+    read = ask(engine, tokens, 6, produces=SampleId("a@0"), run=RunId("r"), reuse=ReuseMode.TRANSLATE)
+    assert (read.tokens, read.text, read.finish_reason) == (plain.tokens, plain.text, FinishReason.LENGTH)
+
+
+def test_a_seed_repeats(engine: VLLMEngine) -> None:
+    said = [ask(engine, (5, 6, 7), 8, sampling={"temperature": 1.0, "seed": seed}).tokens for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_what_vllm_would_refuse_is_refused_at_once(engine: VLLMEngine) -> None:
+    for sampling, key in (({"temperature": 9.0}, "temperature"), ({"top_p": 0.0}, "top_p")):
+        with pytest.raises(RequestError, match=key):
+            ask(engine, (5, 6), sampling=sampling)
+    with pytest.raises(RequestError, match="^logprobs=99"):
+        ask(engine, (5, 6), logprobs=99)
+    with pytest.raises(PromptTooLong, match="1280"):
+        ask(engine, tuple(prompt(1280, 1)))
+    twice = GenerateRequest((Segment((5, 6), "p0"),), SamplingParams(400, ignore_eos=True))
+    stream = engine.submit(twice)
+    with pytest.raises(RequestError, match="in flight"):
+        engine.submit(twice)
+    assert engine.cancel(stream.request_id) and stream.result(PATIENCE).finish_reason is FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize("part", ["take", "end"])
+def test_trouble_with_an_answer_is_its_own(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Whether its text cannot be read, or its completion cannot be put together: its stream ends with a typed error."""
+    real = getattr(Answer, part)
+    marked = RequestId(f"marked-{part}")
+
+    def fails(answer: Answer, *args: Any) -> None:
+        if answer.request.request_id == marked:
+            raise UnicodeDecodeError("utf-8", b"x", 0, 1, "a fault")
+        real(answer, *args)
+
+    alone = ask(engine, (5, 6, 7), 12).tokens
+    monkeypatch.setattr(Answer, part, fails)
+    sampling = SamplingParams(12, ignore_eos=True)
+    requests = [GenerateRequest((Segment((5, 6, 7), "p0"),), sampling, tenant=TENANT) for _ in range(3)]
+    streams = [
+        engine.submit(request) for request in (requests[0], replace(requests[1], request_id=marked), requests[2])
+    ]
+    with pytest.raises(ForwardFailed, match="a fault"):
+        streams[1].result(PATIENCE)
+    assert streams[0].result(PATIENCE).tokens == streams[2].result(PATIENCE).tokens == alone
+    assert not engine.cancel(marked)
+    monkeypatch.undo()
+    again = replace(requests[1], request_id=marked)
+    assert engine.submit(again).result(PATIENCE).tokens == alone, "its id is free again"
+
+
+def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
+    """An agent's fixed prompt is evicted, comes back from the host as its turn comes nearer, and is hit on the device;
+    between two requests, the plug-in has only heard of the forecast."""
+    tokens = tuple(prompt(FIXED + 40, 30))
+    key = AgentKey(TENANT, "", RunId("flow"), AgentId("reader"))
+    whose = {"run": key.run_id, "agent": key.agent, "fixed": FIXED}
+    engine.forecast({key: NextRun(0.0)}, {key: tokens[:FIXED]})
+    first = ask(engine, tokens, 4, **whose)
+    wait_until(lambda: counted(engine).get("blocks_offloaded", 0) >= FIXED // BLOCK)
+    engine.forecast({key: NextRun(50.0)})
+    for seed in (31, 32, 33):
+        ask(engine, tuple(prompt(1100, seed)), 1)
+    before = counted(engine)
+    assert before["evictions_labelled"] >= FIXED // BLOCK
+    engine.forecast({key: NextRun(1.0)})
+    wait_until(lambda: counted(engine).get("prefetches_completed", 0) > before.get("prefetches_completed", 0))
+    again = ask(engine, tokens, 4, **whose)
+    assert again.tokens == first.tokens
+    assert [(span.source, len(span)) for span in again.receipt.spans] == [("device", FIXED), ("computed", 40)]
+    engine.forecast({key: None})
+    engine.end_run(TENANT, key.run_id)
+    ask(engine, (5, 6, 7))
+    assert not counted(engine).keys() & {"ignored_hints", "ignored_labels", "ignored_forecasts"}
+
+
+def test_arguments_that_vllm_refuses_are_named(model: Path) -> None:
+    config = EngineConfig(backend="vllm", vllm={"max_model_len": 10**6})
+    with pytest.raises(ConfigError, match="engine.vllm.*max_model_len"):
+        VLLMEngine(model, config)
+
+
+class TestVLLMEngine(EngineConformance):
+    """Its last test closes the engine."""
+
+    timeout_s = PATIENCE
+    small_capacity = 1280
+    """It holds little more than its longest prompt."""
+
+    def small_engine(self, engine: VLLMEngine) -> AbstractContextManager[VLLMEngine]:
+        return nullcontext(engine)
+
+    def check_at_rest(self, engine: VLLMEngine) -> None:
+        """vLLM's figures come with its steps: a last request shows what all before it have left."""
+        self.serves(engine)
+        wait_until(lambda: engine.inspect()["requests"] == {"running": 0, "waiting": 0, "base_prefills": 0})

@@ -1,0 +1,119 @@
+"""What of an `EngineConfig` reaches vLLM and the plug-in, and what is refused. No vLLM is needed."""
+
+from __future__ import annotations
+
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.cli.main import app
+from kedge.errors import ConfigError
+from kedge.integrations.vllm.engine import options
+from kedge.integrations.vllm.engine.options import (
+    FOREIGN,
+    plugin_settings,
+    refuse_foreign,
+    require_vllm,
+    vllm_arguments,
+)
+from kedge.settings import EngineConfig, Settings, TierConfig
+
+TYPES = {
+    "model": str, "dtype": Literal["auto", "float32"], "max_model_len": int, "block_size": int, "odd": "OnlyVLLMKnows",
+    "data_parallel_size": int, "_api_process_count": int,
+}  # fmt: skip
+Arguments = make_dataclass("Arguments", TYPES.items())
+"""As vLLM's `AsyncEngineArgs`"""
+
+
+def arguments(is_cpu: bool = True, **own: Any) -> dict[str, Any]:
+    return vllm_arguments(EngineConfig(backend="vllm", vllm=own), Path("m"), Arguments, is_cpu=is_cpu)
+
+
+def test_vllms_own_arguments_reach_it_over_the_defaults() -> None:
+    told = arguments(max_model_len="512", block_size=64)
+    assert (told["max_model_len"], told["block_size"], told["dtype"], told["model"]) == (512, 64, "float32", "m")
+    assert told["enable_prefix_caching"] is told["skip_tokenizer_init"] is True
+    assert "dtype" not in arguments(is_cpu=False)
+    assert arguments(odd=[1])["odd"] == [1], "what only vLLM can check is passed on"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"max_modl_len": 5}, "engine.vllm.max_modl_len=5: vLLM has no such"),
+        ({"_api_process_count": 5}, "engine.vllm._api_process_count=5: vLLM has no such"),
+        ({"max_model_len": "many"}, "engine.vllm.max_model_len='many': Input should be a valid integer"),
+        ({"dtype": "float99"}, "engine.vllm.dtype='float99'"),
+        ({"model": "x"}, "engine.vllm.model='x': Kedge sets it"),
+        ({"data_parallel_size": 2}, "engine.vllm.data_parallel_size=2: one server has one replica"),
+    ],
+)
+def test_bad_arguments_are_named(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments(**own)
+
+
+def test_settings_that_cannot_be_meant_are_refused_where_they_were_set() -> None:
+    refuse_foreign(EngineConfig(backend="vllm", tiers=TierConfig(host_blocks=5)))
+    for section, names in FOREIGN.items():
+        owner = type(getattr(EngineConfig(), section)) if section else EngineConfig
+        for name in names:
+            value = getattr(owner(), name)
+            said = {section: {name: value}} if section else {name: value}
+            key = f"engine.{section}.{name}" if section else f"engine.{name}"
+            with pytest.raises(ConfigError, match=f"^{key}="):
+                refuse_foreign(EngineConfig(backend="vllm", **said))
+
+
+def test_the_plugin_gets_its_sections_and_reads_them() -> None:
+    pytest.importorskip("torch")
+    from kedge.integrations.vllm.plugin.settings import PluginSettings
+
+    config = EngineConfig(backend="vllm", tiers={"host_blocks": 5}, anchors={"capacity": 3}, vllm={"max_captures": 2})
+    told = PluginSettings.of(plugin_settings(config))
+    assert (told.tiers.host_blocks, told.anchors.capacity, told.max_captures) == (5, 3, 2)
+
+
+def test_a_variable_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEDGE_ENGINE__VLLM__MAX_MODEL_LEN", "512")
+    engine = Settings.load(engine={"backend": "vllm"}).engine
+    assert vllm_arguments(engine, Path("m"), Arguments, is_cpu=True)["max_model_len"] == 512
+
+
+def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"engine.backend='vllm': is not installed: pip install 'kedge\[vllm\]'"):
+        require_vllm()
+
+
+# kedge serve ----------------------------------------------------------------------------------------------------------
+
+QUOTA = '[tenants.acme]\nanchors = 5\nkeys = ["sha256:' + "0" * 64 + '"]\n'
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--engine", "other"], "engine.backend='other'"),
+        (["--engine", "vllm", "--state", "somewhere"], "server.state='somewhere': vLLM's anchors cannot be saved"),
+        (["--engine", "vllm", "--api-keys", "keys.toml"], "limits='acme': vLLM cannot bound"),
+        (["--engine", "vllm", "--device", "cpu"], "engine.device='cpu': vLLM runs on what it was built for"),
+        (["--config", "kedge.toml"], "engine.vllm={"),
+    ],
+)
+def test_serve_refuses_before_anything_is_loaded(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "find_spec", lambda _: object())
+    Path("keys.toml").write_text(QUOTA)
+    if "--config" in args:
+        Path("kedge.toml").write_text("[engine.vllm]\nmax_model_len = 512\n")
+    result = CliRunner().invoke(app, ["serve", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": ""})
+    assert (result.exit_code, result.stderr.splitlines()[-1][: len(message) + 7]) == (2, f"error: {message}")

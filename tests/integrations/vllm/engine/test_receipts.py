@@ -1,0 +1,169 @@
+"""vLLM's words as Kedge's: receipts, log-probabilities, and answers from outputs. No vLLM is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kedge.engine.local.build import model_path
+from kedge.engine.local.model.loading import HFTokenizer
+from kedge.errors import ForwardFailed
+from kedge.integrations.vllm.engine.answer import Answer
+from kedge.integrations.vllm.engine.receipts import UNTOLD, answer_logprobs, own_receipt, prompt_logprobs, told_receipt
+from kedge.reuse.plan import ALL_COMPUTED
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    ReuseMode,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Source,
+    Span,
+    TokenDelta,
+    TokenLogprob,
+)
+
+PROMPT = (Segment(tuple(range(3, 103)), "p0"),)
+EOS = 1
+
+
+def said(**tokens: int) -> dict[str, Any]:
+    counts = {source.value: tokens.get(source.value, 0) for source in Source}
+    return {"mode": "translate", "tokens": counts, "misses": [{"segment": "q", "reason": "why"}], "base": []}
+
+
+def test_a_receipt_has_its_parts_in_the_order_of_the_prompt() -> None:
+    request = GenerateRequest(PROMPT, reuse=ReuseMode.TRANSLATE)
+    receipt = told_receipt(request, said(device=32, host=16, translated=51, computed=1), {"queue": 1.0})
+    assert receipt.spans == (
+        Span(0, 32, Source.DEVICE),
+        Span(32, 48, Source.HOST),
+        Span(48, 99, Source.TRANSLATED),
+        Span(99, 100, Source.COMPUTED),
+    )
+    assert (receipt.request_id, receipt.misses, receipt.parts_ms) == (
+        request.request_id,
+        (Miss("q", "why"),),
+        {"queue": 1.0},
+    )
+    assert told_receipt(request, said(computed=100), {}).spans == (Span(0, 100, Source.COMPUTED),)
+
+
+def test_log_probabilities_of_the_prompt_are_a_reason_for_computing_it() -> None:
+    request = GenerateRequest(PROMPT, reuse=ReuseMode.EXACT, prompt_logprobs=0)
+    assert told_receipt(request, {**said(computed=100), "misses": []}, {}).misses == (ALL_COMPUTED,)
+
+
+def test_without_the_plugins_receipt_nothing_is_made_up() -> None:
+    exact, translate = (GenerateRequest(PROMPT, reuse=mode) for mode in (ReuseMode.EXACT, ReuseMode.TRANSLATE))
+    assert own_receipt(exact, None, {}).spans == ()
+    assert own_receipt(exact, 32, {}).spans == (Span(0, 32, Source.DEVICE), Span(32, 100, Source.COMPUTED))
+    assert own_receipt(translate, 0, {}).spans == (Span(0, 100, Source.COMPUTED),)
+    unknown = own_receipt(translate, 32, {})
+    assert (unknown.spans, unknown.misses) == ((), (UNTOLD,))
+
+
+def chances(*entries: tuple[int, float, int]) -> dict[int, Any]:
+    return {token: SimpleNamespace(logprob=logprob, rank=rank) for token, logprob, rank in entries}
+
+
+def test_the_likeliest_come_first_and_the_drawn_one_is_among_them_only_by_rank() -> None:
+    first = chances((7, -3.0, 9), (5, -0.5, 1), (6, -1.0, 2))
+    second = chances((5, -0.25, 1), (6, -2.0, 2))
+    told = answer_logprobs((7, 5), (first, second), 2)
+    assert told == (
+        TokenLogprob(7, -3.0, ((5, -0.5), (6, -1.0))),
+        TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0))),
+    )
+    assert answer_logprobs((7,), (chances((7, -3.0, 9)),), 0) == (TokenLogprob(7, -3.0),)
+    assert prompt_logprobs((5, 5), (None, second), 1) == (None, TokenLogprob(5, -0.25, ((5, -0.25),)))
+
+
+# answers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer.load(model_path(None))
+
+
+def output(tokens: tuple[int, ...], reason: str | None = None, logprobs: Any = None) -> Any:
+    one = SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=logprobs)
+    return SimpleNamespace(outputs=[one], finished=reason is not None, num_cached_tokens=0, metrics=None)
+
+
+def answered(
+    tokenizer: HFTokenizer, request: GenerateRequest, *outputs: Any, room: int = 100
+) -> tuple[list[TokenDelta], Completion]:
+    answer = Answer(request, tokenizer, None, room)
+    for one in outputs:
+        answer.take(one)
+    answer.end(None)
+    deltas = list(answer.stream)
+    done = deltas[-1].completion
+    assert done and "".join(delta.text for delta in deltas) == done.text
+    assert tuple(token for delta in deltas for token in delta.tokens) == done.tokens
+    return deltas, done
+
+
+def ask(**more: Any) -> GenerateRequest:
+    sampling = {name: more.pop(name) for name in ("max_tokens", "stop") if name in more}
+    return GenerateRequest(PROMPT, SamplingParams(**{"max_tokens": 4, **sampling}), **more)
+
+
+def test_the_token_that_ends_an_answer_is_not_in_it(tokenizer: HFTokenizer) -> None:
+    three = tokenizer.encode("one two")[:3]
+    logprobs = [chances((token, -1.0, 1)) for token in (*three, EOS)]
+    _, done = answered(tokenizer, ask(logprobs=0), output((*three, EOS), "stop", logprobs))
+    assert (done.tokens, done.finish_reason) == (three, FinishReason.STOP)
+    assert [entry.token for entry in done.logprobs] == [*three, EOS]
+
+
+def test_what_was_drawn_beyond_the_answer_is_dropped(tokenizer: HFTokenizer) -> None:
+    tokens = (*tokenizer.encode("one two three four"),)[:5]
+    logprobs = [chances((token, -1.0, 1)) for token in tokens]
+    request = ask(logprobs=0, produces=SampleId("s"))
+    for last in ("length", "stop"):
+        deltas, done = answered(
+            tokenizer, request, output(tokens[:2], None, logprobs[:2]), output(tokens[2:], last, logprobs[2:])
+        )
+        assert (done.tokens, done.finish_reason) == (tokens[:4], FinishReason.LENGTH)
+        assert len(done.logprobs) == 4 and len(deltas) == 2
+    deltas, done = answered(
+        tokenizer, request, output(tokens[:4], None, logprobs[:4]), output(tokens[4:], "length", logprobs[4:])
+    )
+    assert done.tokens == tokens[:4] and [len(delta.tokens) for delta in deltas] == [4, 0]
+
+
+def test_no_answer_was_wanted(tokenizer: HFTokenizer) -> None:
+    _, done = answered(tokenizer, ask(max_tokens=0), output((5,), "length"))
+    assert (done.tokens, done.text, done.finish_reason) == ((), "", FinishReason.LENGTH)
+
+
+def test_a_stop_string_ends_the_answer_in_the_middle_of_an_output(tokenizer: HFTokenizer) -> None:
+    tokens = tokenizer.encode("one two three")
+    answer = Answer(ask(stop=("two",), max_tokens=50), tokenizer, None, 100)
+    answer.take(output(tokens))
+    assert answer.stopped and answer.finish is FinishReason.STOP
+    answer.end(None)
+    done = answer.stream.result(1)
+    assert done.text == "one " and tokenizer.decode(done.tokens).endswith("two")
+
+
+def test_an_answer_that_vllm_cannot_go_on_with_fails(tokenizer: HFTokenizer) -> None:
+    with pytest.raises(ForwardFailed, match="error"):
+        Answer(ask(), tokenizer, None, 100).take(output((), "error"))
+    _, done = answered(tokenizer, ask(), output((5,)), output((), "abort"))
+    assert done.finish_reason is FinishReason.CANCELLED
+
+
+def test_times_are_those_of_vllms_process(tokenizer: HFTokenizer) -> None:
+    one = output((5,), "length")
+    one.metrics = SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25, first_token_ts=1.75)
+    _, done = answered(tokenizer, ask(max_tokens=1), one)
+    assert done.receipt.parts_ms == {"queue": 250.0, "compute": 500.0, "other": 0.0}

@@ -1,0 +1,142 @@
+"""What vLLM and the plug-in are told of requests, forecasts and runs. No vLLM is needed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kedge.integrations.vllm.engine.requests import (
+    Forecasts,
+    Message,
+    end_of_run,
+    request_hints,
+    sampling_arguments,
+    short,
+)
+from kedge.integrations.vllm.plugin.hints import read_call
+from kedge.types import (
+    AgentId,
+    ClientId,
+    GenerateRequest,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    TenantId,
+    WorkflowId,
+)
+from kedge.workflow.forecast import AgentKey, RunKey
+from kedge.workflow.steps import NextRun
+
+TENANT, RUN = TenantId("t"), RunId("r")
+SEGMENTS = (
+    Segment((1, 2, 3), "p0"),
+    Segment((4, 5), "q", SampleId("q@0"), lead_in=(9,), stand_in=(8, 8)),
+    Segment((6,), "p1"),
+)
+
+
+def request(**more: Any) -> GenerateRequest:
+    said: dict[str, Any] = {
+        "tenant": TENANT, "client": ClientId("c"), "workflow": WorkflowId("w"), "run": RUN, "agent": AgentId("a"),
+        "produces": SampleId("a@0"), "reuse": ReuseMode.TRANSLATE,
+    }  # fmt: skip
+    return GenerateRequest(SEGMENTS, **{**said, **more})
+
+
+def read(asked: GenerateRequest) -> Any:
+    """What the plug-in understands of it, its own default being another mode."""
+    params = {"kedge": request_hints(asked)}
+    call = read_call(asked.request_id, asked.tokens, asked.tenant, params, ReuseMode.OFF)
+    assert call is not None and call.ignored == 0
+    return call.request
+
+
+def test_the_plugin_reads_the_request_that_was_submitted() -> None:
+    for mode in ReuseMode:
+        asked = request(reuse=mode)
+        got = read(asked)
+        for name in ("request_id", "tenant", "client", "workflow", "run", "agent", "produces", "reuse", "tokens"):
+            assert getattr(got, name) == getattr(asked, name)
+        assert got.segments == (SEGMENTS if mode is ReuseMode.TRANSLATE else (Segment(asked.tokens, "p0"),))
+
+
+def test_the_fixed_prompt_is_told_where_segments_are_not() -> None:
+    assert read(request(reuse=ReuseMode.EXACT)).fixed == 3
+    assert read(request(fixed=5)).fixed == 5
+    assert read(request(fixed=99)).fixed == 3
+    assert "fixed_tokens" not in request_hints(GenerateRequest(SEGMENTS[:1], fixed=-1))
+
+
+def test_names_that_no_log_can_take_stay_apart() -> None:
+    long, longer, line = "x" * 300, "x" * 301, "a\nb\ud800"
+    assert short("agent 7") == "agent 7"
+    assert len({short(long), short(longer), short(line)}) == 3
+    segments = (SEGMENTS[0], Segment((4,), "q", SampleId(long)))
+    got = read(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, agent=AgentId(line)))
+    assert (got.agent, got.segments[1].sample) == (short(line), short(long))
+
+
+def test_one_token_more_is_drawn_where_others_read_the_answer() -> None:
+    def drawn(room: int = 100, **more: Any) -> int:
+        return sampling_arguments(request(**more), room)["max_tokens"]
+
+    sampling = SamplingParams(max_tokens=7)
+    assert drawn(sampling=sampling) == 8
+    assert drawn(sampling=sampling, produces=None) == 7
+    assert drawn(sampling=sampling, room=5) == 5
+    assert drawn(sampling=SamplingParams(max_tokens=0), produces=None) == 1, "vLLM draws at least one"
+
+
+def test_a_request_says_how_to_sample() -> None:
+    sampling = SamplingParams(4, temperature=0.5, top_p=0.9, seed=3, stop=("x",), ignore_eos=True)
+    told = sampling_arguments(request(sampling=sampling, logprobs=2), 100)
+    expected = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": None}
+    assert {name: told[name] for name in expected} == expected
+    assert "stop" not in told
+    assert told["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
+
+
+def test_a_seed_that_means_none_to_vllm_stays_a_seed() -> None:
+    seeds = [sampling_arguments(request(sampling=SamplingParams(seed=seed)), 9)["seed"] for seed in (-1, -2, 0, None)]
+    assert seeds == [2**63 - 1, -2, 0, None]
+
+
+def key(agent: str, run: str = "r") -> AgentKey:
+    return AgentKey(TENANT, "c", RunId(run), AgentId(agent))
+
+
+def test_changes_become_whole_forecasts() -> None:
+    forecasts = Forecasts()
+    first = list(
+        forecasts.messages({key("a"): NextRun(0.0), key("b"): NextRun(math.inf), key("a", "s"): NextRun(2.0)}, {})
+    )
+    assert [one.hints["steps"] for one in first] == [{"a": 0.0, "b": None}, {"a": 2.0}]
+    assert first[0].hints | {"steps": None} == {"run": "r", "client": "c", "seq": 0, "steps": None}
+    [second] = forecasts.messages({key("b"): NextRun(1.0)}, {})
+    assert (second.hints["steps"], second.hints["seq"]) == ({"a": 0.0, "b": 1.0}, 2)
+    [third] = forecasts.messages({key("a"): None, key("b"): None}, {})
+    assert third.hints["steps"] == {}
+    [fourth] = forecasts.messages({key("b"): NextRun(4.0)}, {})
+    assert fourth.hints["steps"] == {"b": 4.0}, "a run that was over has nothing left"
+
+
+def test_fixed_prompts_are_told_before_their_agents_steps() -> None:
+    told = list(Forecasts().messages({key("a"): NextRun(1.0)}, {key("a"): (1, 2, 3)}))
+    assert told[0] == Message(TENANT, {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}, (1, 2, 3))
+    assert told[1].hints["steps"] == {"a": 1.0}
+
+
+def test_the_plugin_reads_every_message() -> None:
+    messages = [
+        *Forecasts().messages({key("a"): NextRun(1.0), key("b"): NextRun(math.inf)}, {key("a"): (1, 2, 3)}),
+        end_of_run(TENANT, RUN),
+    ]
+    calls = [read_call("m", one.tokens, one.tenant, {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages]
+    assert all(call is not None and call.ignored == 0 for call in calls)
+    fixed, steps, end = calls
+    assert fixed and steps and end
+    assert (fixed.key, fixed.request.fixed, fixed.request.tokens) == (key("a"), 3, (1, 2, 3))
+    assert steps.run == RunKey(TENANT, "c", RUN) and steps.steps == {"a": NextRun(1.0), "b": NextRun(math.inf)}
+    assert end.final and (end.run.tenant, end.run.run_id) == (TENANT, RUN)

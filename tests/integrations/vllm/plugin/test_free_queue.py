@@ -1,0 +1,274 @@
+"""The free queue against a naive twin that sorts all blocks, against LRU, and against its own books."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kedge.errors import PlanError
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.policies.eviction import StepPolicy, lru, steps_to_execution
+
+BLOCKS = 10
+AGENTS = "abcd"
+POLICY = steps_to_execution(virtual_step=2.0)
+
+
+@dataclass(eq=False)
+class Block:
+    """What the queue knows of a block of vLLM's."""
+
+    block_id: int
+    prev_free_block: Any = None
+    next_free_block: Any = None
+
+
+@dataclass
+class Kept:
+    """A free block with KV, for the twin."""
+
+    last_access: int
+    step: float | None
+    varying: bool
+
+
+@dataclass
+class Twin:
+    """Sorts everything, every time."""
+
+    policy: StepPolicy
+    loose: list[int]
+    kept: dict[int, int] = field(default_factory=dict)
+    owners: dict[int, set[str]] = field(default_factory=dict)
+    varying: set[int] = field(default_factory=set)
+    steps: dict[str, float] = field(default_factory=dict)
+    clock: int = 0
+
+    def key(self, block: int) -> tuple[float, ...]:
+        steps = [self.steps[owner] for owner in self.owners.get(block, ())]
+        return self.policy(Kept(self.kept[block], min(steps, default=None), block in self.varying))
+
+    def order(self) -> list[int]:
+        return self.loose + sorted(self.kept, key=self.key)
+
+    def take(self, n: int) -> list[int]:
+        taken = self.order()[:n]
+        for block in taken:
+            self.drop(block)
+        self.forget(taken)
+        return taken
+
+    def forget(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.owners.pop(block, None)
+            self.varying.discard(block)
+
+    def drop(self, block: int) -> None:
+        if block in self.kept:
+            del self.kept[block]
+        else:
+            self.loose.remove(block)
+
+    def keep(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.clock += 1
+            self.kept[block] = self.clock
+
+    def forecast(self, owner: str, step: float | None) -> None:
+        if step is None:
+            self.steps.pop(owner, None)
+            for owners in self.owners.values():
+                owners.discard(owner)
+        else:
+            self.steps[owner] = step
+
+
+class Machine(RuleBasedStateMachine):
+    """vLLM's calls in any order: blocks are held or free, and only held ones change owners."""
+
+    policy: StepPolicy = staticmethod(POLICY)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [Block(i) for i in range(BLOCKS)]
+        self.queue = StepFreeQueue(self.blocks, BLOCKS, self.policy)
+        self.twin = Twin(self.policy, list(range(BLOCKS)))
+        self.held: list[int] = []
+
+    @rule(n=st.integers(0, BLOCKS))
+    def allocate(self, n: int) -> None:
+        n = min(n, self.queue.num_free_blocks)
+        taken = [block.block_id for block in self.queue.popleft_n(n)]
+        assert taken == self.twin.take(n)
+        self.held += taken
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), cached=st.booleans())
+    def free(self, data: st.DataObject, cached: bool) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        blocks = [self.blocks[i] for i in chosen]
+        self.held = [i for i in self.held if i not in chosen]
+        if cached:
+            self.queue.append_n(blocks)
+            self.twin.keep(chosen)
+        else:
+            self.queue.prepend_n(blocks)
+            self.twin.loose[:0] = chosen
+            self.twin.forget(chosen)
+
+    @precondition(lambda self: self.queue.num_free_blocks)
+    @rule(data=st.data())
+    def hit(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted({*self.twin.kept, *self.twin.loose})))
+        self.queue.remove(self.blocks[block])
+        self.twin.drop(block)
+        self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), owner=st.sampled_from(AGENTS))
+    def own(self, data: st.DataObject, owner: str) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        if owner not in self.twin.steps:
+            with pytest.raises(PlanError):
+                self.queue.own(chosen, owner)
+            return
+        self.queue.own(chosen, owner)
+        for block in chosen:
+            self.twin.owners.setdefault(block, set()).add(owner)
+            self.twin.varying.discard(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        self.queue.follow(chosen)
+        self.twin.varying |= {block for block in chosen if block not in self.twin.owners}
+
+    @rule(owner=st.sampled_from(AGENTS), step=st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, None]))
+    def forecast(self, owner: str, step: float | None) -> None:
+        self.queue.on_forecast({owner: None if step is None else (step, 1.0)})
+        self.twin.forecast(owner, step)
+
+    @rule()
+    def empty_the_cache(self) -> None:
+        """vLLM does so only while nobody holds a block."""
+        self.queue.append_n([self.blocks[i] for i in self.held])
+        self.twin.keep(self.held)
+        self.held = []
+        self.queue.forget_blocks()
+        self.twin.loose = [block.block_id for block in self.queue.get_all_free_blocks()]
+        self.twin.kept.clear()
+        self.twin.forget(list(range(BLOCKS)))
+
+    @invariant()
+    def same_order(self) -> None:
+        assert [block.block_id for block in self.queue.get_all_free_blocks()] == self.twin.order()
+
+    @invariant()
+    def sound(self) -> None:
+        self.queue.check_integrity()
+
+    @invariant()
+    def same_room(self) -> None:
+        far = sum(self.twin.key(block) < (1.0, -2.0) for block in self.twin.kept) + len(self.twin.loose)
+        allowed = lambda view: POLICY(view)[:2] < (1.0, -2.0)  # noqa: E731
+        if self.policy is POLICY:
+            assert self.queue.has_room(far, allowed) and not self.queue.has_room(far + 1, allowed)
+
+
+class LruMachine(Machine):
+    policy = staticmethod(lru)
+
+
+TestSteps = Machine.TestCase
+TestLru = LruMachine.TestCase
+TestSteps.settings = TestLru.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+def queue_of(blocks: list[Block]) -> StepFreeQueue:
+    return StepFreeQueue(blocks, len(blocks), steps_to_execution())
+
+
+def test_farthest_agent_first_then_tail_first() -> None:
+    blocks = [Block(i) for i in range(9)]
+    queue = queue_of(blocks)
+    held = queue.popleft_n(9)
+    queue.on_forecast({"near": (1, 1.0), "far": (9, 1.0), "middle": (4, 1.0)})
+    for agent, ids in (("near", [0, 1]), ("far", [2, 3]), ("middle", [4, 5])):
+        queue.own(ids, agent)
+    queue.follow([6])
+    queue.append_n(held[::-1])
+    order = [block.block_id for block in queue.get_all_free_blocks()]
+    assert order == [6, 3, 2, 8, 7, 5, 4, 1, 0]
+    assert [block.block_id for block in queue.popleft_n(9)] == order
+    assert queue.evicted == {"varying": 1, "9": 2, "unlabelled": 2, "4": 2, "1": 2}
+
+
+def test_a_shared_prefix_goes_after_all_that_follow_it() -> None:
+    blocks = [Block(i) for i in range(4)]
+    queue = queue_of(blocks)
+    held = queue.popleft_n(4)
+    queue.on_forecast({"a": (3, 1.0), "b": (3, 1.0)})
+    queue.own([0, 1], "a")
+    queue.own([0, 2, 3], "b")
+    queue.append_n([held[1], held[3], held[2], held[0]])
+    assert [block.block_id for block in queue.popleft_n(4)] == [1, 3, 2, 0]
+
+
+def test_agents_with_the_same_step_go_by_recency_block_by_block() -> None:
+    blocks = [Block(i) for i in range(6)]
+    queue = queue_of(blocks)
+    held = queue.popleft_n(6)
+    queue.on_forecast({"a": (3, 1.0), "b": (3, 1.0)})
+    queue.own([0, 1, 2], "a")
+    queue.own([3, 4, 5], "b")
+    for i in (0, 3, 1, 4, 5, 2):
+        queue.append(held[i])
+    assert [queue.popleft().block_id for _ in range(3)] == [0, 3, 1]
+    assert [block.block_id for block in queue.popleft_n(3)] == [4, 5, 2]
+
+
+def test_a_forecast_moves_whole_sets() -> None:
+    blocks = [Block(i) for i in range(4)]
+    queue = queue_of(blocks)
+    held = queue.popleft_n(4)
+    queue.on_forecast({"a": (1, 1.0), "b": (2, 1.0)})
+    queue.own([0, 1], "a")
+    queue.own([2, 3], "b")
+    queue.append_n(held)
+    assert queue.popleft().block_id == 2
+    queue.on_forecast({"a": (5, 1.0)})
+    assert [block.block_id for block in queue.popleft_n(2)] == [0, 1]
+
+
+def test_an_owner_that_is_forgotten_protects_nothing() -> None:
+    blocks = [Block(i) for i in range(3)]
+    queue = queue_of(blocks)
+    held = queue.popleft_n(3)
+    queue.on_forecast({"a": (0, 1.0), "b": (7, 1.0)})
+    queue.own([0], "a")
+    queue.own([1], "b")
+    queue.append_n(held)
+    queue.on_forecast({"a": None})
+    assert [block.block_id for block in queue.popleft_n(3)] == [0, 2, 1]
+
+
+def test_more_than_is_free_changes_nothing() -> None:
+    queue = queue_of([Block(0)])
+    with pytest.raises(PlanError):
+        queue.popleft_n(2)
+    assert queue.popleft().block_id == 0
+    with pytest.raises(ValueError, match="No free blocks"):
+        queue.popleft()
+
+
+def test_a_block_that_is_not_free_cannot_be_removed() -> None:
+    queue = queue_of([Block(0)])
+    with pytest.raises(PlanError):
+        queue.remove(queue.popleft())

@@ -1,0 +1,91 @@
+"""Hints become a call; none of them can be an error."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kedge.integrations.vllm.plugin.hints import Call, read_call, segment_hints
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
+from kedge.workflow.steps import NextRun
+
+TOKENS = (5, 6, 7, 8, 9)
+NAMES = [
+    *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
+    *("base", "unheard", "lead_in", "name", "length"),
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def read(kedge: Any, salt: str | None = None) -> Call:
+    call = read_call("r1", TOKENS, salt, {"kedge": kedge}, ReuseMode.TRANSLATE)
+    assert call is not None
+    return call
+
+
+def test_all_that_can_be_said() -> None:
+    call = read(
+        {
+            "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 3, "steps": {"a": 0, "b": None},
+            "fixed_tokens": 2, "final": True, "reuse": "exact", "produces": "a@0", "base": True,
+        },
+        salt="tenant",
+    )  # fmt: skip
+    request = call.request
+    assert call.key == ("tenant", "c", "r", "a") and request.workflow == "w"
+    assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
+    assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, "a@0")
+    assert call.final and call.is_base and not call.ignored
+    assert request.segments == (Segment(TOKENS, "p0"),)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"other": {}}, {"kedge": None}])
+def test_nothing_is_said(params: dict[str, Any] | None) -> None:
+    assert read_call("r1", TOKENS, None, params, ReuseMode.EXACT) is None
+
+
+@pytest.mark.parametrize("kedge", ["text", 7, [], True])
+def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
+    assert read(kedge).ignored == 1 and read(kedge).request.reuse is ReuseMode.TRANSLATE
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"agent": 7}, {"run": "x" * 257}, {"agent": "a\n"}, {"seq": -1}, {"seq": True}, {"steps": {"a": -1}},
+        {"steps": {"a": math.nan}}, {"steps": {"a": "1"}}, {"steps": []}, {"fixed_tokens": 1.0}, {"final": "yes"},
+        {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
+        {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},
+        {"segments": [{"name": "q", "length": 5, "sample": "s", "lead_in": ["x"]}]},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_counted_and_ignored(bad: dict[str, Any]) -> None:
+    call, nothing = read(bad), read({})
+    assert call.ignored == 1
+    assert (call.request, call.steps, call.seq, call.final) == (nothing.request, None, None, False)
+
+
+def test_segments_tile_the_prompt_and_come_back() -> None:
+    segments = (
+        Segment(TOKENS[:2], "p0"),
+        Segment(TOKENS[2:4], "q", SampleId("q@0"), lead_in=(1, 2), stand_in=(3,)),
+        Segment(TOKENS[4:], "p1"),
+    )
+    said = segment_hints(GenerateRequest(segments))
+    assert read({"segments": said}).request.segments == segments
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
+def test_no_hint_is_an_error(kedge: dict[str, Any]) -> None:
+    call = read(kedge)
+    assert call.request.tokens == TOKENS
+    assert 0 <= call.ignored <= len(kedge)

@@ -1,0 +1,123 @@
+"""Pages of several layouts against a plain tensor, and the check that tells whether keys are rotated as Kedge does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.errors import TranslationRefused
+from kedge.integrations.vllm.plugin.pages import BlockLayout, Layer, Pages, RopeModule, memory_order, rotation_error
+from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
+
+BLOCKS, SIZE, HEADS, DIM, LAYERS = 6, 4, 2, 8, 3
+View = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Pages [blocks, heads, size, 2 * dim] -> keys and values, each a view [blocks, size, heads, dim]"""
+
+
+def side_by_side(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """As FlashAttention keeps them."""
+    keys, values = pages.transpose(1, 2).split(DIM, dim=-1)
+    return keys, values
+
+
+def keys_transposed(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """As the CPU keeps them: K [dim, size] by head, then V."""
+    keys, values = pages.view(len(pages), HEADS, 2, SIZE * DIM).unbind(2)
+    return keys.view(-1, HEADS, DIM, SIZE).permute(0, 3, 1, 2), values.view(-1, HEADS, SIZE, DIM).transpose(1, 2)
+
+
+def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int] = range(DIM)) -> Layer:
+    """`order`: of the dimensions, as the backend keeps them."""
+
+    def write(_: object, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
+        for target, source in zip(view(pages), (keys, values), strict=True):
+            target[slots // SIZE, slots % SIZE] = source[..., list(order)]
+
+    impl = SimpleNamespace(do_kv_cache_update=write)
+    pages = torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM).to(dtype)
+    return Layer(SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM), pages)
+
+
+def rotary() -> Rotary:
+    angles = torch.arange(64)[:, None] * 0.5 ** torch.arange(DIM // 2)
+    return Rotary(RopeModule(torch.cat((angles.cos(), angles.sin()), -1)), 64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("view", [side_by_side, keys_transposed])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [[4, 1, 3], [5]])
+def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, blocks: list[int]) -> None:
+    layers = [layer_of(view, dtype) for _ in range(LAYERS)]
+    pages = Pages(layers, SIZE, rotary())
+    start, stop = 1, SIZE * len(blocks) - 1
+    read = pages.read(pages.table(blocks), start, stop)
+    assert read.keys.is_contiguous() and read.values.is_contiguous(), "vLLM's ops want it so"
+    for number, layer in enumerate(layers):
+        keys, values = (side[blocks].flatten(0, 1)[start:stop] for side in view(layer.pages))
+        expected = rotary().unrotate(keys[None], slice(start, stop))[0]
+        torch.testing.assert_close(read.keys[number], expected)
+        torch.testing.assert_close(read.values[number], values)
+
+
+def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
+    order = [0, 2, 1, 3, 7, 5, 4, 6]
+    layer = layer_of(side_by_side, order=order)
+    assert BlockLayout.probe(layer_of(side_by_side), SIZE).keys.strides is not None
+    assert BlockLayout.probe(layer, SIZE).keys.strides is None
+    pages, kv = Pages([layer], SIZE, rotary()), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
+    pages.put(table := pages.table([4, 1]), 2, kv)
+    read = pages.read(table, 2, 7)
+    torch.testing.assert_close(read.keys, kv.keys)
+    assert torch.equal(read.values, kv.values)
+    assert torch.equal(side_by_side(layer.pages)[1][4, 2], kv.values[0, 0][:, order])
+
+
+@pytest.mark.parametrize("view", [side_by_side, keys_transposed])
+def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> None:
+    layers = [layer_of(view) for _ in range(LAYERS)]
+    before = [layer.pages.clone() for layer in layers]
+    pages = Pages(layers, SIZE, rotary())
+    table = pages.table([2, 5, 0])
+    base = KVSegment(*torch.randn(2, LAYERS, 5, HEADS, DIM))
+    offsets = KVSegment(*torch.randn(2, LAYERS - 1, 5, HEADS, DIM))
+    pages.write(table, 3, base, offsets)
+    read = pages.read(table, 3, 8)
+    torch.testing.assert_close(read.keys[1:], base.keys[1:] + offsets.keys, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read.values[1:], base.values[1:] + offsets.values)
+    torch.testing.assert_close(read.values[0], base.values[0])
+    for layer, old in zip(layers, before, strict=True):
+        kept = torch.ones(BLOCKS, SIZE, dtype=torch.bool)
+        kept[2, 3], kept[5] = False, False
+        for now, then in zip(view(layer.pages), view(old), strict=True):
+            assert torch.equal(now[kept], then[kept])
+
+
+def test_pages_that_hold_something_else_are_refused() -> None:
+    lossy = layer_of(lambda pages: (pages[..., :DIM].transpose(1, 2), pages[..., :DIM].transpose(1, 2)))
+    with pytest.raises(TranslationRefused, match="does not keep keys"):
+        Pages([lossy], SIZE, rotary())
+    larger = Layer(lossy.layer, torch.zeros(BLOCKS, HEADS, SIZE, 3 * DIM))
+    with pytest.raises(TranslationRefused, match="numbers of its tokens"):
+        Pages([larger], SIZE, rotary())
+
+
+def test_equal_tokens_tell_whether_the_rotation_is_ours() -> None:
+    tokens = [7, 8, 9, 7, 8, 7]
+    by_token = torch.randn(10, 1, HEADS, DIM)
+    unrotated = torch.stack([by_token[token] for token in tokens], dim=1)
+    keys = torch.empty_like(unrotated)
+    rotary().rotate(unrotated, slice(10, 16), out=keys)
+    assert rotation_error(tokens, rotary().unrotate(keys, slice(10, 16))[0]) == pytest.approx(0, abs=1e-5)
+    assert rotation_error(tokens, keys[0]) > 0.1  # type: ignore[operator]
+    assert rotation_error([1, 2, 3], keys[0, :3]) is None
+
+
+def test_memory_order_is_a_view_without_gaps() -> None:
+    pages = torch.arange(2 * 3 * 4 * 5).view(2, 4, 3, 5).transpose(1, 2)
+    view = memory_order(pages)
+    assert view.is_contiguous() and view.data_ptr() == pages.data_ptr() and len(view) == 2

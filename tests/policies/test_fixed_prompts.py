@@ -1,0 +1,175 @@
+"""Where the fixed part of a prompt ends: declared, shrunk, grown, forgotten; and the trap of an early date."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.errors import ConfigError
+from kedge.policies.fixed_prompts import FixedBoundary, common_prefix
+
+FIXED = tuple(range(100))
+fresh = itertools.count(1000)
+
+
+def suffix(size: int = 20) -> tuple[int, ...]:
+    """Tokens that no other prompt has."""
+    return tuple(next(fresh) for _ in range(size))
+
+
+def prompts(*lengths: int) -> list[tuple[int, ...]]:
+    """Prompts that begin with so many tokens of `FIXED`."""
+    return [FIXED[:length] + suffix() for length in lengths]
+
+
+def observe(boundary: FixedBoundary, calls: Iterable[tuple[int, ...]], agent: str = "a") -> list[int | None]:
+    return [boundary.observe(agent, prompt, 0.0) for prompt in calls]
+
+
+def test_declared_after_m_confirmations() -> None:
+    assert observe(FixedBoundary(8, 3), prompts(*[50] * 5)) == [None, None, None, 50, 50]
+
+
+def test_a_suffix_that_begins_alike_by_chance_does_not_count() -> None:
+    calls = [FIXED[:50] + start + suffix() for start in ((7,), (7,), (8,), (9,), (9,), (3,))]
+    assert observe(FixedBoundary(8, 3), calls) == [None, None, None, None, None, 50]
+
+
+def test_shrinks_at_once() -> None:
+    boundary = FixedBoundary(8, 3)
+    assert observe(boundary, prompts(50, 50, 50, 50, 30)) == [None, None, None, 50, 30]
+
+
+def test_grows_after_m_confirmations() -> None:
+    boundary = FixedBoundary(8, 3)
+    observe(boundary, prompts(*[30] * 5))
+    # The first prompt that is longer has still 30 in common with the one before it.
+    assert observe(boundary, prompts(60, 60, 60, 60)) == [30, 30, 30, 60]
+
+
+def test_grows_again_only_after_a_whole_window_without_contradiction() -> None:
+    boundary = FixedBoundary(window=8, confirmations=3)
+    observe(boundary, prompts(*[60] * 4, 30))
+    grown = observe(boundary, prompts(*[60] * 9))
+    assert grown == [30] * 7 + [60, 60]
+
+
+def test_a_date_in_the_first_line_ends_the_fixed_part() -> None:
+    """PEER's planner: `You are a planner. Today is {date}. <long instructions> {question}`, five calls a day."""
+    head, instructions = tuple(range(10)), tuple(range(100, 400))
+    boundary = FixedBoundary(window=8, confirmations=3)
+    seen = []
+    for day in range(40):
+        calls = [(*head, 5000 + day, *instructions, *suffix()) for _ in range(5)]
+        seen.append(observe(boundary, calls))
+    assert all(length == 10 for day in seen[2:] for length in day)
+
+
+def test_a_length_that_was_contradicted_each_time_is_not_believed_again() -> None:
+    boundary = FixedBoundary(window=8, confirmations=3)
+    observe(boundary, prompts(*[30] * 5))
+    assert observe(boundary, prompts(60, 60, 60, 60, 60, 30)) == [30, 30, 30, 60, 60, 30]
+    assert set(observe(boundary, prompts(*[60, 60, 60, 60, 60, 30] * 10))) == {30}
+
+
+def test_a_date_that_shares_its_beginning_is_cut_before_what_differs() -> None:
+    head, year, month = (1, 2, 3), (2025,), (7,)
+    boundary = FixedBoundary(window=4, confirmations=2)
+    calls = [(*head, *year, *month, 900 + day, *FIXED, *suffix()) for day in range(6)]
+    assert observe(boundary, calls)[-1] == 5
+    assert observe(boundary, [(*head, *year, 8, 901, *FIXED, *suffix())]) == [4]
+
+
+def test_a_template_that_begins_with_a_variable_has_no_fixed_part() -> None:
+    assert observe(FixedBoundary(), [suffix() + FIXED for _ in range(5)])[-1] == 0
+
+
+def test_the_marker_wins() -> None:
+    boundary = FixedBoundary()
+    observe(boundary, prompts(*[50] * 6))
+    call = prompts(50)[0]
+    assert boundary.observe("a", call, 0.0, marker=12) == 12
+    assert boundary.observe("a", call, 0.0, marker=0) == 0
+    assert boundary.observe("new", call, 0.0, marker=len(call)) == len(call)
+
+
+@pytest.mark.parametrize("marker", [-1, 71, 10**9])
+def test_a_marker_outside_the_prompt_is_none(marker: int) -> None:
+    boundary = FixedBoundary()
+    observe(boundary, prompts(*[50] * 6))
+    assert boundary.observe("a", prompts(50)[0], 0.0, marker=marker) == 50
+
+
+def test_agents_are_apart() -> None:
+    boundary = FixedBoundary(confirmations=1)
+    observe(boundary, prompts(50, 50), "a")
+    observe(boundary, prompts(30, 30), "b")
+    assert (boundary.length("a", 0.0), boundary.length("b", 0.0), boundary.length("c", 0.0)) == (50, 30, None)
+
+
+def test_it_expires() -> None:
+    boundary = FixedBoundary(confirmations=1, ttl=10.0)
+    observe(boundary, prompts(50, 50))
+    assert boundary.length("a", 9.9) == 50
+    assert boundary.length("a", 10.0) is None
+    assert len(boundary) == 0
+    assert boundary.observe("a", prompts(50)[0], 11.0) is None
+
+
+def test_every_call_renews_it() -> None:
+    boundary = FixedBoundary(confirmations=1, ttl=10.0)
+    for now in range(0, 100, 9):
+        boundary.observe("a", prompts(50)[0], float(now))
+    assert boundary.length("a", 105.0) == 50
+
+
+def test_no_more_agents_than_its_capacity() -> None:
+    boundary = FixedBoundary(confirmations=1, capacity=3)
+    for agent in "abcad":
+        observe(boundary, prompts(50, 50), agent)
+    assert len(boundary) == 3
+    assert [boundary.length(agent, 0.0) for agent in "abcd"] == [50, None, 50, 50]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"confirmations": 0}, "confirmations"),
+        ({"confirmations": 9}, "confirmations"),
+        ({"ttl": 0.0}, "ttl"),
+        ({"ttl": math.nan}, "ttl"),
+        ({"capacity": 0}, "capacity"),
+    ],
+)
+def test_bad_settings(settings: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FixedBoundary(**settings)  # type: ignore[arg-type]
+    assert (caught.value.key, caught.value.value) == (f"boundary: {key}", pytest.approx(settings[key], nan_ok=True))
+
+
+def naive_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
+
+
+@given(SHORT, SHORT, st.integers(0, 40))
+def test_common_prefix(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
+    head = tuple(range(shared))
+    assert common_prefix(head + one, head + other) == shared + naive_common(one, other)
+
+
+@given(st.lists(SHORT, min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 6))
+def test_what_is_declared_held_for_the_last_calls(calls: list[tuple[int, ...]], window: int, m: int) -> None:
+    boundary = FixedBoundary(max(window, m), min(window, m))
+    for at, prompt in enumerate(calls):
+        length = boundary.observe("a", prompt, 0.0)
+        if length is not None:
+            alike = [naive_common(one, other) for one, other in itertools.pairwise(calls[: at + 1])]
+            assert length <= min(alike[-min(window, m) :])

@@ -1,0 +1,112 @@
+"""Plans keep what the cache says of the exact tokens' sources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kedge.reuse.contracts import Costs, ReusePolicy
+from kedge.reuse.layout import layout
+from kedge.reuse.planner import CHEAPER, NO_COSTS, Planner
+from kedge.reuse.savings import TRIED
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
+
+NOBODY = cast(Any, None)
+"""Neither anchors nor base KV are asked where nothing can be translated."""
+LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
+
+
+def plan_of(reuse: ReuseMode, refusal: str | None = None, leased: tuple[Span, ...] = LEASED) -> tuple[Span, ...]:
+    segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId("x@0")))
+    return Planner(NOBODY, NOBODY, ReusePolicy(), refusal).plan(GenerateRequest(segments, reuse=reuse), leased).spans
+
+
+class Known:
+    """Base KV of everything, and anchors by which everything is shareable but for some tokens."""
+
+    kv = SimpleNamespace(tokens=8, slice=lambda start, stop=None: None)  # noqa: ARG005
+    key = "base"
+
+    def __init__(self, weak: list[int], weak_prefix: list[int]) -> None:
+        self._estimate = SimpleNamespace(
+            shareable=True, phi=self.kv, prefix=self.kv, phi_table=None, prefix_table=None,
+            weak_positions=lambda: weak, weak_prefix_positions=lambda: weak_prefix,
+        )  # fmt: skip
+
+    def prefixes(self, *_: object) -> dict[int, object]:
+        return dict.fromkeys(range(9), self.kv)
+
+    def find(self, *_: object) -> Known:
+        return self
+
+    def estimate(self, *_: object) -> Any:
+        return self._estimate
+
+
+class Cost:
+    """Translating a segment costs as much as computing so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def translation_pays(self, tokens: int, spared: float) -> bool:
+        assert spared <= tokens
+        return spared > self._tokens
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
+        return readers * (spared - self._tokens) > base_tokens and self.translation_pays(tokens, spared)
+
+
+def computed_of(weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, **policy: int) -> list[int]:
+    """What is computed of p0 (5 tokens), x (8 tokens), p1 (6 tokens)."""
+    segments = (
+        Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId("x@0")), Segment((3,) * 6, "p1")
+    )  # fmt: skip
+    known = cast(Any, Known(weak, weak_prefix))
+    planner = Planner(known, known, ReusePolicy(**policy), None, cost)
+    return planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),)).computed
+
+
+def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -> None:
+    assert computed_of([], []) == [18]
+    assert computed_of([1, 7], []) == [6, 12, 18]
+    assert computed_of([], [0, 3]) == [13, 16, 18]
+    assert computed_of([1], [3], recompute_head=1) == [5, 6, 13, 16, 18]
+
+
+def test_a_segment_of_which_too_little_is_spared_is_computed() -> None:
+    most = list(range(7))
+    assert computed_of(most, [], Cost(0)) == [*range(5, 12), 18], "one token is spared"
+    assert computed_of([], [0, 1, 2, 3], Cost(2)) == list(range(13, 19)), "the template behind it: two are"
+    assert computed_of([], [0, 1, 2], Cost(2)) == [13, 14, 15, 18]
+    assert computed_of(most, [], Cost(1)) == list(range(5, 19)), "nothing behind a value that is computed either"
+
+
+def test_a_placeholder_whose_values_spare_too_little_is_not_matched_any_more() -> None:
+    """But for the few values that are tried all the same."""
+    known, segments = (
+        cast(Any, Known(list(range(7)), [])),
+        (Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId("x"))),
+    )
+    planner = Planner(known, known, ReusePolicy(), None, Cost(2))
+    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE)
+    here = layout(request)[1]
+    assert planner.pays(request, here) and planner.base_pays(request, here, 2)
+    planner.plan(request, ())
+    untried = [value for at in range(64) if hash(value := (at,) * 8) % TRIED]
+    for value in untried:
+        other = replace(request, segments=(segments[0], replace(segments[1], tokens=value)))
+        assert not planner.pays(other, layout(other)[1])
+        assert not planner.base_pays(other, layout(other)[1], 1000)
+        assert [miss.reason for miss in planner.plan(other, ()).misses][:1] == [CHEAPER]
+    assert 0 < len(untried) < 64
+
+
+def test_exact_tokens_keep_their_source() -> None:
+    assert plan_of(ReuseMode.EXACT) == (*LEASED, Span(6, 9, Source.COMPUTED))
+    assert plan_of(ReuseMode.TRANSLATE, "no rotation") == (*LEASED, Span(6, 9, Source.COMPUTED))
+
+
+def test_without_a_hit_all_is_computed() -> None:
+    assert plan_of(ReuseMode.OFF, leased=()) == (Span(0, 9, Source.COMPUTED),)

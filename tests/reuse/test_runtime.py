@@ -1,0 +1,122 @@
+"""Which prompts are learned from, and which base KV is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.config import AnchorConfig
+from kedge.anchors.store import AnchorStore
+from kedge.reuse.contracts import Costs, PoolKey, ReusePolicy, SampleView, Slot
+from kedge.reuse.layout import template_key
+from kedge.reuse.plan import ReusePlan
+from kedge.reuse.runtime import REFRESH, Runtime
+from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
+from tests.anchors.helpers import in_context, random_kv
+
+CAPACITY, SIZE = 6, 12
+TENANT, FLOW = TenantId("tenant"), WorkflowId("flow")
+
+
+class Above:
+    """Costs by which only values of more than so many tokens are worth translating."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
+        return tokens > self._tokens
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
+        return readers * spared > base_tokens
+
+
+def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
+    """A prompt that ends with its value, so that no base KV of a template is needed."""
+    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId("question@0"), lead_in=(1, 2))
+    segments = (Segment((5, 6, 7), "p0"), value)
+    return GenerateRequest(
+        segments, reuse=reuse, tenant=TENANT, workflow=FLOW, run=RunId(f"run-{seed}"), agent=AgentId("agent")
+    )
+
+
+class Readers(Above):
+    """Costs by which base KV is worth computing from so many readers on."""
+
+    def __init__(self, readers: float) -> None:
+        super().__init__(0)
+        self._readers = readers
+
+    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
+        return readers >= self._readers
+
+
+class Taught:
+    """A runtime whose agent has seen so many values."""
+
+    def __init__(self, values: int, costs: Costs | None = None) -> None:
+        self.anchors = AnchorStore(AnchorConfig(capacity=CAPACITY, min_anchors=2))
+        self.bases = BaseStore(1 << 30)
+        self.runtime = Runtime(self.anchors, self.bases, ReusePolicy(), None, costs=costs or Above(0))
+        for seed in range(values):
+            asked, base = request(1000 + seed), random_kv(SIZE, seed)
+            view = SampleView(PoolKey(TENANT, FLOW, "question"), asked.segments[1].tokens, base, ("value", seed))
+            self.anchors.observe(Slot(template_key(asked), 1), view, in_context(base, 100 + seed))
+
+    def wants(self, times: int, *, teaches: bool = False) -> list[bool]:
+        """Of so many dense prompts, which are learned from."""
+        dense = self.runtime.plan(request(0), ())
+        assert not dense.translates
+        plan = replace(dense, teaches=teaches)
+        return [self.runtime.wants_harvest(request(seed), plan) for seed in range(times)]
+
+
+@pytest.mark.parametrize("values", [0, 1, CAPACITY - 1])
+def test_an_agent_that_has_seen_few_values_learns_from_every_dense_prompt(values: int) -> None:
+    assert Taught(values).wants(3 * REFRESH) == [True] * 3 * REFRESH
+
+
+@pytest.mark.parametrize("values", [CAPACITY, 3 * CAPACITY])
+def test_an_agent_that_has_seen_enough_learns_from_one_dense_prompt_in_so_many(values: int) -> None:
+    """So that its offsets follow what changes."""
+    wanted = Taught(values).wants(5 * REFRESH)
+    assert wanted.count(True) == 5
+    assert [at % REFRESH for at, is_wanted in enumerate(wanted) if is_wanted] == [REFRESH - 1] * 5
+
+
+def test_a_prompt_that_is_dense_in_order_to_teach_is_always_learned_from() -> None:
+    assert Taught(CAPACITY).wants(2 * REFRESH, teaches=True) == [True] * 2 * REFRESH
+
+
+def test_what_an_agent_has_seen_says_nothing_of_another_one_with_the_same_value() -> None:
+    taught = Taught(CAPACITY)
+    other = replace(request(1), agent=AgentId("another"))
+    plan = taught.runtime.plan(other, ())
+    assert all(taught.runtime.wants_harvest(other, plan) for _ in range(2 * REFRESH))
+
+
+@pytest.mark.parametrize("reuse", [ReuseMode.OFF, ReuseMode.EXACT])
+def test_other_modes_teach_nothing_and_need_nothing(reuse: ReuseMode) -> None:
+    runtime, asked = Taught(0).runtime, request(1, reuse)
+    assert not runtime.wants_harvest(asked, runtime.plan(asked, ()))
+    assert runtime.needs(asked) == []
+
+
+@pytest.mark.parametrize(("above", "pays"), [(SIZE - 1, True), (SIZE, False)])
+def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above: int, pays: bool) -> None:
+    runtime, asked = Taught(0, Above(above)).runtime, request(1)
+    plan: ReusePlan = runtime.plan(asked, ())
+    assert runtime.wants_harvest(asked, plan) == pays
+    assert [need.tokens for need in runtime.needs(asked)] == ([(1, 2, *asked.segments[1].tokens)] if pays else [])
+    why = "computing it takes less time than translating it"
+    assert (why in [miss.reason for miss in plan.misses]) == (not pays)
+
+
+def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholder() -> None:
+    runtime = Taught(CAPACITY, Readers(3)).runtime
+    assert runtime.needs(request(1)) == [] and runtime.prerequisites(request(1), 0) == [], "two are assumed"
+    runtime.needs(request(1))
+    assert len(runtime.needs(request(1))) == 1, "the third reader"
+    assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"

@@ -1,0 +1,299 @@
+"""Tools: what the model is told of them, what its calls are read as, and the conversation that goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.errors import ConfigError
+from kedge.server.openai.tool_calls import PARSERS, Hermes, Llama3Json, ToolParser
+from kedge.server.settings import ServerConfig
+from kedge.types import GenerateRequest
+from tests.engine.local.conftest import tiny_tokenizer
+from tests.server.conftest import Served, serving
+
+MODEL = "kedge-nano"
+TEMPLATE = (
+    "{% if tools %}<|turn|>tools\n{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}<|turn|>assistant:"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Åbo"}}\n</tool_call>'
+ASK = [{"role": "user", "content": "How is the weather?"}]
+
+
+def called(arguments: str, **more: str) -> dict[str, Any]:
+    """An earlier answer that was a call."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": arguments}, **more}]}
+
+
+class Templated(ByteTokenizer):
+    """Bytes, with a chat template of Transformers around them."""
+
+    def __init__(self, template: str = TEMPLATE) -> None:
+        self.inner = tiny_tokenizer().inner
+        self.inner.chat_template = template
+
+
+def engine_that_says(text: str, template: str = TEMPLATE) -> EchoEngine:
+    engine = EchoEngine(lambda _: text)
+    engine.tokenizer = Templated(template)
+    return engine
+
+
+class Talker:
+    """What the model says next, whoever asks."""
+
+    text = CALL
+
+    def __call__(self, _: GenerateRequest) -> str:
+        return self.text
+
+
+TALKER = Talker()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = EchoEngine(TALKER)
+    engine.tokenizer = Templated()
+    with engine, serving(engine, ServerConfig(tool_call_parser="hermes")) as running:
+        yield running
+
+
+@pytest.fixture
+def says(served: Served) -> Iterator[Any]:
+    """Sets what the model says."""
+
+    def set_text(text: str) -> openai.OpenAI:
+        TALKER.text = text
+        return served.client()
+
+    yield set_text
+
+
+def prompt_of(served: Served) -> str:
+    return ByteTokenizer().decode(served.engine.requests[-1].tokens)
+
+
+# over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_read_and_the_model_was_told_of_the_tool(says: Any, served: Served) -> None:
+    answer = says(f"Let me see.\n{CALL}").chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"town": "Åbo"}
+    assert call.id.startswith("call_")
+    assert json.dumps(WEATHER) in prompt_of(served)
+
+
+def test_the_conversation_goes_on_with_the_tools_answer(says: Any, served: Served) -> None:
+    client = says(CALL)
+    first = client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER]).choices[0].message
+    assert first.content is None
+    says("It rains.")
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": 'rain <|eos|> "8°"'}
+    answer = client.chat.completions.create(model=MODEL, messages=[*ASK, first, result], tools=[WEATHER])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("It rains.", "stop")
+    assert answer.choices[0].message.tool_calls is None
+    assert prompt_of(served).endswith(
+        'assistant\n<tool_call>{"name": "weather", "arguments": {"town": "Åbo"}}</tool_call>'
+        'tool\nrain <|eos|> "8°"assistant:'
+    )
+    assert 257 not in served.engine.requests[-1].tokens, "no tool ends a turn"
+    assert answer.usage.prompt_tokens_details.cached_tokens > len(json.dumps(WEATHER))
+
+
+def test_two_calls_streamed(says: Any) -> None:
+    stream = says(f"So:\n{CALL}\n{CALL}").chat.completions.create(
+        model=MODEL, messages=ASK, tools=[WEATHER], stream=True, logprobs=True
+    )
+    choices = [chunk.choices[0] for chunk in stream]
+    assert "".join(choice.delta.content or "" for choice in choices) == "So:"
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "weather")]
+    assert len({call.id for call in calls}) == 2
+    assert [choice.finish_reason for choice in choices[-2:]] == [None, "tool_calls"]
+    told = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert len("".join(told)) >= len(f"So:\n{CALL}\n{CALL}"), "what makes up a call has its chances, too"
+
+
+def test_one_call_at_a_time_where_it_is_asked_for(says: Any) -> None:
+    client = says(CALL + CALL)
+    asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "parallel_tool_calls": False}
+    assert len(client.chat.completions.create(**asked).choices[0].message.tool_calls) == 1
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert sum(len(delta.tool_calls or ()) for delta in deltas) == 1
+
+
+def test_with_no_choice_of_tools_nobody_is_told_and_nothing_is_read(says: Any, served: Served) -> None:
+    answer = says(CALL).chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="none")
+    assert answer.choices[0].message.content == CALL
+    assert "weather" not in prompt_of(served).replace("the weather", "")
+
+
+def test_without_tools_nothing_is_read(says: Any) -> None:
+    answer = says(CALL).chat.completions.create(model=MODEL, messages=ASK)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
+
+
+def test_a_call_that_was_cut_is_text(says: Any) -> None:
+    asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "max_tokens": 20}
+    answer = says(CALL).chat.completions.create(**asked)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL[:20], "length")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "description": "<|eos|>"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools"),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [WEATHER], "functions": [{"name": "x"}]}, "functions"),
+        ({"tools": [WEATHER], "kedge": {"bindings": {}}, "messages": []}, "tools"),
+        ({"messages": [*ASK, called("{}", type="retrieval")]}, "messages"),
+        *(
+            ({"messages": [*ASK, called(bad)]}, "messages")
+            for bad in ("{", "[]", "5", '{"a": NaN}', '{"a": "<|eos|>"}', "[" * 5000, '{"a": "\ud800"}')
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named(served: Served, body: dict[str, Any], param: str) -> None:
+    content = json.dumps({"messages": ASK, **body}).encode()
+    answer = served.http().post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_server_that_reads_no_calls_takes_no_tools() -> None:
+    with engine_that_says(CALL) as engine, serving(engine) as running:
+        client = running.client()
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught:
+            client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
+        assert caught.value.param == "tools"
+        client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="none")
+        client.chat.completions.create(model=MODEL, messages=ASK, tools=[])
+
+
+def test_a_template_that_keeps_tools_to_itself() -> None:
+    silent = "{% for m in messages %}{{ m.content }}{% endfor %}!"
+    config = ServerConfig(tool_call_parser="llama3_json")
+    with engine_that_says(CALL, silent) as engine, serving(engine, config) as running:
+        client = running.client()
+        with pytest.raises(openai.BadRequestError, match="does not tell of them") as caught:
+            client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
+        assert caught.value.param == "tools"
+        with pytest.raises(openai.BadRequestError, match="does not tell of tool calls"):
+            client.chat.completions.create(model=MODEL, messages=[*ASK, called("{}")])
+
+
+def test_an_unknown_format_is_a_bad_setting() -> None:
+    with pytest.raises(ConfigError, match="tool_call_parser='pythonic'.*hermes, llama3_json"):
+        ServerConfig(tool_call_parser="pythonic")
+
+
+# the formats ----------------------------------------------------------------------------------------------------------
+
+
+def read(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Content and calls of an answer that comes in `pieces`."""
+    said = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
+    calls = [(call.name, json.loads(call.arguments)) for one in said for call in one.calls]
+    return "".join(one.content for one in said), calls
+
+
+A, B = '{"name": "a", "arguments": {"x": [1, "</"]}}', '{"name": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain", "plain", []),
+        (" a \n", " a \n", []),
+        (f"<tool_call>{A}</tool_call>", "", [("a", {"x": [1, "</"]})]),
+        (f"one \n<tool_call>\n{A}\n</tool_call>\n two ", "one\n two ", [("a", {"x": [1, "</"]})]),
+        (f"<tool_call>{B}</tool_call>\n\n<tool_call>{B}</tool_call>\n", "", [("b", {}), ("b", {})]),
+        (f"<tool_call>{B}", "", [("b", {})]),
+        ("<tool_call>no</tool_call> so", "<tool_call>no</tool_call> so", []),
+        ("a < b <tool", "a < b <tool", []),
+        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+        ('<tool_call>{"name": "x", "arguments": "y"}', '<tool_call>{"name": "x", "arguments": "y"}', []),
+        (f"<tool_call>{'[' * 3000}</tool_call>", f"<tool_call>{'[' * 3000}</tool_call>", []),
+    ],
+)
+def test_hermes(text: str, content: str, calls: list[Any]) -> None:
+    assert read(Hermes(), text) == (content, calls)
+
+
+C, D = '{"name": "c", "parameters": {"x": {"y": 1}}}', '{"name": "d"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain", "plain", []),
+        (C, "", [("c", {"x": {"y": 1}})]),
+        (f" \n{C}; {D}", "", [("c", {"x": {"y": 1}}), ("d", {})]),
+        (f"{D}\n{D}\n", "", [("d", {}), ("d", {})]),
+        (f"{C} and more", f"{C} and more", []),
+        (f"So: {C}", f"So: {C}", []),
+        ('{"answer": 42}', '{"answer": 42}', []),
+        ('{"name": "c", "parameters": [1]}', '{"name": "c", "parameters": [1]}', []),
+        ("{", "{", []),
+        ("  ", "  ", []),
+    ],
+)
+def test_llama3_json(text: str, content: str, calls: list[Any]) -> None:
+    assert read(Llama3Json(), text) == (content, calls)
+
+
+PIECES = st.lists(
+    st.sampled_from(["<tool_call>", "</tool_call>", A, B, C, D, "<", "<tool_", "call>", " ", "\n", "x", "{", "}", ";"]),
+    max_size=9,
+).map("".join)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(text=PIECES, cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_it_does_not_matter_where_the_pieces_are_cut(name: str, text: str, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert read(PARSERS[name](), *pieces) == read(PARSERS[name](), text)
+    whole = PARSERS[name]().push(text, last=True)
+    assert (whole.content, [call.name for call in whole.calls]) == (
+        read(PARSERS[name](), text)[0],
+        [call for call, _ in read(PARSERS[name](), text)[1]],
+    )
+
+
+@given(text=st.text("ab <>{}/\n", max_size=30))
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
+    assert read(PARSERS[name](), *text) == (text, [])
+
+
+def test_text_is_not_held_back_longer_than_it_must_be() -> None:
+    parser = Hermes()
+    said = [parser.push(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
+    assert said == ["so", " it", " is", "<b", ""]

@@ -1,0 +1,148 @@
+"""How a server ends: what runs may finish, what does not is told, and nothing new is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from kedge.engine.echo import EchoEngine
+from kedge.server.app import create_app
+from kedge.server.settings import ServerConfig
+from kedge.server.shutdown import GracefulServer
+from kedge.server.tenancy import Limits
+from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
+
+LONG = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True}
+
+
+class Ending:
+    """A server that can be told to end, as SIGTERM tells it."""
+
+    def __init__(self, engine: EchoEngine, grace: float) -> None:
+        app = create_app(engine, ServerConfig(grace=grace))
+        self.service = app.state.service
+        self.server = GracefulServer(app, port=0, log_level="warning")
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
+
+    def end(self) -> None:
+        self.server.handle_exit(15, None)
+
+    def joined(self) -> bool:
+        self.thread.join(PATIENCE)
+        return not self.thread.is_alive()
+
+
+@contextmanager
+def ending(grace: float, delay_s: float) -> Iterator[Ending]:
+    with EchoEngine(delay_s=delay_s) as engine:
+        running = Ending(engine, grace)
+        yield running
+        running.end()
+        assert running.joined()
+        assert not engine._jobs
+        assert running.service._calls == set()
+        assert all(meter.in_flight == 0 for meter in running.service._meters.values())
+
+
+def test_a_stream_that_ends_in_time_is_whole() -> None:
+    with (
+        ending(grace=5, delay_s=0.005) as running,
+        running.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 100, "stream": True}) as answer,
+    ):
+        events = [line for line in first_then(running, answer) if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert sum(len(json.loads(line[6:])["choices"][0]["text"]) for line in events[:-1]) == 50, "x and EOS by turns"
+
+
+def first_then(running: Ending, answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream, while its server is told to end after the first."""
+    for number, line in enumerate(answer.iter_lines()):
+        if number == 0:
+            running.end()
+        yield line
+
+
+def test_a_stream_that_goes_on_too_long_is_told_so() -> None:
+    with (
+        ending(grace=0.2, delay_s=0.01) as running,
+        running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
+    ):
+        events = [line for line in first_then(running, answer) if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["error"]["code"] == "engine_closed"
+
+
+def test_an_answer_that_goes_on_too_long_is_a_503() -> None:
+    with ending(grace=0.2, delay_s=0.01) as running:
+        answers: list[httpx.Response] = []
+        caller = threading.Thread(target=lambda: answers.append(running.http.post("/v1/completions", json=LONG)))
+        caller.start()
+        wait_until(lambda: bool(running.service._calls))
+        running.end()
+        caller.join(PATIENCE)
+        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "engine_closed")
+        assert answers[0].headers["retry-after"] == "1"
+
+
+def test_a_run_without_a_listener_has_the_grace_too() -> None:
+    with ending(grace=5, delay_s=0.005) as running:
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML)
+        run = running.http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 20}}).json()["id"]
+        running.end()
+        assert running.joined()
+        (mine,) = running.server._runs._of.values()
+        assert mine[run].status == "finished"
+
+
+def test_nothing_new_is_taken() -> None:
+    with ending(grace=5, delay_s=0) as running:
+        running.service.is_ending = True
+        refused = running.http.post("/v1/completions", json=LONG)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert running.http.get("/ready").status_code == 503
+        assert running.http.get("/health").status_code == 200
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    began = time.monotonic()
+    with ending(grace=60, delay_s=0):
+        pass
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_flood_is_held_back(stream: bool) -> None:
+    """100 calls at once where 8 may be: each is answered or told when to come again, and no more than 8 run."""
+    most = 0
+
+    async def flood(url: str, engine: EchoEngine) -> list[httpx.Response]:
+        nonlocal most
+        body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": stream}
+        async with httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_connections=100)) as http:
+            calls = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(100)]
+            while not all(call.done() for call in calls):
+                most = max(most, len(engine._jobs))
+                await asyncio.sleep(0.002)
+            return [call.result() for call in calls]
+
+    config = ServerConfig(limits=Limits(requests_in_flight=8))
+    with EchoEngine(delay_s=0.01) as engine, serving(engine, config) as running:
+        answers = asyncio.run(flood(running.url, engine))
+        running.wait_quiet()
+        assert {answer.status_code for answer in answers} == {200, 429}
+        turned_away = [answer for answer in answers if answer.status_code == 429]
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in turned_away)
+        assert 0 < most <= 8
+        assert len(engine.requests) == 100 - len(turned_away)

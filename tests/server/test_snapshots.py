@@ -1,0 +1,244 @@
+"""`kedge serve --state`: the server keeps what was learned, and goes on without where it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kedge.engine.echo import EchoEngine
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.state.files import MANIFEST, PREVIOUS
+from kedge.errors import ConfigError
+from kedge.server.app import create_app
+from kedge.server.settings import ServerConfig
+from kedge.server.snapshots import Snapshots
+from tests.engine.local.conftest import tiny_model
+from tests.engine.local.state.test_snapshot import ask, engine, files_of
+from tests.engine.local.state_helpers import change, damage, record_files
+from tests.server.conftest import YAML, serving, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def served(built: LocalEngine, folder: Path, interval: float = 60.0):  # noqa: ANN201
+    return serving(built, ServerConfig(state=folder, snapshot_interval=interval))
+
+
+def test_what_one_server_learns_another_knows(tmp_path: Path) -> None:
+    with engine() as first, served(first, tmp_path) as running:
+        ask(first, 50)
+        assert "kedge:last_snapshot_timestamp_seconds{" not in running.http().get("/metrics").text
+    with engine() as second, served(second, tmp_path):
+        assert second.inspect()["anchors"]["pools"] == 2
+
+
+def test_snapshots_are_taken_while_it_runs(tmp_path: Path) -> None:
+    with engine() as built, served(built, tmp_path, 0.05) as running:
+        ask(built, 50)
+        wait_until(lambda: (tmp_path / MANIFEST).exists() and b'"pool"' in (tmp_path / MANIFEST).read_bytes())
+        text = running.http().get("/metrics").text
+        assert snapshots_of(text, "saved") >= 1
+        assert "kedge:last_snapshot_timestamp_seconds{" in text
+
+
+def snapshots_of(metrics: str, status: str) -> float:
+    found = re.search(rf'kedge:snapshots_total{{.*status="{status}".*}} (\S+)', metrics)
+    return float(found[1]) if found else 0
+
+
+def test_one_damaged_file_costs_a_server_one_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine() as first, served(first, tmp_path):
+        ask(first, 50)
+    victim = files_of(tmp_path, "pool")[0]
+    damage(victim, "flipped bit")
+    with engine() as second, served(second, tmp_path) as running:
+        assert second.inspect()["anchors"]["pools"] == 1
+        assert snapshots_of(running.http().get("/metrics").text, "damaged") == 1
+    assert f"{victim.name} has another content than its name says" in caplog.text
+    with engine() as third, served(third, tmp_path):
+        assert third.inspect()["anchors"]["pools"] == 1, "the snapshot at the end kept the sound rest"
+
+
+def test_a_server_starts_whatever_is_damaged(tmp_path: Path) -> None:
+    with engine() as first, served(first, tmp_path):
+        ask(first, 50)
+    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
+        damage(file, "random")
+    with engine() as second, served(second, tmp_path) as running:
+        assert second.inspect()["anchors"]["pools"] == 0
+        assert running.http().get("/ready").status_code == 200
+        ask(second, 50)
+    with engine() as third, served(third, tmp_path) as running:
+        assert third.inspect()["anchors"]["pools"] == 2
+        assert snapshots_of(running.http().get("/metrics").text, "damaged") == 0
+
+
+def test_state_of_another_model_is_refused_and_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine() as first, served(first, tmp_path):
+        ask(first, 50)
+    kept = {file.name for file in record_files(tmp_path)}
+    for manifest in (MANIFEST, PREVIOUS):
+        change(tmp_path / manifest, identity="another model")
+    with engine() as second, served(second, tmp_path) as running:
+        assert second.inspect()["anchors"]["pools"] == 0
+        assert snapshots_of(running.http().get("/metrics").text, "refused") == 1
+    assert "the saved state is refused" in caplog.text
+    assert {file.name for file in record_files(tmp_path / "refused-1")} == kept
+
+
+def test_a_disk_that_fails_ends_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine() as built, served(built, tmp_path, 0.05) as running:
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        ask(built, 50)
+        wait_until(lambda: "No space left" in caplog.text)
+        monkeypatch.undo()
+        assert 'status="failed"' in running.http().get("/metrics").text
+        assert running.http().get("/ready").status_code == 200
+    with engine() as second, served(second, tmp_path):
+        assert second.inspect()["anchors"]["pools"] == 2, "the last snapshot was a good one again"
+
+
+def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="EchoEngine has no state"):
+        Snapshots(EchoEngine(), tmp_path, 1.0, lambda _: None)
+
+
+def test_a_folder_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with engine() as built:
+        snapshots = Snapshots(built, tmp_path / "file" / "below", 1.0, lambda _: None)
+        with pytest.raises(ConfigError, match=r"server\.state"):
+            snapshots.load()
+
+
+def test_a_folder_that_somebody_else_uses_is_a_wrong_setting(tmp_path: Path) -> None:
+    with (
+        engine() as first,
+        served(first, tmp_path),
+        engine() as second,
+        pytest.raises(ConfigError, match="another process"),
+    ):
+        create_app(second, ServerConfig(state=tmp_path))
+
+
+def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
+    from kedge.server.tenancy import Limits, hashed, load_keys
+
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchors = 3\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
+    with engine() as built:
+        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", Limits(anchors=7)))
+        limits = built._core.learned[0]._limits
+        assert [(name, one.anchors, one.nbytes) for name, one in limits.items()] == [("a", 3, 1 << 20), ("b", 7, None)]
+        block = built.kv_spec.bytes_per_token * 16
+        assert built._core._cache._tiers.host_limits == {"a": (2 << 20) // block}
+    with pytest.raises(ConfigError, match="cannot bound"):
+        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", Limits(anchors=7)))
+
+
+# real processes -------------------------------------------------------------------------------------------------------
+
+FLOW = """
+name: pair
+agents:
+  - {id: first, system: You are a solver., user: "Solve this. {user_question} Now answer.", max_tokens: 8}
+  - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current} So:", max_tokens: 8}
+"""
+
+
+class Process:
+    """`kedge serve` of a tiny model, as its log tells of it."""
+
+    def __init__(self, model: Path, state: Path) -> None:
+        code = "from kedge.cli.main import app; app()"
+        command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", "--log-format", "json"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "KEDGE_SERVER__SNAPSHOT_INTERVAL": "0.2",
+            "KEDGE_API_KEYS": "",
+            "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # on a model as small as this one, computing is cheaper
+        }
+        self.popen = subprocess.Popen(
+            [*command, "--state", str(state)], stderr=subprocess.PIPE, text=True, env=environment, cwd=state.parent
+        )
+        self.lines: list[dict[str, object]] = []
+        url = re.search(r"http://\S+", self.until(r"running on (http://\S+)"))
+        assert url
+        self.http = httpx.Client(base_url=url[0], timeout=60)
+
+    def until(self, pattern: str) -> str:
+        """Reads the log up to a message that fits."""
+        assert self.popen.stderr
+        for line in self.popen.stderr:
+            if line.startswith("{"):
+                self.lines.append(json.loads(line))
+                if re.search(pattern, str(self.lines[-1]["message"])):
+                    return str(self.lines[-1]["message"])
+        raise AssertionError(f"it ended without {pattern}: {self.lines}")
+
+
+@contextmanager
+def process(model: Path, state: Path) -> Iterator[Process]:
+    running = Process(model, state)
+    try:
+        yield running
+    finally:
+        running.popen.kill()
+        running.popen.communicate()
+
+
+def run_flow(http: httpx.Client, question: str) -> list[dict[str, object]]:
+    body = {"inputs": {"user_question": question}, "stream": True, "reuse": "translate"}
+    lines = http.post("/v1/workflows/pair/runs", json=body).text.splitlines()
+    done = json.loads(next(line for line in reversed(lines) if line.startswith("data: "))[6:])
+    return [agent["receipt"] for agent in done["agents"]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.engine.local.conftest import tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().inner.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with process(model_folder, state) as running:
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
+        for question in ("one and two", "three and four"):
+            run_flow(running.http, question)
+        running.until(r"saved 2 pools")
+        running.popen.send_signal(signal.SIGKILL)
+        assert running.popen.wait(60) == -signal.SIGKILL
+    shutil.copytree(state, tmp_path / "copy")
+    with process(model_folder, state) as running:
+        assert any("loaded 2 pools" in str(line["message"]) for line in running.lines)
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
+        with running.http.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        ) as answer:
+            lines = answer.iter_lines()
+            told = [next(lines)]
+            running.popen.send_signal(signal.SIGTERM)
+            told += [line for line in lines if line]
+        assert told[-1] == "data: [DONE]"
+        assert running.until(r"saved 2 pools")
+        assert running.popen.wait(60) == -signal.SIGTERM

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.structures.lazy_heap import LazyHeap
+
+
+@dataclass(eq=False)
+class Item:
+    key: int
+    candidate: bool = True
+
+
+def heap_of(*items: Item) -> LazyHeap[Item]:
+    heap: LazyHeap[Item] = LazyHeap(lambda item: (item.key,), lambda item: item.candidate)
+    for item in items:
+        heap.push(item)
+    return heap
+
+
+def test_the_least_key_goes_first() -> None:
+    heap = heap_of(Item(5), Item(2), Item(9))
+    assert [heap.pop().key for _ in range(3)] == [2, 5, 9]
+
+
+def test_only_the_newest_entry_of_an_item_counts() -> None:
+    old, other = Item(1), Item(2)
+    heap = heap_of(old, other)
+    old.key = 3
+    assert not heap.covers([old, other])
+    heap.push(old)
+    assert heap.covers([old, other])
+    assert [heap.pop(), heap.pop(), heap.pop()] == [other, old, None]
+
+
+def test_what_is_no_candidate_never_surfaces() -> None:
+    item = Item(1)
+    heap = heap_of(item)
+    item.candidate = False
+    assert heap.covers([])
+    assert heap.pop() is None
+
+
+def test_outdated_entries_do_not_pile_up() -> None:
+    items = [Item(n) for n in range(10)]
+    heap = heap_of(*items)
+    for n in range(1000):
+        items[n % 10].key = n
+        heap.push(items[n % 10])
+    assert len(heap._heap) <= 64 and len(heap._tickets) == 10
+    assert [heap.pop().key for _ in items] == list(range(990, 1000))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50), st.booleans()), max_size=150))
+def test_pops_as_a_sorted_list_would(changes: list[tuple[int, int, bool]]) -> None:
+    items = [Item(100 + n, candidate=False) for n in range(10)]
+    heap = heap_of()
+    for which, key, candidate in changes:
+        items[which].key, items[which].candidate = key, candidate
+        if candidate:
+            heap.push(items[which])
+    left = [item for item in items if item.candidate]
+    assert heap.covers(left)
+    assert [heap.pop().key for _ in left] == sorted(item.key for item in left)

@@ -1,0 +1,246 @@
+"""File < environment < flags, and every bad value named."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kedge.anchors.config import AnchorConfig
+from kedge.cache import TierSettings
+from kedge.engine.local.build import tier_settings
+from kedge.errors import ConfigError
+from kedge.kv.spec import KVSpec
+from kedge.policies.eviction import VIRTUAL_STEP
+from kedge.reuse.contracts import ReusePolicy
+from kedge.server.settings import ServerConfig
+from kedge.server.tenancy import Limits
+from kedge.settings import (
+    AnchorSettings,
+    EngineConfig,
+    LimitSettings,
+    PlannerSettings,
+    ServerSettings,
+    Settings,
+    TierConfig,
+)
+from kedge.types import ReuseMode
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("KEDGE_")]:
+        monkeypatch.delenv(name)
+
+
+def toml(text: str, name: str = "kedge.toml") -> Path:
+    Path(name).write_text(text, encoding="utf-8")
+    return Path(name)
+
+
+def test_defaults() -> None:
+    settings = Settings.load()
+    assert settings == Settings()
+    assert settings.engine == EngineConfig()
+    assert settings.reuse is ReuseMode.TRANSLATE
+
+
+def test_later_layers_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    toml("reuse = 'off'\n[engine]\nblock_size = 1\nmax_running = 1\nmax_batch_tokens = 1\n")
+    monkeypatch.setenv("KEDGE_ENGINE__MAX_RUNNING", "2")
+    monkeypatch.setenv("KEDGE_ENGINE__MAX_BATCH_TOKENS", "2")
+    settings = Settings.load(engine={"max_batch_tokens": 3})
+    assert settings.reuse is ReuseMode.OFF
+    assert (settings.engine.block_size, settings.engine.max_running, settings.engine.max_batch_tokens) == (1, 2, 3)
+
+
+def test_a_flag_that_was_not_given_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEDGE_REUSE", "exact")
+    settings = Settings.load(reuse=None, engine={"model": None, "device": "cpu"})
+    assert (settings.reuse, settings.engine.model, settings.engine.device) == (ReuseMode.EXACT, None, "cpu")
+
+
+def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEDGE_ENGINE__MODEL", "")
+    assert Settings.load().engine.model is None
+
+
+def test_a_named_file_replaces_the_default_one() -> None:
+    toml("reuse = 'off'")
+    assert Settings.load(toml("[engine.anchors]\ncapacity = 7", "other.toml")).engine.anchors.capacity == 7
+    assert Settings.load(Path("other.toml")).reuse is ReuseMode.TRANSLATE
+
+
+def test_anchors_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEDGE_ENGINE__ANCHORS__GAMMA", "0.5")
+    assert Settings.load().engine.anchors.gamma == 0.5
+
+
+@pytest.mark.parametrize(("text", "size"), [("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("4096", 4096), (4096, 4096)])
+def test_sizes_may_have_units(text: object, size: int) -> None:
+    assert Settings.load(engine={"kv_memory": text}).engine.kv_memory == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ({"reuse": "maybe"}, "reuse", "maybe"),
+        ({"engine": {"block_size": 0}}, "engine.block_size", 0),
+        ({"engine": {"num_blocks": -1}}, "engine.num_blocks", -1),
+        ({"engine": {"kv_memory": "lots"}}, "engine.kv_memory", "lots"),
+        ({"engine": {"kv_memory": 0}}, "engine.kv_memory", 0),
+        ({"engine": {"device": "tpu"}}, "engine.device", "tpu"),
+        ({"engine": {"dtype": "int4"}}, "engine.dtype", "int4"),
+        ({"engine": {"max_running": "many"}}, "engine.max_running", "many"),
+        ({"engine": {"anchors": {"capacity": 0}}}, "engine.anchors.capacity", 0),
+        ({"engine": {"anchors": {"tau": 0}}}, "engine.anchors.tau", 0),
+        ({"engine": {"planner": {"min_translated": 2}}}, "engine.planner.min_translated", 2),
+        ({"engine": {"tiers": {"host_memory": -1}}}, "engine.tiers.host_memory", -1),
+        ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
+        ({"engine": {"tiers": {"host_blocks": -1}}}, "engine.tiers.host_blocks", -1),
+        ({"engine": {"tiers": {"policy": "fifo"}}}, "engine.tiers.policy", "fifo"),
+        ({"engine": {"tiers": {"copy_jobs": 0}}}, "engine.tiers.copy_jobs", 0),
+        ({"engine": {"tiers": {"max_wait": -1}}}, "engine.tiers.max_wait", -1),
+        ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
+        ({"engine": {"tiers": {"prefetch_window": "inf"}}}, "engine.tiers.prefetch_window", "inf"),
+        ({"server": {"port": 65536}}, "server.port", 65536),
+        ({"server": {"snapshot_interval": 0}}, "server.snapshot_interval", 0),
+        ({"server": {"grace": -1}}, "server.grace", -1),
+        ({"server": {"log_format": "xml"}}, "server.log_format", "xml"),
+        ({"server": {"limits": {"anchors": 0}}}, "server.limits.anchors", 0),
+        ({"server": {"limits": {"host_memory": "much"}}}, "server.limits.host_memory", "much"),
+        ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
+        ({"engine": 3}, "engine", 3),
+        ({"colour": "red"}, "colour", "red"),
+    ],
+)
+def test_a_bad_value_is_named(flags: dict[str, object], key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(**flags)
+    assert (caught.value.key, caught.value.value) == (key, value)
+    assert str(caught.value).startswith(f"{key}={value!r}: ")
+
+
+def test_a_bad_value_is_named_when_a_section_is_built_by_hand() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.max_running=0"):
+        EngineConfig(max_running=0)
+
+
+def test_all_bad_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.block_size=0.*also wrong: engine\.max_running"):
+        EngineConfig(block_size=0, max_running=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key"),
+    [
+        ("KEDGE_REUSE", "no", "reuse"),
+        ("KEDGE_ENGINE__BLOCK_SIZE", "x", "engine.block_size"),
+        ("KEDGE_ENGINE__NOTHING", "1", "engine.nothing"),
+        ("KEDGE_ENGINE", "{'block_size': 3}", "engine"),
+        ("KEDGE_ENGINE_BLOCK_SIZE", "3", "KEDGE_ENGINE_BLOCK_SIZE"),
+        ("KEDGE_ENGINE_ANCHORS__GAMMA", "3", "KEDGE_ENGINE_ANCHORS__GAMMA"),
+    ],
+)
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, key: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        Settings.load()
+    assert (caught.value.key, caught.value.value) == (key, value)
+
+
+def test_foreign_variables_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEDGE_SERVICE_HOST", "10.0.0.1")
+    assert Settings.load() == Settings()
+
+
+@pytest.mark.parametrize("content", [b"reuse = ", b"\xff\xfe"])
+def test_a_broken_file_is_named(content: bytes) -> None:
+    Path("kedge.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"file='kedge\.toml'"):
+        Settings.load()
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"file='none\.toml'"):
+        Settings.load(Path("none.toml"))
+
+
+def test_a_section_that_the_file_gets_wrong_is_not_hidden_by_a_flag() -> None:
+    toml("[engine]\nblock_size = 'x'\n")
+    with pytest.raises(ConfigError, match=r"engine\.block_size='x'"):
+        Settings.load(engine={"max_running": 2})
+
+
+def test_a_value_where_a_section_belongs_is_not_hidden_by_a_flag() -> None:
+    toml("engine = 'big'\n")
+    with pytest.raises(ConfigError, match="engine='big'"):
+        Settings.load(engine={"max_running": 2})
+
+
+def test_sections_and_what_is_built_from_them_agree() -> None:
+    """The ground floor may not import those rooms, so names and defaults stand twice, but never differ."""
+    anchors = AnchorSettings().model_dump(exclude={"max_base_bytes", "host_bytes", "host_base_bytes"})
+    assert anchors == {field.name: field.default for field in fields(AnchorConfig)}
+    assert PlannerSettings().policy() == {field.name: field.default for field in fields(ReusePolicy)}
+
+
+def test_the_tiers_of_the_settings_are_those_of_the_cache_by_default() -> None:
+    tiers = tier_settings(KVSpec(2, 2, 16, 16, torch.float32), EngineConfig())
+    assert tiers == TierSettings(block_bytes=16 * 2 * 2 * 2 * 16 * 4)
+    assert TierConfig().virtual_step == VIRTUAL_STEP
+
+
+def test_the_server_of_the_settings_is_the_servers_own_by_default() -> None:
+    assert ServerConfig.of(ServerSettings(), model_name="kedge-nano") == ServerConfig()
+    assert LimitSettings().model_dump() == {field.name: field.default for field in fields(Limits)}
+
+
+def test_every_setting_of_a_server_reaches_it() -> None:
+    settings = {"reuse": "off", "default_max_tokens": 3, "max_in_flight": 4, "max_body_bytes": 5, "state": Path("s")}
+    settings |= {"snapshot_interval": 6.0, "grace": 7.0, "tool_call_parser": "hermes", "tools": True}
+    settings |= {"host": "::", "allowed_hosts": ("kedge", "10.0.0.1")}
+    limits = {"requests_in_flight": 1, "tokens_per_minute": 2, "anchors": 3, "anchor_bytes": 4, "host_memory": 5}
+    config = ServerConfig.of(ServerSettings(**settings, limits=limits), model_name="m")
+    assert config == ServerConfig(model_name="m", limits=Limits(**limits), **settings)
+    assert {field.name for field in fields(ServerConfig)} == {*settings, "model_name", "limits"}
+
+
+def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    toml("[server]\nport = 9\nlog_format = 'json'\n[server.limits]\nanchor_bytes = '2MiB'\n")
+    monkeypatch.setenv("KEDGE_SERVER__STATE", "state")
+    monkeypatch.setenv("KEDGE_SERVER__ALLOWED_HOSTS", "kedge, kedge.example 10.0.0.1")
+    monkeypatch.setenv("KEDGE_SERVER__LIMITS__ANCHORS", "5")
+    server = Settings.load(server={"port": 10, "host": None}).server
+    assert (server.host, server.port, server.log_format, server.state) == ("127.0.0.1", 10, "json", Path("state"))
+    assert server.allowed_hosts == ("kedge", "kedge.example", "10.0.0.1")
+    assert (server.limits.anchors, server.limits.anchor_bytes) == (5, 2 << 20)
+
+
+def test_a_host_tier_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    toml("[engine.tiers]\nhost_memory = '2MiB'\npolicy = 'lru'\n")
+    monkeypatch.setenv("KEDGE_ENGINE__TIERS__MAX_SKIPS", "3")
+    tiers = Settings.load().engine.tiers
+    assert (tiers.host_memory, tiers.policy, tiers.max_skips) == (2 << 20, "lru", 3)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        Settings().engine.block_size = 2
+
+
+@given(block_size=st.integers(), max_running=st.integers())
+def test_whole_numbers_are_taken_exactly_when_positive(block_size: int, max_running: int) -> None:
+    if min(block_size, max_running) > 0:
+        config = EngineConfig(block_size=block_size, max_running=max_running)
+        assert (config.block_size, config.max_running) == (block_size, max_running)
+    else:
+        with pytest.raises(ConfigError):
+            EngineConfig(block_size=block_size, max_running=max_running)
