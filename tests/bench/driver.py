@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
 from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
 from tests.engine.local.conftest import tiny_model
 from tests.engine.local.test_translation import OPEN, Driver
@@ -12,7 +12,7 @@ from tests.engine.local.test_translation import OPEN, Driver
 
 class PartsDriver(Driver):
     def __init__(self, parts: Parts, family: str = "llama", **settings: object) -> None:
-        self.runner = ModelRunner(tiny_model(family))
+        self.runner = checked_runner(tiny_model(family))
         planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0)
         wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
         self.core, _ = build.core(self.runner, EngineConfig(**wanted), parts=parts)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.settings import EngineConfig
 
@@ -45,7 +47,7 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
     """`random_llama` ready to run, with the bundled model's tokenizer."""
     place = build.pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    runner = build.apart(lambda: ModelRunner(random_llama(size, place, dtype)))
+    runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
     return runner, HFTokenizer.load(build.model_path(None))
 
 

@@ -22,7 +22,8 @@ from kedge.bench.workflow.lane import POLICIES, Lane, Oracle, Trial, Wrong
 from kedge.bench.workflow.measure import Case, WorkflowSettings, measure, spread
 from kedge.bench.workflow.peer import ROLES, peer
 from kedge.cli.main import app
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.types import AgentId
 from kedge.workflow.forecast import AgentKey

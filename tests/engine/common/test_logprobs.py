@@ -17,7 +17,7 @@ from kedge.engine.common.logprobs import token_logprobs
 from kedge.engine.common.token_bytes import Spelling
 from kedge.engine.local import scheduler
 from kedge.engine.local.attention.paged import Batch
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import GenerationFailed
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TokenLogprob

@@ -22,8 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.local.model.loading import checked_runner
 from kedge.settings import EngineConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +77,7 @@ def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     """An engine that translates whatever it can: on models as small as these, computing is always cheaper."""
     fixed = {"num_blocks": 256, "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
     config = EngineConfig(**{**fixed, **settings})
-    return LocalEngine.from_runner(ModelRunner(model), tiny_tokenizer(), config)
+    return LocalEngine.from_runner(checked_runner(model), tiny_tokenizer(), config)
 
 
 @pytest.fixture(scope="module")

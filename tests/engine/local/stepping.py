@@ -12,7 +12,8 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.costs import EngineCosts, LinearCost
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import LocalStream, RequestSequence
@@ -46,7 +47,7 @@ class KnownCosts(EngineCosts):
 
 @cache
 def runner() -> ModelRunner:
-    return ModelRunner(tiny_model("llama"))
+    return checked_runner(tiny_model("llama"))
 
 
 class Stepped:

@@ -16,7 +16,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.components import Parts, Translating
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import LocalStream
 from kedge.errors import EngineClosed, KedgeError
 from kedge.kv.storage import SlotTable

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.engine.local.attention.paged import Batch
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import FAMILIES, engine_of, tiny_model

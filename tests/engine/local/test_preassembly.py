@@ -16,7 +16,8 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import MOST
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import AHEAD_CHUNK
@@ -183,7 +184,7 @@ ENDS = ("used", "wasted", "given_back", "cancelled", "failed")
 
 @cache
 def model() -> ModelRunner:
-    return ModelRunner(tiny_model("llama"))
+    return checked_runner(tiny_model("llama"))
 
 
 @cache

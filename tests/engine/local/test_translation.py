@@ -11,7 +11,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.kv.segment import KVSegment
@@ -70,7 +70,7 @@ class Driver:
 
     def __init__(self, **settings: object) -> None:
         config = EngineConfig(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
-        self.runner = ModelRunner(tiny_model("llama").to(config.device))
+        self.runner = checked_runner(tiny_model("llama").to(config.device))
         self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
 

@@ -14,7 +14,7 @@ from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
 from kedge.anchors.store import AnchorStore, Estimate
 from kedge.anchors.translator import Translator
 from kedge.engine.local.components import Assembler
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable

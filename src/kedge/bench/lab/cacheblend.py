@@ -23,7 +23,7 @@ from kedge.anchors.translator import Translator
 from kedge.bench.lab.baselines import without_offsets
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import Assembler
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.errors import ConfigError

@@ -10,10 +10,11 @@ from typing import Any
 from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.lab.baselines import Ablation, NoAnchors
 from kedge.bench.lab.cacheblend import CacheBlend
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
 from kedge.types import ReuseMode

@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.engine.base import Tokenizer
 from kedge.engine.local.components import Assembler, Parts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream
 from kedge.kv.segment import KVSegment

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kedge.bench.lab.methods import load_model
 from kedge.bench.shapes import SHAPES, random_runner
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.settings import AnchorSettings, EngineConfig
 from kedge.workflow.graph import Agent, Workflow

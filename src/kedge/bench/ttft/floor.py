@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kedge.engine.local.components import Translating
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, Translation

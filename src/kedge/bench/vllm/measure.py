@@ -159,8 +159,8 @@ def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
         sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.said)
         return many_flows(sizes, flows, shape.room, vocab, seed)
     if name == "peer":
+        from kedge.engine.common.tokenizer import HFTokenizer
         from kedge.engine.local import build
-        from kedge.engine.local.model.loading import HFTokenizer
 
         encode = HFTokenizer.load(build.model_path(None)).encode
         return peer(encode, seed, output=shape.answer, rounds=shape.questions)

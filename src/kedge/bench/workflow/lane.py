@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from kedge.bench.workflow.figures import Flow, Workload
 from kedge.cache import EvictionPolicy, NodeView, belady
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.settings import EngineConfig, TierConfig
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens, new_request_id
 from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress

@@ -18,7 +18,8 @@ from kedge.bench.shapes import random_runner
 from kedge.bench.workflow.cases import Control, Shape, cases, controls
 from kedge.bench.workflow.figures import Workload
 from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, Lane, Trial, right
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.model.runner import ModelRunner
 
 COMPARED = ("lru_device", "lru_host", "full")
 """Who runs in a control."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 
-from kedge.engine.local.model.loading import HFTokenizer
+from kedge.engine.common.tokenizer import HFTokenizer
 
 
 class TextStream:

@@ -21,7 +21,8 @@ from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.measuring import measure
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
@@ -53,7 +54,7 @@ def model_path(model: str | Path | None) -> Path:
 def load_runner(path: Path, config: EngineConfig) -> ModelRunner:
     """Loads a model as the settings ask for."""
     device = pick_device(config.device)
-    return ModelRunner(models.load(path, pick_dtype(config.dtype, device), device))
+    return checked_runner(models.load(path, pick_dtype(config.dtype, device), device))
 
 
 def pick_device(name: str) -> torch.device:

@@ -10,7 +10,7 @@ from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.contracts import Anchors
 from kedge.reuse.plan import ReusePlan

@@ -27,7 +27,7 @@ from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence

@@ -23,10 +23,11 @@ from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Quota
 from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.state.snapshot import EngineState, SavedState

@@ -10,7 +10,7 @@ import torch
 
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.costs import EngineCosts
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.kv.segment import KVSegment

@@ -11,7 +11,8 @@ from torch import Tensor
 from kedge.engine.local.attention.paged import Batch, Pass
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.graphs import ROWS, Attend, Captured, CudaCapture, StepGraphs, block_table, on_gpu
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.kv.storage import PagedStorage, SlotTable
@@ -75,7 +76,7 @@ attend = kernel_or_stand_in()
 
 
 def runner_of(family: str) -> ModelRunner:
-    return ModelRunner(tiny_model(family).to(DEVICE))
+    return checked_runner(tiny_model(family).to(DEVICE))
 
 
 def storage_of(runner: ModelRunner) -> PagedStorage:

@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kedge.engine.local.attention.paged import paged_attention
 from kedge.engine.local.model import loading as models
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model, small_config
 from kedge.errors import UnsupportedModel
 from tests.engine.local.conftest import SHAPE, tiny_model
@@ -53,7 +53,7 @@ def test_a_model_in_memory_is_refused_with_the_reason(config: PretrainedConfig, 
     model = random_model(small_config(config))
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModel) as refused:
-        ModelRunner(model)
+        checked_runner(model)
     assert why in refused.value.why
     assert model.config._attn_implementation == before
 
@@ -62,7 +62,7 @@ def test_a_model_in_memory_is_refused_with_the_reason(config: PretrainedConfig, 
 def test_a_folder_is_refused_with_the_reason(config: PretrainedConfig, why: str, tmp_path: Path) -> None:
     random_model(small_config(config)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel) as refused:
-        ModelRunner(models.load(tmp_path, torch.float32, torch.device("cpu")))
+        checked_runner(models.load(tmp_path, torch.float32, torch.device("cpu")))
     assert why in refused.value.why
 
 
@@ -104,7 +104,7 @@ def test_an_argument_that_is_not_honoured_is_refused_by_name(handed: dict[str, A
     for layer in model.model.layers:
         layer.self_attn.__class__ = kind
     with pytest.raises(UnsupportedModel) as refused:
-        ModelRunner(model)
+        checked_runner(model)
     assert (refused.value.value, why in refused.value.why) == ("Handing", True)
 
 
@@ -114,13 +114,13 @@ def test_an_argument_that_is_none_or_changes_nothing_is_let_through() -> None:
     kind = type("Handing", (Changed,), {"handed": handed})
     for layer in model.model.layers:
         layer.self_attn.__class__ = kind
-    assert ModelRunner(model).refusal is None
+    assert checked_runner(model).refusal is None
 
 
 def test_a_model_in_training_is_refused_for_its_dropout() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1)).train()
     with pytest.raises(UnsupportedModel, match="dropout"):
-        ModelRunner(model)
+        checked_runner(model)
 
 
 class Remembering(nn.Module):
@@ -138,7 +138,7 @@ def test_a_model_with_a_state_of_its_own_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp = Remembering(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match="its logits differ from those of its own attention by"):
-        ModelRunner(model)
+        checked_runner(model)
 
 
 def windowless(model: PreTrainedModel) -> PreTrainedModel:
@@ -153,29 +153,29 @@ def test_a_window_that_is_only_in_the_mask_is_refused_however_large(window: int,
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=window, max_window_layers=0)
     model = Qwen2ForCausalLM(config).eval()
-    assert ModelRunner(model).max_positions == 1024
+    assert checked_runner(model).max_positions == 1024
     with pytest.raises(UnsupportedModel, match=why):
-        ModelRunner(windowless(model))
+        checked_runner(windowless(model))
 
 
 def test_a_layer_that_is_skipped_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers = model.model.layers[:2]
     with pytest.raises(UnsupportedModel, match="not called once by every layer, but 2 times, in 2 of 3 layers"):
-        ModelRunner(model)
+        checked_runner(model)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     model = tiny_model("llama")
     model.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(UnsupportedModel, match="its own logits are not finite"):
-        ModelRunner(model)
+        checked_runner(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config, CohereConfig, Phi3Config])
 def test_half_precision_is_no_reason_to_refuse(kind: type[PretrainedConfig], dtype: torch.dtype) -> None:
-    ModelRunner(random_model(small_config(kind())).to(dtype))
+    checked_runner(random_model(small_config(kind())).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -183,19 +183,19 @@ def test_half_precision_does_not_hide_a_difference(dtype: torch.dtype) -> None:
     model = random_model(small_config(LlamaConfig()))
     model.model.layers[1].mlp = Remembering(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match="its logits differ"):
-        ModelRunner(model.to(dtype))
+        checked_runner(model.to(dtype))
 
 
 def test_keys_that_are_turned_otherwise_are_served_and_not_translated() -> None:
-    assert "are not rotated" in str(ModelRunner(random_model(small_config(CohereConfig()))).refusal)
-    assert "do not rotate keys" in str(ModelRunner(random_model(small_config(SmolLM3Config()))).refusal)
-    assert ModelRunner(random_model(small_config(LlamaConfig()))).refusal is None
+    assert "are not rotated" in str(checked_runner(random_model(small_config(CohereConfig()))).refusal)
+    assert "do not rotate keys" in str(checked_runner(random_model(small_config(SmolLM3Config()))).refusal)
+    assert checked_runner(random_model(small_config(LlamaConfig()))).refusal is None
 
 
 def test_the_check_leaves_random_numbers_and_the_default_dtype_as_they_were() -> None:
     model = tiny_model("qwen3")
     before = torch.get_rng_state()
-    ModelRunner(model)
+    checked_runner(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.config._attn_implementation == "kedge"
     assert not model.training

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.build import model_path
-from kedge.engine.local.model.loading import HFTokenizer
 from kedge.errors import ForwardFailed
 from kedge.integrations.vllm.engine.answer import Answer
 from kedge.integrations.vllm.engine.receipts import UNTOLD, answer_logprobs, own_receipt, prompt_logprobs, told_receipt

@@ -19,7 +19,7 @@ from kedge.engine.local.attention.arguments import unsupported
 from kedge.engine.local.model.probe import attention
 
 if TYPE_CHECKING:
-    from kedge.engine.local.model.loading import ModelRunner
+    from kedge.engine.local.model.runner import ModelRunner
 
 NAME = "kedge-masks"
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

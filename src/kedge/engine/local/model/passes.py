@@ -14,7 +14,7 @@ from kedge.errors import UnsupportedModel
 from kedge.kv.storage import PagedStorage
 
 if TYPE_CHECKING:
-    from kedge.engine.local.model.loading import ModelRunner
+    from kedge.engine.local.model.runner import ModelRunner
 
 
 @dataclass(slots=True)

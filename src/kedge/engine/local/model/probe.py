@@ -21,7 +21,7 @@ from kedge.errors import KedgeError, UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kedge.engine.local.model.loading import ModelRunner
+    from kedge.engine.local.model.runner import ModelRunner
 
 LENGTH = 16
 """Tokens of a prompt"""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import AutoModelForCausalLM
 
-from kedge.engine.local.model.loading import ModelRunner
+from kedge.engine.local.model.loading import checked_runner
 from kedge.kv.spec import translation_refusal
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def trial(config: PretrainedConfig) -> Trial:
     except Exception as error:  # whatever a family raises for sizes that do not go together
         logger.info("no small copy of this %s can be built: %s", config.model_type, error)
         return Trial(False, translation_refusal(config))
-    runner = ModelRunner(model)
+    runner = checked_runner(model)
     return Trial(True, translation_refusal(config) or runner.refusal)
 
 

@@ -18,7 +18,8 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.saving.records import names, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
-from kedge.engine.local.model.loading import HFTokenizer, ModelRunner
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.state.damage import Damage
 from kedge.engine.local.state.files import Entry, Name
 from kedge.engine.local.state.folder import StateFolder

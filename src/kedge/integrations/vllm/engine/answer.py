@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kedge.engine.common.detokenizer import TextStream
-from kedge.engine.local.model.loading import HFTokenizer
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.sequence import LocalStream
 from kedge.errors import ForwardFailed
 from kedge.integrations.vllm.engine.receipts import answer_logprobs, own_receipt, prompt_logprobs, told_receipt

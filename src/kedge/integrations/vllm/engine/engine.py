@@ -16,9 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.engine.local.build import model_path
-from kedge.engine.local.model.loading import HFTokenizer, read_config
+from kedge.engine.local.model.loading import read_config
 from kedge.engine.local.sequence import LocalStream
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.integrations.vllm.engine.answer import Answer

@@ -1,0 +1,65 @@
+"""Running one flattened batch through a Transformers model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kedge.engine.local.attention import paged as attention
+from kedge.engine.local.attention.paged import Batch, Pass
+from kedge.engine.local.model.graphs import StepGraphs
+from kedge.errors import UnsupportedModel
+from kedge.kv.rotary import Rotary
+from kedge.kv.spec import KVSpec, longest
+
+
+class ModelRunner:
+    """A loaded model with what Kedge derives from it. `forward` is the only place where it runs.
+
+    `kedge.engine.local.model.loading.checked_runner` makes one whose results have been checked.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Give the model Kedge's attention. Raises `UnsupportedModel` where layers share no rotary module."""
+        self.model = model
+        self.graphs: StepGraphs | None = None
+        """CUDA graphs over the storage of the engine that runs this model, where it has any."""
+        self.refusal: str | None = None
+        """Why the model's KV cannot be translated, None where it can."""
+        config = model.config.get_text_config()
+        self.spec = KVSpec.from_config(model.config, dtype=model.dtype)
+        self.device = model.device
+        self.vocab_size: int = config.vocab_size
+        self.max_positions = longest(config)
+        self.rotary = Rotary(_rotary_module(model), self.max_positions, self.device)
+        eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+        self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        model.set_attn_implementation(attention.NAME)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Write the KV of all tokens of the batch. Returns logits [rows wanted, vocab] as float32."""
+        replayed = self.graphs.replay(batch) if self.graphs else None
+        return self.run(batch) if replayed is None else replayed
+
+    def run(self, batch: Pass) -> Tensor:
+        """Do as `forward` does for any pass, launching kernel by kernel."""
+        out = self.model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logits_rows,
+            kedge=batch,
+        )
+        return out.logits[0].float()
+
+
+def _rotary_module(model: PreTrainedModel) -> nn.Module:
+    """Return what gives all layers their cosines and sines. Raises `UnsupportedModel` where there is no such module."""
+    module = getattr(model.base_model, "rotary_emb", None)
+    if module is None:
+        raise UnsupportedModel("model_type", model.config.model_type, "it has no rotary module for all layers")
+    return cast(nn.Module, module)
