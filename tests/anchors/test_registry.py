@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kedge.anchors.config import AnchorConfig
+from kedge.anchors.estimators.site import SlotOffsets
 from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_slot
-from kedge.anchors.site import SlotOffsets
 from kedge.settings import estimator_settings
 from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
 

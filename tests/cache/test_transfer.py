@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.cache import Copied, Direction, TransferLimits
-from kedge.cache.node import Node
-from kedge.cache.transfer import Purpose, Transfer, TransferQueue
+from kedge.cache.copies import Purpose
+from kedge.cache.node import Node, Transfer
+from kedge.cache.transfer import TransferQueue
 from kedge.errors import ConfigError, PlanError
 from tests.cache.helpers import NS, FakeCopier
 

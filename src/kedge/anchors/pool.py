@@ -8,10 +8,10 @@ from itertools import islice
 import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
+from kedge.anchors.estimators.site import MakeSlot, Observation, SlotOffsets
 from kedge.anchors.keys import KeyBlock
 from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.site import MakeSlot, Observation, SlotOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import Slot

@@ -11,7 +11,7 @@ from kedge.anchors.criteria.shareability import Criterion, Entropy, Error
 from kedge.anchors.estimators.aligned import cosine, mean, nearest
 from kedge.anchors.estimators.blending import Estimator, Interpolate, Token
 from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
-from kedge.anchors.site import MakeSlot, SlotOffsets
+from kedge.anchors.estimators.site import MakeSlot, SlotOffsets
 from kedge.errors import ConfigError
 
 ESTIMATORS: Mapping[str, Callable[[AnchorConfig], Estimator]] = {

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.criteria.calibration import Calibration
 from kedge.anchors.criteria.shareability import Verdict
 from kedge.anchors.estimators.blending import Match
+from kedge.anchors.estimators.site import Observation, SlotOffsets
 from kedge.anchors.matching import Matcher
 from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.registry import make_criterion, make_slot
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
-from kedge.anchors.site import Observation, SlotOffsets
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot, TemplateOwner
 from kedge.types import TenantId, WorkflowId, tenant_of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kedge.cache.block_pool import BlockPool
+from kedge.cache.copies import Copied, Copier, Copy, Direction, TransferLimits
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Readiness, Status
 from kedge.cache.manager import CacheManager, Changes, Hit, Lease
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import TierSettings
-from kedge.cache.transfer import Copied, Copier, Copy, Direction, TransferLimits
 from kedge.policies.eviction import EvictionPolicy, Namespace, NodeView, belady, lru, steps_to_execution
 from kedge.policies.fixed_prompts import FixedBoundary
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from kedge.cache.node import DEVICE, Node
+from kedge.cache.copies import Outcome, Purpose
+from kedge.cache.node import DEVICE, Node, Transfer
 from kedge.cache.radix_tree import Removed
-from kedge.cache.transfer import Outcome, Purpose, Transfer
 
 
 class Reason(StrEnum):

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kedge.cache.node import DEVICE, Handle, Node, State
+from kedge.cache.copies import Direction, Outcome, Purpose
+from kedge.cache.node import DEVICE, Handle, Node, State, Transfer
 from kedge.cache.radix_tree import Walk
 from kedge.cache.tiers import Tiers, missing
-from kedge.cache.transfer import Direction, Outcome, Purpose, Transfer
 from kedge.errors import PlanError
 from kedge.policies.eviction import Namespace
 from kedge.types import RequestId

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kedge.cache.block_pool import BlockPool
-from kedge.cache.node import DEVICE, HOST, Node, Share, State, Tier
-from kedge.cache.transfer import Transfer
+from kedge.cache.node import DEVICE, HOST, Node, Share, State, Tier, Transfer
 from kedge.errors import PlanError
 from kedge.types import TenantId
 

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kedge.cache.copies import Copier, Direction
 from kedge.cache.counters import CacheStats, Reason
 from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.node import DEVICE, HOST, LabelKey, Node, Tier
 from kedge.cache.prefetch import Prefetcher, may_replace
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers, TierSettings
-from kedge.cache.transfer import Copier, Direction
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy, Namespace, lru
 from kedge.types import RequestId, Source, Span, TenantId

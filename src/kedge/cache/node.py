@@ -18,15 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING
 
+from kedge.cache.copies import Copy, Direction, Outcome, Purpose
 from kedge.policies.eviction import EvictionKey, Namespace
 from kedge.structures.lazy_heap import LazyHeap
 from kedge.structures.step_counts import StepCounts
 from kedge.types import TenantId, tenant_of
-
-if TYPE_CHECKING:
-    from kedge.cache.transfer import Transfer
 
 LabelKey = Hashable
 """Whose fixed prompt a label ends: (tenant, client, run, agent), or anything else that can be a key."""
@@ -141,6 +138,41 @@ class Node:
     def prefix(self) -> bytes:
         """The token ids from the root to the node's end, as int32 bytes."""
         return b"".join(step.key for step in self.path_down())
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One copy with what the cache knows of it. `nodes` go down one path; a split of one of them adds another."""
+
+    copy: Copy
+    purpose: Purpose
+    nodes: list[Node]
+    started: bool = False
+    demanded: bool = False
+    """A request waits for it, or did before it landed."""
+    live: int = 0
+    """Nodes that it brought to the device and that are there unhit."""
+    outcome: Outcome | None = None
+
+    @property
+    def end(self) -> Node:
+        """The lowest of its nodes: the one that it locks."""
+        return self.nodes[-1]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.copy.sources)
+
+    @property
+    def is_load(self) -> bool:
+        return self.copy.direction is Direction.LOAD
+
+    def shares(self) -> Iterator[tuple[Node, list[int]]]:
+        """Its nodes with the target blocks of each."""
+        at = 0
+        for node in self.nodes:
+            yield node, list(self.copy.targets[at : at + node.size])
+            at += node.size
 
 
 class Share:

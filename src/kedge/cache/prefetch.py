@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kedge.cache.copies import Direction, Purpose
 from kedge.cache.node import Node, State
 from kedge.cache.tiers import Tiers, missing
-from kedge.cache.transfer import Direction, Purpose
 from kedge.policies.eviction import StepView, distance
 from kedge.structures.lazy_heap import LazyHeap
 

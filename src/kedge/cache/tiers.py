@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 
 from kedge.cache import integrity
 from kedge.cache.block_pool import BlockPool
+from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose, TransferLimits
 from kedge.cache.counters import Counters, Reason
-from kedge.cache.node import DEVICE, HOST, Handle, Node, State, Tier
+from kedge.cache.node import DEVICE, HOST, Handle, Node, State, Tier, Transfer
 from kedge.cache.radix_tree import RadixTree, Removed
-from kedge.cache.transfer import Copied, Copier, Direction, Outcome, Purpose, Transfer, TransferLimits, TransferQueue
+from kedge.cache.transfer import TransferQueue
 from kedge.errors import ConfigError, OutOfBlocks
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import VIRTUAL_STEP, EvictionPolicy

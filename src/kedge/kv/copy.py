@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kedge.cache.transfer import Copied, Copy, Direction
+from kedge.cache.copies import Copied, Copy, Direction
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.config import AnchorConfig
-from kedge.anchors.criteria.calibration import Calibration
 from kedge.anchors.criteria.leverage import Length, Leverage, Spread
 from kedge.anchors.estimators.blending import Match, Token
 from kedge.anchors.keys import KeyBlock

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria.shareability import Entropy, Error, Verdict
 from kedge.anchors.estimators.blending import Interpolate, Match, Token
 from kedge.anchors.keys import KeyBlock

@@ -11,8 +11,8 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
 from kedge.anchors.estimators.ridge import Ridge
+from kedge.anchors.estimators.site import Observation
 from kedge.anchors.offsets import rows_of
-from kedge.anchors.site import Observation
 from kedge.anchors.store import AnchorStore, SampleView
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment

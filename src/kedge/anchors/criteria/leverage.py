@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria.shareability import Verdict, lacks_length
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.keys import KeyBlock

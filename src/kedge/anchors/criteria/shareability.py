@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators.blending import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
 

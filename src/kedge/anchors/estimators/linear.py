@@ -10,8 +10,8 @@ from torch import Tensor
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.estimators.ridge import Ridge
+from kedge.anchors.estimators.site import Observation, Offsets, SlotOffsets
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
-from kedge.anchors.site import Observation, Offsets, SlotOffsets
 from kedge.errors import TranslationRefused
 from kedge.kv.segment import KVSegment
 

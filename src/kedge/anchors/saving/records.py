@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.base_store import BaseStore, TemplateBase
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
+from kedge.anchors.estimators.site import SlotOffsets
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.site import SlotOffsets
 from kedge.anchors.store import AnchorStore
 from kedge.reuse.contracts import PoolKey, Slot
 from kedge.types import TenantId, WorkflowId

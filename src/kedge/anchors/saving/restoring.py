@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.criteria.calibration import PARTS, Calibration
+from kedge.anchors.calibration import PARTS, Calibration
+from kedge.anchors.estimators.site import Observation, SlotOffsets
 from kedge.anchors.offsets import row_dtype
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.saving.records import POOL, TEMPLATE, Record, pool_key
-from kedge.anchors.site import Observation, SlotOffsets
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, StateDamaged, TranslationRefused
 from kedge.kv.segment import KVSegment

@@ -21,7 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from kedge.cache import Copy, Direction
-from kedge.cache.transfer import Outcome, Purpose
+from kedge.cache.copies import Outcome, Purpose
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import Ended
 from kedge.policies.cost import CostModel

@@ -19,8 +19,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.cache import Copy
+from kedge.cache.copies import Purpose
 from kedge.cache.prefetch import Candidate, is_within
-from kedge.cache.transfer import Purpose
 from kedge.engine.local.fixed_prompts import FixedLengths
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import Call, read_call

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
 from kedge.errors import PlanError, TranslationRefused
 
 NONE = Calibration()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.criteria.calibration import Calibration
+from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
 from kedge.anchors.offsets_8bit import EightBitTable

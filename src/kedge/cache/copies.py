@@ -1,0 +1,98 @@
+"""The contract between the cache and whoever copies blocks between its tiers.
+
+The cache never copies. It hands a `Copy` to a `Copier` and learns of its end by `drain`; between the two calls the
+target blocks belong to the copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kedge.errors import ConfigError
+
+
+class Direction(StrEnum):
+    """Which way blocks move."""
+
+    LOAD = "load"
+    """Host to device."""
+    OFFLOAD = "offload"
+    """Device to host."""
+
+
+class Purpose(StrEnum):
+    """Why blocks move. Demands go before prefetches; backups move the other way."""
+
+    DEMAND = "demand"
+    PREFETCH = "prefetch"
+    BACKUP = "backup"
+
+
+class Outcome(StrEnum):
+    """How a transfer ended."""
+
+    COMPLETED = "completed"
+    """It landed; where it was a prefetch, it was hit too."""
+    LATE = "late"
+    """A prefetch that somebody had to wait for."""
+    WASTED = "wasted"
+    """Nobody hit what it brought: it was evicted before, or computed anew meanwhile."""
+    CANCELLED = "cancelled"
+    """It never started."""
+    FAILED = "failed"
+    """The copier said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An order: block `sources[i]` of one tier to block `targets[i]` of the other."""
+
+    copy_id: int
+    direction: Direction
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The end of a copy. From now on nothing of it reads or writes."""
+
+    copy_id: int
+    ok: bool
+    seconds: float = 0.0
+    """How long the copy itself took, without its time in a queue."""
+
+
+class Copier(Protocol):
+    """Carries out copies, on another thread or stream; both methods are called by the thread that owns the cache.
+
+    Every submitted copy ends exactly once, in any order, as `ok` or not. A copy has to come after all work on its
+    blocks that was started before `submit` (the passes that wrote its sources, or that still read what its targets
+    held before), and before all work started after `drain` has reported it.
+    """
+
+    def submit(self, copy: Copy) -> None:
+        """Starts a copy. Returns at once and does not raise: what cannot be done ends as not `ok`."""
+
+    def hurry(self, copy_id: int) -> None:
+        """Somebody waits for this copy: it goes before all that nobody waits for, also before what has begun, as far
+        as the copier can. Unknown ids are ignored: the copy may just have ended.
+        """
+
+    def drain(self) -> list[Copied]:
+        """What has ended since the last call. Does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """How much may be under way in each direction. A single transfer may always be, however large it is."""
+
+    jobs: int = 2
+    bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("jobs", "bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "at least one must be allowed under way")
