@@ -188,18 +188,6 @@ def test_misuse_is_refused() -> None:
         CacheManager(0)
 
 
-def test_reorder_reaches_the_tree() -> None:
-    far = {"x": 1, "y": 2}
-    cache = CacheManager(2, 1, lambda node: (-far[node.namespace[0]],))
-    for name in far:
-        cache.admit(A, (name, "m"), b"a", 0, 1)
-        cache.finish(A, b"a")
-    far.update(x=3)
-    cache.reorder()
-    cache.admit(A, ("x", "m"), b"b", 0, 1)
-    assert (cache.match(("x", "m"), b"a").tokens_count, cache.match(("y", "m"), b"a").tokens_count) == (0, 1)
-
-
 Prefix = tuple[tuple[str, str], bytes]
 NAMES = st.sampled_from([("t", "m"), ("u", "m")])
 TEXTS = st.text("ab", min_size=1, max_size=12).map(str.encode)

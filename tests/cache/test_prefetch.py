@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kedge.cache import TransferLimits
 from kedge.cache.node import Node
-from kedge.cache.prefetch import Candidate, is_within, may_replace
+from kedge.policies.prefetch import Candidate, is_within, may_replace
 from tests.cache.helpers import NS, World
 from tests.cache.test_hazards import on_host_only
 

@@ -101,16 +101,6 @@ def test_evict_frees_exactly_what_is_asked_or_nothing() -> None:
     assert tree.match(NS, b"abcd") == [0]
 
 
-def test_a_policy_may_change_its_mind() -> None:
-    steps = {"near": 1, "far": 9}
-    tree = RadixTree(1, lambda node: (-steps[node.namespace[0]], node.last_access))
-    tree.insert(("near", "m"), b"a", [0])
-    tree.insert(("far", "m"), b"a", [1])
-    steps.update(near=9, far=1)
-    tree.reorder()
-    assert evict(tree, 2) == [0, 1]
-
-
 def test_clear_spares_what_is_locked() -> None:
     tree = tree_of(1, ("abc", [0, 1, 2]), ("abd", [0, 1, 3]))
     tree.insert(("other", "m"), b"abc", [4, 5, 6])

@@ -144,7 +144,7 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
         limits = built._core.learned[0]._limits
         assert [(name, one.anchors, one.nbytes) for name, one in limits.items()] == [("a", 3, 1 << 20), ("b", 7, None)]
         block = built.kv_spec.bytes_per_token * 16
-        assert built._core._cache._tiers.host_limits == {"a": (2 << 20) // block}
+        assert built._core._cache._tiers.backups.limits == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
         create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", Limits(anchors=7)))
 

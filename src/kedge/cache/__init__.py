@@ -6,7 +6,8 @@ from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction, TransferLimits
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Readiness, Status
-from kedge.cache.manager import CacheManager, Changes, Hit, Lease
+from kedge.cache.leases import Lease
+from kedge.cache.manager import CacheManager, Changes, Hit
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import TierSettings

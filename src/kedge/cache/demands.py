@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kedge.cache.copies import Direction, Outcome, Purpose
 from kedge.cache.node import DEVICE, Handle, Node, State, Transfer
-from kedge.cache.radix_tree import Walk
+from kedge.cache.prefix_index import Walk
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
 from kedge.policies.eviction import Namespace
@@ -100,7 +100,7 @@ class Demands:
                 raise PlanError("wanted", node.wanted, f"{waiting[node]} requests wait for this node")
 
     def _known_tokens(self, walk: Walk | None) -> int:
-        return 0 if walk is None else self._tiers.tree.tokens_in(walk.length)
+        return 0 if walk is None else self._tiers.tree.index.tokens_in(walk.length)
 
     def _advance(self, demand: _Demand) -> Readiness:
         demand.denied = False

@@ -175,6 +175,15 @@ class Transfer:
             at += node.size
 
 
+def split_transfers(upper: Node, lower: Node) -> None:
+    """Let what moves, or brought, `lower` do so for `upper` too, which was split off it."""
+    upper.transfer, upper.arrival = lower.transfer, lower.arrival
+    if upper.transfer:
+        upper.transfer.nodes.insert(upper.transfer.nodes.index(lower), upper)
+    if upper.arrival:
+        upper.arrival.live += 1
+
+
 class Share:
     """One tier's share of the tree: `size` blocks in all, `evictable` of them under no lock, and who goes first."""
 

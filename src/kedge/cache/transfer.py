@@ -14,7 +14,7 @@ from kedge.errors import PlanError
 
 
 class TransferQueue:
-    """Hands transfers to the copier within the limits: demands first, then in the order in which they came.
+    """A queue that hands transfers to the copier within the limits: demands first, then in the order of arrival.
 
     What nobody waits for keeps nobody waiting: for a demand the limits count other demands only.
     """
@@ -28,14 +28,16 @@ class TransferQueue:
     def enqueue(
         self, direction: Direction, purpose: Purpose, nodes: list[Node], sources: list[int], targets: list[int]
     ) -> Transfer:
-        """A new transfer; it starts with one of the next calls of `start`."""
+        """Add a transfer of `nodes`. It starts with one of the next calls of `start`."""
         copy = Copy(next(self._ids), direction, tuple(sources), tuple(targets))
         transfer = Transfer(copy, purpose, nodes, demanded=purpose is Purpose.DEMAND)
+        for node in nodes:
+            node.transfer = transfer
         self._put(transfer)
         return transfer
 
     def promote(self, transfer: Transfer) -> None:
-        """Somebody waits for `transfer`: it goes before all that nobody waits for."""
+        """Move `transfer`, which a request waits for now, before all that nobody waits for."""
         if transfer.demanded:
             return
         transfer.demanded = True
@@ -46,36 +48,36 @@ class TransferQueue:
             self._put(transfer)
 
     def cancel(self, transfer: Transfer) -> None:
-        """Takes a queued transfer out. Raises `PlanError` if it has started: its blocks are being written."""
+        """Take a queued transfer out. Raises `PlanError` if it has started: its blocks are being written."""
         if transfer.started:
             raise PlanError("transfer", transfer.copy, "has started and cannot be cancelled")
         self._lane(transfer).remove(transfer)
 
     def start(self) -> None:
-        """Hands over what the limits allow."""
+        """Hand over what the limits allow."""
         for queued in self._queued.values():
             while queued and self._fits(queued[0]):
                 self._submit(queued.popleft())
 
     def drain(self) -> list[tuple[Transfer, Copied]]:
-        """What has ended. Raises `PlanError` for a copy that was not under way."""
+        """Return what has ended. Raises `PlanError` for a copy that was not under way."""
         return [(self._end(copied), copied) for copied in self._copier.drain()] if self._copier else []
 
     def queued(self, direction: Direction) -> list[Transfer]:
-        """What has not started, next first."""
+        """Return what has not started, next first."""
         return list(self._queued[direction])
 
     def started(self) -> list[Transfer]:
-        """What is under way."""
+        """Return what is under way."""
         return list(self._started.values())
 
     def demanded_blocks(self, direction: Direction) -> int:
-        """Blocks that somebody waits for: a new demand comes after these, and before all others."""
+        """Return how many blocks requests wait for: a new demand comes after these, and before all others."""
         pending = (transfer for transfer in self.pending() if transfer.copy.direction is direction)
         return sum(transfer.blocks for transfer in pending if transfer.demanded)
 
     def pending(self) -> list[Transfer]:
-        """All that has not ended."""
+        """Return all that has not ended."""
         return [*self._started.values(), *itertools.chain.from_iterable(self._queued.values())]
 
     def _put(self, transfer: Transfer) -> None:

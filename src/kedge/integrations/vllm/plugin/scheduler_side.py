@@ -20,7 +20,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from kedge.cache import Copy
 from kedge.cache.copies import Purpose
-from kedge.cache.prefetch import Candidate, is_within
 from kedge.engine.local.fixed_prompts import FixedLengths
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import Call, read_call
@@ -29,6 +28,7 @@ from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import distance
+from kedge.policies.prefetch import Candidate, is_within
 from kedge.reuse.plan import spans_of
 from kedge.types import Receipt, ReuseMode, Source
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard

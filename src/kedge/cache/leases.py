@@ -1,0 +1,211 @@
+"""The blocks of requests: leased when one is admitted, shared or freed when it ends.
+
+| block of a lease    | owner | read by  | at `finish`                                       |
+|---------------------|-------|----------|---------------------------------------------------|
+| exact hit           | tree  | anybody  | stays cached, its lock goes                       |
+| committed           | tree  | anybody  | stays cached, its lock goes                       |
+| exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
+| translated, partial | lease | its own  | freed; never in the tree                          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from kedge.cache.counters import Reason
+from kedge.cache.node import DEVICE, HOST, Node
+from kedge.cache.radix_tree import Inserted
+from kedge.cache.tiers import Tiers
+from kedge.errors import OutOfBlocks, PlanError
+from kedge.policies.eviction import Namespace
+from kedge.policies.prefetch import may_replace
+from kedge.types import RequestId, Source, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A request's blocks in prompt order, fixed in place until it ends. The first `exact_tokens` tokens hold KV."""
+
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    exact_tokens: int
+    spans: tuple[Span, ...] = ()
+    """The exact tokens by source: `HOST` where a request had to wait for their load, else `DEVICE`."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """A lease's inside: `node` is locked and ends `shared`, its tokens in the tree; `own` blocks belong to it."""
+
+    lease: Lease
+    namespace: Namespace
+    node: Node
+    shared: tuple[int, ...]
+    own: set[int]
+
+
+class Leases:
+    """All leases, by request. Contracts are those of the methods of `CacheManager` of the same names."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers, self._tree, self._block_size = tiers, tiers.tree, tiers.tree.block_size
+        self._held: dict[RequestId, Holding] = {}
+
+    def holdings(self) -> Collection[Holding]:
+        """Return the insides of all leases."""
+        return self._held.values()
+
+    def admit(
+        self,
+        request_id: RequestId,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        exact_limit: int,
+        total_tokens: int,
+        steps: float | None,
+    ) -> Lease:
+        """Lease blocks for a request that holds none."""
+        self._require_none(request_id)
+        reusable = tokens[: max(0, exact_limit)]
+        if total_tokens < len(reusable):
+            raise PlanError("total_tokens", total_tokens, f"{len(reusable)} tokens may be reused")
+        node, hit = self._tree.lock(namespace, reusable)
+        try:
+            new = self._allocate(self._blocks_for(total_tokens) - len(hit), hit, Reason.ADMIT, steps)
+        except OutOfBlocks:
+            self._tree.unlock(node)
+            raise
+        self._tree.touch(node)
+        exact = len(hit) * self._block_size
+        if exact_limit > 0:
+            self._tiers.counters.lookup(exact, len(tokens) - exact)
+        lease = Lease(request_id, (*hit, *new), exact, self._hit_path(node))
+        self._held[request_id] = Holding(lease, namespace, node, tuple(reusable[:exact]), set(new))
+        return lease
+
+    def extend(self, request_id: RequestId, total_tokens: int, steps: float | None) -> Lease:
+        """Grow a lease to `total_tokens`."""
+        held = self._holding(request_id)
+        missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
+        if missing > 0:
+            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND, steps)
+            held.own.update(new)
+            held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
+        return held.lease
+
+    def hand_over(self, request_id: RequestId, heir: RequestId) -> Lease:
+        """Give a lease to another request, which holds none."""
+        self._require_none(heir)
+        held = self._holding(request_id)
+        held.lease = replace(held.lease, request_id=heir)
+        self._held[heir] = self._held.pop(request_id)
+        return held.lease
+
+    def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
+        """Share the first tokens of a running lease, whose KV is final and exact."""
+        held = self._holding(request_id)
+        full = self._full_tokens(held, exact_tokens)
+        if len(full) > len(held.shared):
+            inserted = self._insert(held, full)
+            self._tree.lock_path(inserted.node)
+            self._tree.unlock(held.node)
+            held.node, held.shared = inserted.node, full
+
+    def finish(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
+        """End a lease whose first tokens are exact."""
+        held = self._holding(request_id)
+        full = self._full_tokens(held, exact_tokens)
+        if full:
+            self._insert(held, full)
+        self._end(held)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a lease of which nothing more is shared."""
+        self._end(self._holding(request_id))
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once."""
+        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
+        for held in self._held.values():
+            blocks = set(held.lease.blocks)
+            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
+                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
+
+    def _require_none(self, request_id: RequestId) -> None:
+        if request_id in self._held:
+            raise PlanError("request_id", request_id, "holds a lease already")
+
+    def _holding(self, request_id: RequestId) -> Holding:
+        held = self._held.get(request_id)
+        if held is None:
+            raise PlanError("request_id", request_id, "holds no lease")
+        return held
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        after = following[-1] if following else None
+        if steps is None:
+            return self._tiers.pools.allocate(DEVICE, n, reason, after)
+
+        def may_go(victim: Node) -> bool:
+            return not victim.wanted and may_replace(victim, steps, self._tiers.settings.virtual_step)
+
+        return self._tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
+
+    def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
+        count = len(exact_tokens)
+        if count > len(held.lease.blocks) * self._block_size:
+            raise PlanError("exact_tokens", count, f"the lease has {len(held.lease.blocks)} blocks")
+        full = tuple(exact_tokens[: count - count % self._block_size])
+        if full[: len(held.shared)] != held.shared[: len(full)]:
+            raise PlanError("exact_tokens", held.lease.request_id, "differ from the tokens the lease reads")
+        return full
+
+    def _insert(self, held: Holding, full: tuple[int, ...]) -> Inserted:
+        inserted = self._tree.insert(held.namespace, full, held.lease.blocks[: len(full) // self._block_size])
+        held.own.difference_update(inserted.adopted)
+        self._back_up_hits(inserted.node)
+        return inserted
+
+    def _end(self, held: Holding) -> None:
+        del self._held[held.lease.request_id]
+        self._tree.unlock(held.node)
+        self._tiers.pools[DEVICE].free(held.own)
+
+    def _hit_path(self, node: Node) -> tuple[Span, ...]:
+        """Count a hit of `node` and all above it. Returns their tokens by source."""
+        spans: list[Span] = []
+        for step in node.path_down():
+            source = self._source(step)
+            start = spans[-1].stop if spans else 0
+            stop = start + step.size * self._block_size
+            if spans and spans[-1].source is source:
+                start = spans.pop().start
+            spans.append(Span(start, stop, source))
+            self._tiers.pools.hit(step)
+        self._back_up_hits(node)
+        return tuple(spans)
+
+    def _source(self, node: Node) -> Source:
+        """Return where a request that hits `node` has its KV from, and count it."""
+        tokens = node.size * self._block_size
+        if node.arrival is None:
+            return Source.DEVICE
+        if node.arrival.demanded:
+            self._tiers.counters.host_hit_tokens += tokens
+            return Source.HOST
+        self._tiers.counters.prefetched_hit_tokens += tokens
+        return Source.DEVICE
+
+    def _back_up_hits(self, node: Node) -> None:
+        """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
+        hits = self._tiers.settings.backup_hits
+        if hits is None or not self._tiers.settings.host_blocks:
+            return
+        often = next((step for step in node.path() if step.hits >= hits), None)
+        if often is not None and often.parent is not None and not often.blocks[HOST]:
+            self._tiers.backups.back_up(often)
