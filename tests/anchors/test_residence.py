@@ -13,10 +13,10 @@ from torch import Tensor
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound, Residence, Unit
-from kedge.anchors.store import AnchorStore, Slot
+from kedge.anchors.store import AnchorStore
 from kedge.cache import steps_to_execution
 from kedge.errors import PlanError
-from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
+from kedge.reuse.contracts import Owner, RunOwner, Slot, TemplateOwner
 from kedge.types import RunId, SampleId, TenantId
 from tests.anchors.helpers import SLOT, observe, plus, random_kv, sample
 
@@ -211,13 +211,13 @@ def filled(host: int, device: int, steps: dict[str, float] | None = None, **sett
 
 
 def observations(store: AnchorStore) -> int:
-    return sum(len(offsets.holders) for offsets in store._slots())
+    return sum(len(offsets.holders) for offsets in store._table.sites())
 
 
 def whole() -> tuple[int, int]:
     """Bytes of all offsets, and of the key vectors beside them."""
     told = filled(0, 1 << 30).stats()
-    keys = filled(0, 1 << 30)._key_bytes()
+    keys = filled(0, 1 << 30)._table.key_bytes()
     return told.nbytes - keys, keys
 
 
@@ -244,7 +244,7 @@ def test_offsets_that_do_not_fit_the_device_are_estimated_with_all_the_same() ->
 def test_learning_goes_on_in_a_slot_that_was_on_the_host() -> None:
     offsets, keys = whole()
     store = filled(1 << 30, keys + int(offsets * 0.6))
-    away = next(slot for pool in store._pools.values() for slot, one in pool.slots.items() if one.on_host)
+    away = next(slot for pool in store.pools.values() for slot, one in pool.slots.items() if one.on_host)
     real = observe(store, sample(900), away)
     store.check_integrity()
     store.begin()
@@ -257,7 +257,7 @@ def test_the_farthest_go_first_and_who_runs_next_comes_back() -> None:
     offsets, keys = whole()
     steps = {SLOTS[0].agent_key: 9.0, SLOTS[1].agent_key: 0.0, SLOTS[2].agent_key: 1.0, SLOTS[3].agent_key: 5.0}
     store = filled(1 << 30, keys + int(offsets * 0.8), steps)
-    [pool] = store._pools.values()
+    [pool] = store.pools.values()
     assert {slot for slot, one in pool.slots.items() if one.on_host} == {SLOTS[0]}
     told = {**steps, SLOTS[0].agent_key: 1.0}
     store._residence._host = HostBound(1 << 30, steps_to_execution(), lambda owner: told[owner.template])  # type: ignore[union-attr]
@@ -361,5 +361,5 @@ def test_base_kv_that_fits_neither_tier_is_forgotten_by_age() -> None:
 
 def test_slots_are_named_by_their_template() -> None:
     store = filled(0, 1 << 30)
-    assert {one.owner for one in store._slots()} == {TemplateOwner(TENANT, slot.agent_key) for slot in SLOTS}
+    assert {one.owner for one in store._table.sites()} == {TemplateOwner(TENANT, slot.agent_key) for slot in SLOTS}
     assert SLOT not in SLOTS

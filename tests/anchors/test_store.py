@@ -8,13 +8,15 @@ import torch
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.keys import KeyBlock
 from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.store import AnchorStore, SampleView, Slot
+from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
+from kedge.reuse.contracts import SampleView, Slot
 from kedge.types import TenantId, tenant_of
 from tests.anchors.helpers import (
     BOTH,
     OPEN,
+    POOL,
     PREFIX_BASE,
     SLOT,
     filled,
@@ -75,7 +77,7 @@ def test_similar_values_are_estimated_from_similar_ones(settings: dict[str, Any]
     def near(seed: int, spread: float) -> SampleView:
         center, noise = random_kv(12, 0), random_kv(12, seed)
         base = KVSegment(center.keys + spread * noise.keys, center.values + spread * noise.values)
-        return SampleView(("t", "w", "p"), (seed,) * 12, base, seed)
+        return SampleView(POOL, (seed,) * 12, base, seed)
 
     store = AnchorStore(AnchorConfig(**settings))
     for seed in range(1, 9):
@@ -134,7 +136,7 @@ def test_weak_tokens_are_those_that_resemble_nothing() -> None:
     def jittered(seed: int) -> SampleView:
         noise = random_kv(30, seed)
         base = KVSegment(known.keys + 0.05 * noise.keys, known.values + 0.05 * noise.values)
-        return SampleView(("t", "w", "p"), (seed,) * 30, base, seed)
+        return SampleView(POOL, (seed,) * 30, base, seed)
 
     for seed in range(1, 8):
         value = jittered(seed)
@@ -166,7 +168,7 @@ def test_hits_count_only_anchors_that_are_used() -> None:
     assert repeat.used == (2,)
     store.use(repeat)
     store.use(repeat)
-    pool = next(iter(store._pools.values()))
+    pool = next(iter(store.pools.values()))
     assert [a.hits for a in pool.anchors.values()] == [0, 0, 2, 0]
     assert store.stats().used == 2
     store.use(store.estimate(Slot("nobody", 0), sample(2)))
@@ -179,7 +181,7 @@ def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, An
     store = filled(range(6), **settings)
     for seed in (0, 2, 4):
         observe(store, sample(seed), other)
-    pool = next(iter(store._pools.values()))
+    pool = next(iter(store.pools.values()))
     assert len(pool.anchors) == 6
     held = set(pool.slots[other].phi.rows_of_anchors(pool.slots[other].holders).tolist())
     for value in (sample(1), sample(3), sample(77)):
@@ -264,7 +266,7 @@ def test_an_empty_placeholder_is_neither_learned_nor_shared(settings: dict[str, 
 
 def test_base_kv_must_fit_the_tokens() -> None:
     with pytest.raises(PlanError, match="tokens=3"):
-        SampleView(("t", "w", "p"), (1, 2, 3), random_kv(4, 0), "key")
+        SampleView(POOL, (1, 2, 3), random_kv(4, 0), "key")
 
 
 def test_a_blend_made_before_an_observation_is_never_read_wrongly() -> None:
@@ -302,7 +304,7 @@ def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
     message = 0
     for number in range(6):
         keys, values = torch.randn(2, *shape)
-        value = SampleView(("t", "w", "p"), (number,) * tokens, KVSegment(keys, values), number)
+        value = SampleView(POOL, (number,) * tokens, KVSegment(keys, values), number)
         message += value.base.nbytes
         for agent in "abcd":
             store.observe(Slot(agent, 1), value, in_context_like(value.base))
@@ -348,7 +350,7 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
     observe(store, sample(9))
     store.check_integrity()
     assert store.nbytes() <= limit
-    kept = [a.tokens[0] for pool in store._pools.values() for a in pool.anchors.values()]
+    kept = [a.tokens[0] for pool in store.pools.values() for a in pool.anchors.values()]
     assert 2 not in kept
     assert kept[-1] == 9
     assert len(kept) >= 3
@@ -368,7 +370,7 @@ def test_pools_are_dropped_in_order_of_use() -> None:
     observe(store, sample(9, pool=pools[1]))
     store.use(store.estimate(SLOT, sample(2, pool=pools[0])))
     observe(store, sample(9, pool=pools[2]))
-    assert list(store._pools) == [pools[0], pools[2]]
+    assert list(store.pools) == [pools[0], pools[2]]
 
 
 def test_clear_forgets_one_tenant_or_all() -> None:
@@ -376,7 +378,7 @@ def test_clear_forgets_one_tenant_or_all() -> None:
     for tenant in "ab":
         observe(store, sample(0, pool=(tenant, "w", "p")))
     store.clear(TenantId("a"))
-    assert [key[0] for key in store._pools] == ["b"]
+    assert [key[0] for key in store.pools] == ["b"]
     store.clear()
     assert store.nbytes() == 0
 

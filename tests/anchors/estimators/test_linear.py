@@ -13,9 +13,10 @@ from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
 from kedge.anchors.estimators.ridge import Ridge
 from kedge.anchors.estimators.site import Observation
 from kedge.anchors.offsets import rows_of
-from kedge.anchors.store import AnchorStore, SampleView
+from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
+from kedge.reuse.contracts import SampleView
 from tests.anchors.helpers import (
     DIM,
     HEADS,
@@ -86,7 +87,7 @@ def test_linear_keeps_no_rows_and_forgets_nothing() -> None:
     strict = {**OPEN, "max_error": 1e-9}  # nothing is shareable, so everything is learned
     small, large = (filled(range(n), estimator="linear", capacity=4, **strict) for n in (4, 12))
     assert small.stats().anchors == large.stats().anchors == 4
-    few, many = (next(iter(store._pools.values())).slots[SLOT] for store in (small, large))
+    few, many = (next(iter(store.pools.values())).slots[SLOT] for store in (small, large))
     assert few.nbytes == many.nbytes == few._ridge.nbytes + PREFIX * (LAYERS - 1) * 2 * HEADS * DIM * 4
     assert few.tables == many.tables == ()
     rows = rows_of(sample(90).base)
@@ -125,7 +126,7 @@ def test_linear_token_is_the_lookup_of_what_the_regression_leaves_over() -> None
 @pytest.mark.parametrize("estimator", ["linear", "linear+token"])
 def test_a_known_value_does_not_calibrate_with_what_was_learned_from_it(estimator: str) -> None:
     store = filled(range(5), estimator=estimator, **OPEN)
-    pool = next(iter(store._pools.values()))
+    pool = next(iter(store.pools.values()))
     before = pool.slots[SLOT].calibration.observations
     observe(store, SampleView(sample(0).pool, sample(0).tokens, sample(0).base, "again"))
     assert pool.slots[SLOT].calibration.observations == before

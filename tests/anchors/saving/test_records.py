@@ -13,9 +13,9 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.config import AnchorConfig
 from kedge.anchors.saving.records import PoolView, Record, TemplateView, names, view
 from kedge.anchors.saving.restoring import Restored
-from kedge.anchors.store import AnchorStore, Slot
+from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey
+from kedge.reuse.contracts import PoolKey, Slot
 from kedge.types import TenantId
 from tests.anchors.helpers import (
     BOTH,

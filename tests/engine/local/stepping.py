@@ -80,7 +80,7 @@ class Stepped:
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
-        self.core.submit(sequence)
+        self.core.requests.submit(sequence)
         self.core.check_integrity()
         return sequence
 

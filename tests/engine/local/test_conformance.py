@@ -26,7 +26,7 @@ class LocalConformance(EngineConformance):
 
     def check_at_rest(self, engine: LocalEngine) -> None:
         engine.wait_idle(self.timeout_s)
-        engine._ask(engine._core.check_integrity)
+        engine._mailbox.ask(engine._core.check_integrity)
         assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 

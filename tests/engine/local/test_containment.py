@@ -120,7 +120,7 @@ def beside_neighbours(engine: LocalEngine, submit: Callable[[], LocalStream]) ->
 def at_rest(engine: LocalEngine) -> None:
     """Nothing is left of requests that have ended."""
     engine.wait_idle(PATIENCE)
-    within(lambda: engine._ask(engine._core.check_integrity))
+    within(lambda: engine._mailbox.ask(engine._core.check_integrity))
     assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
@@ -175,11 +175,11 @@ def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) ->
     stream = engine.submit(call(count=30))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            within(lambda: engine._ask(fails))
+            within(lambda: engine._mailbox.ask(fails))
     engine.submit(victim(ReuseMode.TRANSLATE)).result(PATIENCE)
     engine.wait_idle(PATIENCE)
     with pytest.raises(ZeroDivisionError):
-        within(lambda: engine._ask(lambda: fails()))
+        within(lambda: engine._mailbox.ask(lambda: fails()))
     assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
     at_rest(engine)
 
@@ -316,11 +316,11 @@ def test_a_command_that_raises_in_the_last_drain_keeps_no_stream_from_ending(eng
     streams = [engine.submit(call(count=300)), engine.submit(victim(), draw=gate)]
     assert gate.reached.wait(PATIENCE)
     for _ in range(2):
-        engine._post(lambda: 1 / 0)
+        engine._mailbox.post(lambda: 1 / 0)
     late = engine.submit(call())
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
-    assert engine._closed.wait(PATIENCE)
+    assert engine._mailbox._closed.wait(PATIENCE)
     gate.opened.set()
     closing.join(PATIENCE)
     assert not closing.is_alive()
@@ -330,7 +330,7 @@ def test_a_command_that_raises_in_the_last_drain_keeps_no_stream_from_ending(eng
 
 def test_a_command_that_raises_ends_nothing_while_the_engine_runs(engine: LocalEngine) -> None:
     stream = engine.submit(call(count=30))
-    engine._post(lambda: 1 / 0)
+    engine._mailbox.post(lambda: 1 / 0)
     assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
     at_rest(engine)
 

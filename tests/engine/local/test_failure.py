@@ -25,7 +25,7 @@ def test_an_engine_that_works_or_was_closed_has_no_failure() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_ends_the_engines_thread_is_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(tiny_model("llama"))
-    monkeypatch.setattr(engine, "_next_step", boom)
+    monkeypatch.setattr(engine._thread, "_next_step", boom)
     with pytest.raises(EngineClosed):
         engine.submit(request(tokens(1, 30))).result(60)
     assert engine.failure is BOOM

@@ -279,7 +279,7 @@ def test_a_tenant_takes_nothing_for_its_second_call() -> None:
 
 
 def by_cancel(engine: Stepped, sequence: RequestSequence) -> None:
-    assert engine.core.cancel(sequence.request.request_id)
+    assert engine.core.requests.cancel(sequence.request.request_id)
 
 
 def by_shut(engine: Stepped, sequence: RequestSequence) -> None:  # noqa: ARG001

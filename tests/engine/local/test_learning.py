@@ -172,7 +172,7 @@ def running(engine: Stepped, seed: int, **more: Any) -> RequestSequence:
 def test_a_cancelled_request_is_not_learned_from() -> None:
     engine = engine_of()
     sequence = running(engine, 1)
-    assert engine.core.cancel(sequence.request.request_id)
+    assert engine.core.requests.cancel(sequence.request.request_id)
     assert learning(engine)["pending"] == 0
     all_is_given_back(engine)
     assert observed(engine) == 0
@@ -272,7 +272,7 @@ class Costly(KnownCosts):
 def read(engine: Stepped, placeholder: str, times: int) -> None:
     """Let a value of a placeholder be read so often."""
     for _ in range(times):
-        engine.core._runtime._readers.read(PoolKey(TENANT, WorkflowId("flow"), placeholder), (1,))
+        engine.core._runtime._needs._readers.read(PoolKey(TENANT, WorkflowId("flow"), placeholder), (1,))
 
 
 @pytest.mark.parametrize("readers", [2, 6])

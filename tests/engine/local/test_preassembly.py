@@ -101,7 +101,7 @@ class Stage:
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
-        self.core.submit(sequence)
+        self.core.requests.submit(sequence)
         self.check()
         return sequence
 
@@ -471,8 +471,8 @@ def by_run(stage: Stage, hint: GenerateRequest) -> None:
 
 
 def by_cancel(stage: Stage, hint: GenerateRequest) -> None:
-    assert stage.core.cancel(hint.request_id)
-    assert not stage.core.cancel(hint.request_id)
+    assert stage.core.requests.cancel(hint.request_id)
+    assert not stage.core.requests.cancel(hint.request_id)
 
 
 def by_forecast(stage: Stage, hint: GenerateRequest) -> None:
@@ -514,7 +514,7 @@ def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparatio
     request = prompt_of("reader", ASKED, tokens(71, ANSWER))
     stage.prepare(replace(request, request_id=RequestId("hint")))
     stage.submit(request)
-    assert stage.core.cancel(request.request_id)
+    assert stage.core.requests.cancel(request.request_id)
     stage.check()
     assert (stage.told["cancelled"], stage.leased) == (1, 0)
 
@@ -640,9 +640,8 @@ def test_a_translation_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
     stage = taught()
     request = prompt_of("reader", ASKED, stage.answer)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            stage.core._preassembly._translator, "write", _raising(TranslationRefused("offset", 1, "on purpose"))
-        )
+        translator = stage.core._preassembly._writer._translator
+        patch.setattr(translator, "write", _raising(TranslationRefused("offset", 1, "on purpose")))
         stage.prepare(replace(request, request_id=RequestId("hint")))
     assert (stage.told["failed"], stage.leased) == (1, 0)
     assert stage.serve(request).receipt().translated > 0
@@ -673,7 +672,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
             case 5:
                 stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), rng.choice(answers))
             case 6 if live:
-                stage.core.cancel(rng.choice(live).key)
+                stage.core.requests.cancel(rng.choice(live).key)
         stage.check()
         for _ in range(rng.randrange(4)):
             stage.step()

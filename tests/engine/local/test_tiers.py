@@ -88,7 +88,7 @@ def engine_with(**tiers: object) -> Iterator[LocalEngine]:
 
 def settle(engine: LocalEngine) -> None:
     engine.wait_idle(30)
-    engine._ask(engine._core.check_integrity)
+    engine._mailbox.ask(engine._core.check_integrity)
     assert figures(engine)["cache"]["leased_blocks"] == 0
     assert not engine._core._cache._demands._waiting, "nobody waits any more, but the cache believes it"
 
@@ -230,7 +230,7 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
         for n, request in enumerate(requests):
             streams.append(engine.submit(request))
             engine.forecast(progress.started(request.agent, float(n)))
-            engine._ask(engine._core.check_integrity)
+            engine._mailbox.ask(engine._core.check_integrity)
         for request, stream in zip(requests, streams, strict=True):
             assert stream.result(60).tokens == expected(request.tokens)
 
@@ -247,7 +247,7 @@ def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     for n in range(others):
         engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(30)
         engine.wait_idle(30)
-    status = engine._ask(lambda: engine._core._cache.status(("default", ""), fixed(agent)))
+    status = engine._mailbox.ask(lambda: engine._core._cache.status(("default", ""), fixed(agent)))
     assert (status.device_tokens, status.host_tokens) == (0, FIXED)
 
 
@@ -279,7 +279,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
         assert engine.cancel(stream.request_id)
         done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
-        engine._ask(engine._core.check_integrity)
+        engine._mailbox.ask(engine._core.check_integrity)
         again = engine.submit(ask(0, 2)).result(30)
         assert again.tokens == expected(ask(0, 2).tokens)
         assert again.receipt.exact == FIXED
@@ -382,7 +382,7 @@ def test_wrong_hints_change_no_token() -> None:
             request = ask(rng.randrange(AGENTS), asked)
             engine.forecast({}, {})
             assert engine.submit(request).result(30).tokens == expected(request.tokens)
-            engine._ask(engine._core.check_integrity)
+            engine._mailbox.ask(engine._core.check_integrity)
 
 
 def test_hints_to_a_closed_engine_are_no_error() -> None:
@@ -435,7 +435,7 @@ def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None
         engine.forecast({AgentKey(*RUN, AgentId("a0")): None})
         engine.forecast({key: NextRun(0.0)}, {key: fixed(0)})
         engine.wait_idle(30)
-        assert engine._ask(lambda: engine._core._cache.match(("default", ""), fixed(0)).tokens_count) == FIXED
+        assert engine._mailbox.ask(lambda: engine._core._cache.match(("default", ""), fixed(0)).tokens_count) == FIXED
 
 
 def test_the_size_of_the_host_tier() -> None:

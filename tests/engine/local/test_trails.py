@@ -71,7 +71,7 @@ def left(engine: LocalEngine, said: Tokens) -> KVSegment | None:
         entry = engine._core.learned[1].find(TenantId("default"), RunId("run"), ANSWER, said, ())
         return entry and entry.kv
 
-    return engine._ask(find)
+    return engine._mailbox.ask(find)
 
 
 def values_of(prompt: Tokens, start: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_an_answer_takes_no_pass_more_where_what_follows_it_is_computed_again(we
     with engine(eos, anchors=AnchorSettings(**{**OPEN, "weak_error": weak_error})) as one:
         asked = written(ignore_eos=False)
         done = one.submit(asked).result(60)
-        assert one._ask(lambda: one._core.scheduler._passes) == passes
+        assert one._mailbox.ask(lambda: one._core.scheduler._passes) == passes
         one.wait_idle(60)
         assert done.finish_reason == "stop"
         assert left(one, done.tokens + (asked.trail[:2] if weak_error > 1 else ())) is not None
@@ -151,7 +151,7 @@ def teach(engine: LocalEngine) -> None:
         answer = serve(engine, written(question, f"past-{at}")).tokens
         serve(engine, reading(answer, question, f"past-{at}"))
     serve(engine, written())
-    engine._ask(engine._core._cache.clear_all)
+    engine._mailbox.ask(engine._core._cache.clear_all)
 
 
 @pytest.mark.parametrize("trail", [0, 1, 2, 3])

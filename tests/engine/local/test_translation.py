@@ -81,7 +81,7 @@ class Driver:
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
-        self.core.submit(sequence)
+        self.core.requests.submit(sequence)
         while sequence.first_token is None:
             self.core.step()
         assert sequence.table is not None

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import torch
 
+from kedge.anchors.estimate import Estimate
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
-from kedge.anchors.store import AnchorStore, Estimate
+from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.engine.local.components import Assembler
 from kedge.engine.local.model.runner import ModelRunner

@@ -1,4 +1,4 @@
-"""The engine without its thread: schedule, run a pass, go on with what it computed. One owner, no locks.
+"""The engine without its thread: schedule, forward, sample, finish. One owner, no locks.
 
 What one request brings along (its sampling, its text, what is learned from it) ends that request and no other. A pass
 that raises ends the batch that was in it.
@@ -29,14 +29,15 @@ from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.requests import Requests
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
-from kedge.errors import EngineClosed, ForwardFailed, OutOfBlocks
+from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineConfig
-from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ MEASURED = 64
 
 
 class EngineCore:
-    """Owns the model, the cache, the storage and the anchors, and runs the passes."""
+    """Owner of the model, the cache, the storage and the anchors, which runs the passes."""
 
     def __init__(
         self,
@@ -68,9 +69,10 @@ class EngineCore:
         jobs: deque[BaseJob] = deque()
         ahead: deque[Preparation] = deque()
         self._preassembly = Preassembly(cache, runtime, translator, storage.block_size, longest, ahead, costs)
-        self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, self._release)
+        self.requests = requests = Requests(cache, loading, self._preassembly)
+        self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
-            cache, runtime, loading, assembler, self._preassembly, self._learning, costs, self._preempt, self.end
+            cache, runtime, loading, assembler, self._preassembly, self._learning, costs, requests.preempt, requests.end
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
         self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead)
@@ -82,8 +84,9 @@ class EngineCore:
             runtime,
             self._learning,
             self._preassembly,
-            self.end,
+            requests.end,
         )
+        requests.scheduler, requests.learning = self.scheduler, self._learning
         self._loading = loading
         self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime)
 
@@ -91,37 +94,21 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to be done but learning."""
+        """Whether nothing is left to be done but learning."""
         return self.scheduler.idle and not self._preassembly.pending and not self._runtime.due
 
-    def submit(self, sequence: RequestSequence) -> None:
-        sequence.preparation = self._preassembly.claim(sequence.request)
-        self.scheduler.add(sequence)
-
     def prepare(self, request: GenerateRequest) -> None:
-        """Such a request is expected."""
+        """Take the hint that such a request is expected."""
         if self._assembler.works_ahead:
             self._preassembly.expect(request)
 
-    def cancel(self, request_id: RequestId) -> bool:
-        if sequence := self.find(request_id):
-            self.end(sequence)
-        return sequence is not None or self._preassembly.cancel(request_id)
-
-    def find(self, request_id: RequestId) -> RequestSequence | None:
-        return next((one for one in self._sequences if one.request.request_id == request_id), None)
-
-    @property
-    def _sequences(self) -> list[RequestSequence]:
-        return [*self.scheduler.unadmitted, *self.scheduler.running]
-
     def end_run(self, tenant: TenantId, run: RunId) -> None:
-        """Forgets a run, once nothing is left to learn from it."""
+        """Forget a run, once nothing is left to learn from it."""
         self._preassembly.end_run(tenant, run)
         self._learning.end_run(tenant, run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Takes what has changed in the forecast, and the fixed prompts of agents that are going to call."""
+        """Take the changes of the forecast, and the fixed prompts of agents that are going to call."""
         self._cache.on_forecast(changes)
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)
@@ -135,16 +122,16 @@ class EngineCore:
         return self._cache.transferring
 
     def pump(self) -> None:
-        """Lands what has been copied and starts what is to be copied next."""
+        """Land what has been copied, and start what is to be copied next."""
         if self._cache.pump():
             self._preassembly.wake()
         if self._cache.starved:
             self._preassembly.give_back()
 
     def step(self) -> bool:
-        """One pass over the model, and one piece of what nobody waits for.
+        """Run one pass over the model, and one piece of what no request waits for.
 
-        False where all that is left to do waits for a copy.
+        Returns False where all that is left to do waits for a copy.
         """
         self.pump()
         began = time.monotonic()
@@ -160,7 +147,7 @@ class EngineCore:
         return True
 
     def _spare(self, seconds: float) -> bool:
-        """Do what nobody waits for, after a pass of so many seconds; False where nothing was done.
+        """Do a piece of what no request waits for, after a pass of so many seconds. Returns False if there was none.
 
         While anything runs that is learning, within its budget; and while nobody waits for a first token, a piece of
         what is needed next: anchors and base KV from the host, then the prompt itself.
@@ -173,7 +160,7 @@ class EngineCore:
 
     @property
     def can_learn(self) -> bool:
-        """A finished request is left to learn from, and the base KV that this needs is there."""
+        """Whether a finished request is left to learn from, and the base KV that this needs is there."""
         return not self.scheduler.jobs and self._learning.ready
 
     def learn(self) -> None:
@@ -200,12 +187,13 @@ class EngineCore:
         return None
 
     def _forward(self, work: list[Work]) -> tuple[Tensor, ...]:
-        """The logits [rows, vocab] of each share: after its last position, or after all of them."""
+        """Return the logits [rows, vocab] of each share: after its last position, or after all of them."""
         return self._runner.forward(flatten(work, self._storage)).split([item.logit_rows for item in work])
 
     def _fail(self, work: list[Work], error: Exception) -> None:
-        """Give up what nobody waits for of a pass that raised, and run the rest again; else end what was in it."""
+        """Give up what no request waits for of a pass that raised, and run the rest again; else end what was in it."""
         asked = [item for item in work if isinstance(item.sequence, RequestSequence)]
+        failed = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
             if isinstance(item.sequence, Preparation):
                 self._preassembly.failed(item.sequence)
@@ -213,13 +201,9 @@ class EngineCore:
                 self._learning.drop(item.sequence)
         if asked and len(asked) < len(work):
             return self._run(asked)
-        for item in asked:
-            self._end_failed(item.sequence, f"the model raised {error!r}")
+        for sequence in failed:
+            self.requests.end_failed(sequence, f"the model raised {error!r}")
         return None
-
-    def _end_failed(self, sequence: Sequence, why: str) -> None:
-        assert isinstance(sequence, RequestSequence)
-        self.end(sequence, ForwardFailed("request_id", sequence.request.request_id, why))
 
     def recover(self, error: Exception) -> None:
         """End the batch after an error of the engine's own, so that it can go on.
@@ -227,29 +211,15 @@ class EngineCore:
         Raises `PlanError` where its books are not in order even then.
         """
         for sequence in tuple(self.scheduler.running):
-            self._end_failed(sequence, f"the engine raised {error!r}")
+            self.requests.end_failed(sequence, f"the engine raised {error!r}")
         self._preassembly.clear()
         self._learning.clear()
         self.check_integrity()
 
-    # admission ------------------------------------------------------------------------------------------------
-
-    def _preempt(self, sequence: RequestSequence) -> bool:
-        """Frees the blocks of another tenant's request for `sequence`, if it may have them."""
-        victim = self.scheduler.victim(sequence)
-        if victim is None:
-            return False
-        self._learning.forget(victim)
-        self._release(victim)
-        victim.table, victim.todo = None, []
-        if victim.waits_for_first_token:
-            victim.plan = None
-        self.scheduler.preempt(victim)
-        return True
-
     def _make_room(self) -> None:
-        """Nothing runs, nothing is copied and nobody can be admitted: gives up what only waits to be learned from, a
-        base prefill, or what the first request waits for.
+        """Give up what waits to be learned from, a base prefill, or what the first request waits for.
+
+        Called when nothing runs, nothing is copied and no request can be admitted.
         """
         waiting = self.scheduler.unadmitted
         if self._learning.reclaim() or self._learning.reclaim_job():
@@ -260,7 +230,7 @@ class EngineCore:
             self._loading.give_up(sequence)
         else:
             why = "no room, though nothing else runs"
-            self.end(sequence, OutOfBlocks("request_id", sequence.request.request_id, why))
+            self.requests.end(sequence, OutOfBlocks("request_id", sequence.request.request_id, why))
 
     # after a pass ---------------------------------------------------------------------------------------------
 
@@ -275,38 +245,10 @@ class EngineCore:
         pairs = zip(sequences, rows, strict=True)
         self._answers.go_on([(one, row) for one, row in pairs if isinstance(one, RequestSequence)])
 
-    def _release(self, sequence: RequestSequence) -> None:
-        """Free a request's blocks. Exact tokens with KV enter the tree."""
-        assert sequence.plan is not None
-        last = sequence.request.prompt_tokens + len(sequence.response) - 1
-        computed = sequence.todo[0] if sequence.todo else last
-        exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
-        exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
-        self._cache.finish(sequence.key, sequence.tokens[:exact])
-        self._preassembly.wake()
-
-    # ends -----------------------------------------------------------------------------------------------------
-
-    def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
-        """Ends a request early: with an error, or as cancelled. Nothing of it is kept."""
-        if sequence.is_over:
-            return
-        self.scheduler.done(sequence)
-        self._learning.forget(sequence)
-        if sequence.admitted:
-            self._cache.abort(sequence.key)
-            self._preassembly.wake()
-        else:
-            self._preassembly.abandon(sequence)
-            self._cache.withdraw(sequence.key)
-            self._loading.ended(sequence, time.monotonic())
-        if error is not None:
-            sequence.failed(error)
-        else:
-            sequence.finished(sequence.text.flush(), FinishReason.CANCELLED)
+    # upkeep -----------------------------------------------------------------------------------------------------
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Bounds what a tenant holds."""
+        """Limit what a tenant holds."""
         self.learned[0].limit(tenant, quota.anchors, quota.anchor_bytes)
         self._cache.limit_host(tenant, quota.host_bytes)
 
@@ -318,26 +260,20 @@ class EngineCore:
         return anchors, bases
 
     def clear(self) -> None:
-        """Empties the prefix cache and forgets all anchors and base KV; what runs goes on."""
+        """Empty the prefix cache and forget all anchors and base KV; what runs goes on."""
         self._preassembly.clear()
         self._cache.clear_all()
         self._runtime.clear()
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where a block has not exactly one owner."""
+        """Raise `PlanError` where a block has not exactly one owner."""
         self._cache.check_integrity()
 
-    def fail_streams(self, error: BaseException) -> None:
-        """Ends every stream with an error, and leaves all else as it is."""
-        for sequence in self._sequences:
-            if not sequence.is_over:
-                sequence.failed(error)
-
     def shut(self, cause: BaseException | None) -> None:
-        """Ends everything: as cancelled, or, where the thread died, with `EngineClosed`."""
+        """End everything: as cancelled, or, where the thread died, with `EngineClosed`."""
         error = cause and EngineClosed("engine", cause, "its thread has died")
-        for sequence in self._sequences:
-            self.end(sequence, error)
+        for sequence in self.requests.sequences:
+            self.requests.end(sequence, error)
         self._preassembly.shut()
         if self._copier:
             self._copier.close()

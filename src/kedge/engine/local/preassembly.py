@@ -17,28 +17,23 @@ whoever takes a preparation over goes on with its draft, so that the plan is the
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from kedge.anchors.translator import Translator
-from kedge.cache import CacheManager, Changes, Lease, Readiness
+from kedge.cache import CacheManager, Changes, Lease
 from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.prompt_writer import NEAR, PromptWriter
 from kedge.engine.local.sequence import Preparation, RequestSequence
-from kedge.errors import KedgeError, OutOfBlocks
-from kedge.kv.storage import SlotTable
-from kedge.reuse.layout import layout
+from kedge.errors import KedgeError
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import Draft
 from kedge.reuse.runtime import Runtime
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SampleId, TenantId, Tokens, new_request_id
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
-NEAR = 1.0
-"""Steps-to-execution up to which a prompt is assembled ahead: for it, only KV that is needed later is evicted."""
 MOST = 16
 """Preparations at once; the one that was asked for longest ago goes first."""
 
@@ -86,12 +81,12 @@ class Preassembly:
         """`longest`: tokens of a prompt from which on nobody is served. `ahead`: the scheduler's queue of those that
         have tokens to be computed.
         """
-        self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
-        self._longest, self._ahead, self._costs = longest, ahead, costs
+        self._cache, self._runtime, self._longest, self._ahead = cache, runtime, longest, ahead
+        self._writer = PromptWriter(cache, runtime, translator, block_size, ahead, costs)
         self._expected: dict[AgentKey, Preparation] = {}  # asked for longest ago first
         self._claimed: list[Preparation] = []
         self._ended: Counter[Ended] = Counter()
-        self._begun = self._used_tokens = self._wasted_tokens = 0
+        self._used_tokens = self._wasted_tokens = 0
 
     # hints ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +173,7 @@ class Preassembly:
         if self._cached(sequence) > preparation.exact:
             self._drop(preparation, Ended.WASTED)
             return None
-        while not self._extend(preparation, room):
+        while not self._writer.extend(preparation, room):
             if not self.give_back(spare=preparation):
                 return None
         self._claimed.remove(preparation)
@@ -193,7 +188,7 @@ class Preassembly:
         preparation, request = sequence.preparation, sequence.request
         assert preparation is not None and sequence.table is not None
         ready = preparation.ready
-        self._grow(preparation, sequence.table, len(request.segments))
+        self._writer.grow(preparation, sequence.table, len(request.segments))
         assert preparation.plan is not None
         self._runtime.use(preparation.plan)
         todo = [*preparation.todo, request.prompt_tokens - 1]
@@ -244,7 +239,9 @@ class Preassembly:
 
     def _advance(self, preparation: Preparation) -> bool:
         try:
-            preparation.stalled = not (self._piece(preparation) if preparation.admitted else self._begin(preparation))
+            preparation.stalled = not (
+                self._writer.advance(preparation) if preparation.admitted else self._writer.begin(preparation)
+            )
         except KedgeError as error:
             logger.warning("agent %s is not prepared: %s", preparation.request.agent, error)
             self._drop(preparation, Ended.FAILED)
@@ -252,63 +249,6 @@ class Preassembly:
             logger.exception("agent %s could not be prepared", preparation.request.agent)
             self._drop(preparation, Ended.FAILED)
         return not preparation.stalled
-
-    def _begin(self, preparation: Preparation) -> bool:
-        """Locks the exact prefix and takes blocks; False without room, or while some of it comes from the host."""
-        space, tokens, limit = preparation.namespace, preparation.tokens, preparation.exact_limit
-        if self._cache.status(space, tokens[:limit]).readiness is Readiness.LOADING:
-            return False
-        try:
-            lease = self._cache.admit(preparation.key, space, tokens, limit, len(tokens), NEAR)
-        except OutOfBlocks:
-            return False
-        preparation.table = SlotTable.of(lease.blocks, self._block_size)
-        preparation.draft = self._runtime.draft(preparation.request, lease.spans)
-        self._begun += 1
-        return True
-
-    def _piece(self, preparation: Preparation) -> bool:
-        """Drafts on to the end of the next placeholder's prefix segment; False without room."""
-        placed, segments = layout(preparation.request), preparation.next_stop
-        if not self._extend(preparation, placed[segments - 1].stop, NEAR):
-            return False
-        assert preparation.table is not None
-        self._grow(preparation, preparation.table, segments)
-        if preparation.todo and preparation not in self._ahead:
-            self._ahead.append(preparation)
-        return True
-
-    def _grow(self, preparation: Preparation, table: SlotTable, segments: int) -> None:
-        """Drafts and writes up to the first `segments`; seals the plan where these are all."""
-        draft, request = preparation.draft, preparation.request
-        assert draft is not None
-        before, translated, made = len(draft.sources), preparation.translates, preparation.made
-        if segments > draft.drafted:
-            self._translate(table, draft, request, segments)
-        if preparation.plan is None and segments == len(request.segments):
-            preparation.plan = self._runtime.seal(draft, request)
-        if translated and draft.dense:  # what was written and computed beside it must not be seen
-            preparation.todo, before = [], draft.exact_tokens
-            self._wasted_tokens += made
-        preparation.todo += draft.computed(before)
-        if preparation.plan is not None:
-            preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
-
-    def _translate(self, table: SlotTable, draft: Draft, request: GenerateRequest, segments: int) -> None:
-        began = time.monotonic()
-        translations = self._runtime.grow(draft, request, segments)
-        self._translator.write(table, translations)
-        if translations:
-            tokens = sum(one.tokens for one in translations)
-            self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
-
-    def _extend(self, preparation: Preparation, room: int, steps: float | None = None) -> bool:
-        try:
-            lease = self._cache.extend(preparation.key, room, steps)
-        except OutOfBlocks:
-            return False
-        preparation.table = SlotTable.of(lease.blocks, self._block_size)
-        return True
 
     # ends -----------------------------------------------------------------------------------------------------
 
@@ -346,8 +286,9 @@ class Preassembly:
         """A snapshot as plain data."""
         ended = {ended.value: self._ended[ended] for ended in Ended}
         live = sum(one.admitted for one in (*self._expected.values(), *self._claimed))
-        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
-        return asdict(PreassemblyStats(self._begun, live, **ended, **tokens))
+        wasted = self._wasted_tokens + self._writer.wasted_tokens
+        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": wasted}
+        return asdict(PreassemblyStats(self._writer.begun, live, **ended, **tokens))
 
 
 def _agent_key(request: GenerateRequest) -> AgentKey:

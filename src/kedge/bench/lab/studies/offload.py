@@ -14,8 +14,9 @@ from dataclasses import replace
 from statistics import median
 
 from kedge.anchors.config import AnchorConfig
+from kedge.anchors.estimate import Estimate
 from kedge.anchors.residence import HostBound, ResidenceStats
-from kedge.anchors.store import AnchorStore, Estimate
+from kedge.anchors.store import AnchorStore
 from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import load_model, method_named
 from kedge.bench.lab.pairs import MethodRuns

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -108,6 +109,40 @@ class EngineState:
                 return now.signature, self._files.put(record)
         logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name)
         return before
+
+
+class StateKeeper:
+    """The folder that an engine keeps its state in, opened at the first `save` or `load`. Any thread may call."""
+
+    def __init__(self, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned) -> None:
+        self._open = partial(EngineState, runner=runner, tokenizer=tokenizer, anchors=anchors, ask=ask)
+        self._lock = threading.Lock()
+        self._state: EngineState | None = None
+
+    def save(self, folder: Path) -> SavedState:
+        """Write a snapshot, see `LocalEngine.save`."""
+        return self._in(folder).save()
+
+    def load(self, folder: Path) -> SavedState:
+        """Load the last snapshot, see `LocalEngine.load`."""
+        return self._in(folder).load()
+
+    def close(self) -> None:
+        """Give the folder back."""
+        with self._lock:
+            self._give_back()
+
+    def _in(self, folder: Path) -> EngineState:
+        with self._lock:
+            if self._state is None or self._state.folder != folder:
+                self._give_back()
+                self._state = self._open(folder)
+            return self._state
+
+    def _give_back(self) -> None:
+        state, self._state = self._state, None
+        if state:
+            state.close()
 
 
 def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:

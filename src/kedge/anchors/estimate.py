@@ -1,0 +1,78 @@
+"""What the anchors say about one value: whether it is shareable, and the blends of its offsets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId
+from kedge.anchors.criteria.shareability import Verdict
+from kedge.anchors.estimators.blending import Match
+from kedge.anchors.estimators.site import SlotOffsets
+from kedge.anchors.offsets import Blend, OffsetTable
+from kedge.reuse.contracts import PoolKey, SampleView
+
+_USED = 0.5
+"""Anchors count as used that together carry this share of a value's offsets, the heaviest first"""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Whether a value is shareable in a slot and, if so, the blends of its offsets."""
+
+    shareable: bool
+    reason: str
+    """Why it is not shareable, or empty"""
+    learnable: bool
+    """Whether a dense prefill would teach the pool something about this value"""
+    phi: Blend | None = None
+    """Over rows of `phi_table`, one per token of the value"""
+    prefix: Blend | None = None
+    """Over rows of `prefix_table`, one per token of the prefix segment after the value"""
+    weak: Tensor | None = None
+    """bool [tokens], on the CPU: tokens of the value that should be computed all the same"""
+    weak_prefix: Tensor | None = None
+    """The same of the prefix segment after the value"""
+    phi_table: OffsetTable | None = None
+    prefix_table: OffsetTable | None = None
+    pool: PoolKey | None = None
+    used: tuple[AnchorId, ...] = ()
+
+    def weak_positions(self) -> list[int]:
+        """Tokens of the value that should be computed all the same, ascending."""
+        return _places(self.weak)
+
+    def weak_prefix_positions(self) -> list[int]:
+        """The same of the prefix segment after the value."""
+        return _places(self.weak_prefix)
+
+
+def _places(marked: Tensor | None) -> list[int]:
+    return [] if marked is None else marked.nonzero().flatten().tolist()
+
+
+def shared(sample: SampleView, offsets: SlotOffsets, match: Match, verdict: Verdict) -> Estimate:
+    """Return the estimate of a value that the criterion judged shareable."""
+    phi, prefix = offsets.phi_offsets(match, sample.base), offsets.prefix_offsets(match)
+    return Estimate(
+        shareable=True,
+        reason="",
+        learnable=match.same is None,
+        phi=phi.blend,
+        prefix=prefix.blend,
+        weak=verdict.weak,
+        weak_prefix=verdict.weak_prefix,
+        phi_table=phi.table,
+        prefix_table=prefix.table,
+        pool=sample.pool,
+        used=_leading(match.block.ids, match.proposal.mass),
+    )
+
+
+def _leading(ids: tuple[AnchorId, ...], mass: Tensor) -> tuple[AnchorId, ...]:
+    """The fewest anchors that carry a share of `_USED` of the mass."""
+    heaviest = torch.argsort(mass, descending=True, stable=True)
+    before = mass[heaviest].cumsum(0) - mass[heaviest]
+    return tuple(ids[i] for i in heaviest[before < _USED].tolist())

@@ -1,0 +1,98 @@
+"""Writing a prompt before its request arrives, piece by piece: blocks, translated segments, and what to compute."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from kedge.anchors.translator import Translator
+from kedge.cache import CacheManager, Readiness
+from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.sequence import Preparation
+from kedge.errors import OutOfBlocks
+from kedge.kv.storage import SlotTable
+from kedge.reuse.layout import layout
+from kedge.reuse.planner import Draft
+from kedge.reuse.runtime import Runtime
+from kedge.types import GenerateRequest
+
+NEAR = 1.0
+"""Steps-to-execution up to which a prompt is assembled ahead: for it, only KV that is needed later is evicted."""
+
+
+class PromptWriter:
+    """Drafts and writes prepared prompts. `queue` gets those that have tokens to be computed."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        runtime: Runtime,
+        translator: Translator,
+        block_size: int,
+        queue: deque[Preparation],
+        costs: EngineCosts,
+    ) -> None:
+        self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
+        self._ahead, self._costs = queue, costs
+        self.begun = 0
+        """Prompts that got blocks."""
+        self.wasted_tokens = 0
+        """Tokens translated or computed for prompts that then had to be computed densely."""
+
+    def begin(self, preparation: Preparation) -> bool:
+        """Lock the exact prefix and take blocks. Returns False without room, or while a part is being loaded."""
+        space, tokens, limit = preparation.namespace, preparation.tokens, preparation.exact_limit
+        if self._cache.status(space, tokens[:limit]).readiness is Readiness.LOADING:
+            return False
+        try:
+            lease = self._cache.admit(preparation.key, space, tokens, limit, len(tokens), NEAR)
+        except OutOfBlocks:
+            return False
+        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        preparation.draft = self._runtime.draft(preparation.request, lease.spans)
+        self.begun += 1
+        return True
+
+    def advance(self, preparation: Preparation) -> bool:
+        """Draft on to the end of the next placeholder's prefix segment. Returns False without room."""
+        placed, segments = layout(preparation.request), preparation.next_stop
+        if not self.extend(preparation, placed[segments - 1].stop, NEAR):
+            return False
+        assert preparation.table is not None
+        self.grow(preparation, preparation.table, segments)
+        if preparation.todo and preparation not in self._ahead:
+            self._ahead.append(preparation)
+        return True
+
+    def grow(self, preparation: Preparation, table: SlotTable, segments: int) -> None:
+        """Draft and write up to the first `segments`, and seal the plan where these are all."""
+        draft, request = preparation.draft, preparation.request
+        assert draft is not None
+        before, translated, made = len(draft.sources), preparation.translates, preparation.made
+        if segments > draft.drafted:
+            self._translate(table, draft, request, segments)
+        if preparation.plan is None and segments == len(request.segments):
+            preparation.plan = self._runtime.seal(draft, request)
+        if translated and draft.dense:  # what was written and computed beside it must not be seen
+            preparation.todo, before = [], draft.exact_tokens
+            self.wasted_tokens += made
+        preparation.todo += draft.computed(before)
+        if preparation.plan is not None:
+            preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
+
+    def _translate(self, table: SlotTable, draft: Draft, request: GenerateRequest, segments: int) -> None:
+        began = time.monotonic()
+        translations = self._runtime.grow(draft, request, segments)
+        self._translator.write(table, translations)
+        if translations:
+            tokens = sum(one.tokens for one in translations)
+            self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
+
+    def extend(self, preparation: Preparation, room: int, steps: float | None = None) -> bool:
+        """Give a prompt blocks for `room` tokens; `steps` as for `CacheManager.admit`. Returns False without room."""
+        try:
+            lease = self._cache.extend(preparation.key, room, steps)
+        except OutOfBlocks:
+            return False
+        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        return True

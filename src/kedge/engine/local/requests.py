@@ -1,0 +1,96 @@
+"""The requests of an engine, from when they are queued until their streams have ended."""
+
+from __future__ import annotations
+
+import time
+
+from kedge.cache import CacheManager
+from kedge.engine.local.host_loads import Loading
+from kedge.engine.local.learning import Learning
+from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.scheduler import Scheduler
+from kedge.engine.local.sequence import RequestSequence
+from kedge.errors import ForwardFailed
+from kedge.types import FinishReason, RequestId, ReuseMode
+
+
+class Requests:
+    """Queues requests, frees their blocks and ends them. Called by the engine's owner thread only."""
+
+    scheduler: Scheduler
+    learning: Learning
+
+    def __init__(self, cache: CacheManager, loading: Loading, preassembly: Preassembly) -> None:
+        """The scheduler and learning, which free and end requests themselves, are set once they are there."""
+        self._cache, self._loading, self._preassembly = cache, loading, preassembly
+
+    @property
+    def sequences(self) -> list[RequestSequence]:
+        """All requests, waiting and running."""
+        return [*self.scheduler.unadmitted, *self.scheduler.running]
+
+    def submit(self, sequence: RequestSequence) -> None:
+        """Queue a request, with the prompt that was prepared for it, if there is one."""
+        sequence.preparation = self._preassembly.claim(sequence.request)
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request as cancelled, or withdraw the hint of this id. Returns False if there is neither."""
+        if sequence := self.find(request_id):
+            self.end(sequence)
+        return sequence is not None or self._preassembly.cancel(request_id)
+
+    def find(self, request_id: RequestId) -> RequestSequence | None:
+        """Return the request of this id, None if it is not in the engine."""
+        return next((one for one in self.sequences if one.request.request_id == request_id), None)
+
+    def preempt(self, sequence: RequestSequence) -> bool:
+        """Free the blocks of another tenant's request for `sequence`. Returns False if it may not have any."""
+        victim = self.scheduler.victim(sequence)
+        if victim is None:
+            return False
+        self.learning.forget(victim)
+        self.release(victim)
+        victim.table, victim.todo = None, []
+        if victim.waits_for_first_token:
+            victim.plan = None
+        self.scheduler.preempt(victim)
+        return True
+
+    def release(self, sequence: RequestSequence) -> None:
+        """Free a request's blocks. Exact tokens with KV enter the tree."""
+        assert sequence.plan is not None
+        last = sequence.request.prompt_tokens + len(sequence.response) - 1
+        computed = sequence.todo[0] if sequence.todo else last
+        exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
+        exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
+        self._cache.finish(sequence.key, sequence.tokens[:exact])
+        self._preassembly.wake()
+
+    def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
+        """End a request early: with an error, or as cancelled. Nothing of it is kept."""
+        if sequence.is_over:
+            return
+        self.scheduler.done(sequence)
+        self.learning.forget(sequence)
+        if sequence.admitted:
+            self._cache.abort(sequence.key)
+            self._preassembly.wake()
+        else:
+            self._preassembly.abandon(sequence)
+            self._cache.withdraw(sequence.key)
+            self._loading.ended(sequence, time.monotonic())
+        if error is not None:
+            sequence.failed(error)
+        else:
+            sequence.finished(sequence.text.flush(), FinishReason.CANCELLED)
+
+    def end_failed(self, sequence: RequestSequence, why: str) -> None:
+        """End a request with `ForwardFailed`."""
+        self.end(sequence, ForwardFailed("request_id", sequence.request.request_id, why))
+
+    def fail_streams(self, error: BaseException) -> None:
+        """End every stream with an error, and leave all else as it is."""
+        for sequence in self.sequences:
+            if not sequence.is_over:
+                sequence.failed(error)

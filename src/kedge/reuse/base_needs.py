@@ -1,0 +1,91 @@
+"""Which base prefills are worth doing: of templates, and of values that several agents read."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kedge.reuse.contracts import KV, Anchors, BaseNeed, Bases, Cut, Slot, TemplateOwner
+from kedge.reuse.expected import Expected
+from kedge.reuse.layout import Placed, later_prefixes, layout, template_key, template_tokens
+from kedge.reuse.planner import Planner, pool_of
+from kedge.reuse.readers import Readers
+from kedge.types import GenerateRequest
+
+
+class BaseNeeds:
+    """Decides which base KV is computed. It keeps count of how many agents read a placeholder's values."""
+
+    def __init__(self, anchors: Anchors, bases: Bases, planner: Planner, expected: Expected) -> None:
+        self._anchors, self._bases, self._planner, self._expected = anchors, bases, planner, expected
+        self._readers = Readers()
+
+    def needs(self, request: GenerateRequest) -> list[BaseNeed]:
+        """Return base prefills that later requests would profit from, and that have not been done yet."""
+        self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
+        placed = layout(request)
+        values = self.worth_translating(request, placed)
+        if not values:
+            return []
+        for one in values:
+            self._readers.read(pool_of(request, one), one.segment.tokens)
+        missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
+        return [*self._template_need(request, placed), *missing]
+
+    def prerequisites(self, request: GenerateRequest, exact_tokens: int) -> list[BaseNeed]:
+        """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
+        others are going to read too, and that its own agent can translate once they are there.
+
+        The first reader of a value would compute it in its own context, and then its base KV had to be computed for
+        the others; so all of them translate it. Only once its agent has seen enough values: what the first reader gets
+        wrong, all others read.
+        """
+        key, placed = template_key(request), layout(request)
+        if later_prefixes(placed) and self._bases.prefixes(request.tenant, key) is None:
+            return []
+        values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
+        return [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
+
+    def _comes_first(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
+        saturated = self.is_saturated(request, key, placed)
+        return saturated and self._planner.pays(request, placed) and self._lacks_base(request, placed)
+
+    def worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
+        """Return the values of a prompt that cost less to translate than to compute."""
+        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+
+    def is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
+        """Return whether the agent with template `key` has observed enough values at this place."""
+        return self._anchors.is_saturated(Slot(key, placed.index), pool_of(request, placed))
+
+    def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
+        """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
+        if self._planner.sample(request, placed) is not None:
+            return False
+        readers = self._readers.expected(pool_of(request, placed))
+        return self._planner.base_pays(request, placed, readers)
+
+    def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
+        segment = placed.segment
+        lead = len(segment.lead_in)
+        keep = partial(self._keep_value, request, placed)
+        cut = Cut(lead, lead + len(placed), keep)
+        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (cut,))
+
+    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
+        """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
+        self._bases.put_content(request.tenant, placed.segment.tokens, placed.segment.lead_in, kv)
+        if sample := self._planner.sample(request, placed):
+            self._anchors.prepare(sample)
+
+    def _template_need(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[BaseNeed]:
+        key, later = template_key(request), later_prefixes(placed)
+        if not later or self._bases.prefixes(request.tenant, key) is not None:
+            return []
+        cuts, start = [], 0
+        for p in placed:
+            size = len(p.segment.stand_in) if p.segment.is_placeholder else len(p)
+            if p in later:
+                keep = partial(self._bases.put_prefix, request.tenant, key, p.index)
+                cuts.append(Cut(start, start + size, keep))
+            start += size
+        return [BaseNeed(request.tenant, template_tokens(request), tuple(cuts))]
