@@ -45,7 +45,7 @@ class Anchor:
         return self.keys.nbytes
 
     def is_value(self, query: Query) -> bool:
-        """The same token ids and, token by token, the same base keys up to rounding."""
+        """Return the same token ids and, token by token, the same base keys up to rounding."""
         if self.tokens != query.tokens:
             return False
         difference = torch.linalg.vector_norm(self.keys - query.keys, dim=1)

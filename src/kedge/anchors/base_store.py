@@ -110,19 +110,21 @@ class BaseStore:
     def put_sample(
         self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool
     ) -> None:
-        """Keeps what a producer's decoding left behind. The KV may lack the last token(s), which nobody has run."""
+        """Keep what a producer's decoding left behind. The KV may lack the last token(s), which nobody has run."""
         self._put(_SampleKey(tenant, run, sample), 0, kv, tokens, exact_lineage)
 
     def put_content(self, tenant: TenantId, tokens: Tokens, lead_in: Tokens, kv: KVSegment) -> None:
-        """Keeps the result of a short prefill of `lead_in + tokens`, for every run that has the same value."""
+        """Keep the result of a short prefill of `lead_in + tokens`, for every run that has the same value."""
         self._put(_ContentKey(tenant, tokens, lead_in), 0, kv, tokens, True)
 
     def put_prefix(self, tenant: TenantId, template: str, index: int, kv: KVSegment) -> None:
-        """Keeps the base KV of the prefix segment that is number `index` of a template's segments."""
+        """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
         self._put(_PrefixKey(tenant, template), index, kv, (), True)
 
     def find(self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, lead_in: Tokens) -> BaseEntry | None:
-        """Base KV of a value: its producer's, if that wrote these tokens (or more) in this run, or of equal content."""
+        """Return base KV of a value: its producer's, if that wrote these tokens (or more) in this run, or of equal
+        content.
+        """
         for key in (_SampleKey(tenant, run, sample), _ContentKey(tenant, tokens, lead_in)):
             stored = self._entries.get(key)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
@@ -131,13 +133,13 @@ class BaseStore:
         return None
 
     def prefixes(self, tenant: TenantId, template: str) -> Mapping[int, KVSegment] | None:
-        """Base KV of a template's prefix segments by segment index; None where nothing of it is known."""
+        """Return base KV of a template's prefix segments by segment index; None where nothing of it is known."""
         key = _PrefixKey(tenant, template)
         stored = self._entries.get(key)
         return stored.parts if stored and self._fetched(key, stored) else None
 
     def templates(self) -> list[TemplateBase]:
-        """All templates' base KV of prefix segments, least recently used first."""
+        """Return all templates' base KV of prefix segments, least recently used first."""
         return [
             TemplateBase(*key, stored.serial, dict(stored.parts))
             for key, stored in self._entries.items()
@@ -145,15 +147,15 @@ class BaseStore:
         ]
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
-        """Forgets the values that a run's agents produced."""
+        """Forget the values that a run's agents produced."""
         self._forget(lambda key: isinstance(key, _SampleKey) and (key.tenant, key.run) == (tenant, run))
 
     def clear(self, tenant: TenantId | None = None) -> None:
-        """Forgets the base KV of a tenant; of all tenants if None."""
+        """Forget the base KV of a tenant; of all tenants if None."""
         self._forget(lambda key: tenant is None or key.tenant == tenant)
 
     def nbytes(self) -> int:
-        """Bytes in both tiers."""
+        """Return the bytes in both tiers."""
         return self._nbytes
 
     @property
@@ -166,7 +168,7 @@ class BaseStore:
         self._residence.notice()
 
     def fetch(self) -> bool:
-        """Brings the base KV of a template or value that is needed soon from the host; False where none is."""
+        """Bring the base KV of a template or value that is needed soon from the host; False where none is."""
         return self._residence.fetch()
 
     def stats(self) -> BaseStats:
@@ -174,7 +176,7 @@ class BaseStore:
         return BaseStats(len(self._entries) - templates, templates, self.nbytes(), self._residence.stats())
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where the sum of bytes is wrong, or one of the tiers is fuller than it may be."""
+        """Raise `PlanError` where the sum of bytes is wrong, or one of the tiers is fuller than it may be."""
         real = sum(stored.nbytes for stored in self._entries.values())
         if real != self._nbytes:
             raise PlanError("nbytes", self._nbytes, f"{real} are stored")
@@ -196,7 +198,7 @@ class BaseStore:
             self._drop(next(iter(self._entries)))
 
     def _fetched(self, key: _Key, stored: _Stored) -> bool:
-        """Whether what was found is on the device now; from there it is the last to be forgotten."""
+        """Return whether what was found is on the device now; from there it is the last to be forgotten."""
         self._entries.move_to_end(key)
         return self._residence.demand(stored)
 

@@ -49,7 +49,7 @@ class TokenErrors:
         return TokenErrors({one: pair for one, pair in sums.items() if pair[1] >= _FORGOTTEN})
 
     def factors(self, tokens: Sequence[int]) -> Tensor:
-        """float32 [tokens]: what a predicted error is to be multiplied by."""
+        """Return float32 [tokens]: what a predicted error is to be multiplied by."""
         known = (self.sums.get(one, (0.0, 0.0)) for one in tokens)
         return torch.tensor([(seen + _PRIOR) / (told + _PRIOR) for seen, told in known])
 
@@ -75,7 +75,9 @@ class Calibration:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], observations: int) -> Calibration:
-        """The one that had these `tensors`. Raises `KeyError` where one is missing, `PlanError` where they are none."""
+        """Return the one that had these `tensors`. Raises `KeyError` where one is missing, `PlanError` where they are
+        none.
+        """
         sums, prefix_sums, ids, of_ids = (tensors[part] for part in PARTS)
         finite = all(torch.isfinite(one).all() for one in (sums, prefix_sums, of_ids))
         if sums.shape != (2, _BINS) or of_ids.shape != (len(ids), 2) or not finite:
@@ -117,7 +119,7 @@ class Calibration:
         return result
 
     def predict(self, distance: Tensor, tokens: Tokens) -> Tensor:
-        """float32 [tokens], on the CPU: predicted relative error of a value's tokens."""
+        """Return float32 [tokens], on the CPU: predicted relative error of a value's tokens."""
         return self._curve[torch.bucketize(distance.cpu(), self._edges)] * self.token_errors.factors(tokens)
 
     @property
@@ -127,7 +129,9 @@ class Calibration:
 
 
 def _monotone(weight: Tensor, total: Tensor) -> Tensor:
-    """Isotonic regression over the bins that hold a token or more (pool adjacent violators); others look upwards."""
+    """Return isotonic regression over the bins that hold a token or more (pool adjacent violators); others look
+    upwards.
+    """
     pools: list[tuple[float, float, list[int]]] = []
     for i in (weight >= 1).nonzero().flatten().tolist():
         w, s, bins = float(weight[i]), float(total[i]), [i]

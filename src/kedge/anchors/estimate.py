@@ -41,11 +41,11 @@ class Estimate:
     used: tuple[AnchorId, ...] = ()
 
     def weak_positions(self) -> list[int]:
-        """Tokens of the value that should be computed all the same, ascending."""
+        """Return the tokens of the value that should be computed all the same, ascending."""
         return _places(self.weak)
 
     def weak_prefix_positions(self) -> list[int]:
-        """The same of the prefix segment after the value."""
+        """Return the same of the prefix segment after the value."""
         return _places(self.weak_prefix)
 
 
@@ -72,7 +72,7 @@ def shared(sample: SampleView, offsets: SlotOffsets, match: Match, verdict: Verd
 
 
 def _leading(ids: tuple[AnchorId, ...], mass: Tensor) -> tuple[AnchorId, ...]:
-    """The fewest anchors that carry a share of `_USED` of the mass."""
+    """Return the fewest anchors that carry a share of `_USED` of the mass."""
     heaviest = torch.argsort(mass, descending=True, stable=True)
     before = mass[heaviest].cumsum(0) - mass[heaviest]
     return tuple(ids[i] for i in heaviest[before < _USED].tolist())

@@ -32,7 +32,7 @@ class KeyReader:
         self._projection: Tensor | None = None
 
     def read(self, tokens: Tokens, base: KVSegment) -> Query:
-        """Raises `ConfigError` where the model has no such layer."""
+        """Raise `ConfigError` where the model has no such layer."""
         layer = self._layer_of(base)
         wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()
         return Query(tokens, self._project(wide), max(1e-3, 4 * torch.finfo(base.dtype).eps))
@@ -58,7 +58,7 @@ class KeyReader:
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
-    """float32 [rows, columns] whose columns are orthonormal, the same on every machine's CPU generator."""
+    """Return float32 [rows, columns] whose columns are orthonormal, the same on every machine's CPU generator."""
     noise = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
     return torch.linalg.qr(noise).Q.float()
 
@@ -113,16 +113,18 @@ class KeyBlock:
         return self._matrix.nbytes + self.owner.nbytes
 
     def long_enough(self, tokens: int) -> Tensor:
-        """int64: indices of the anchors that have at least `tokens` tokens."""
+        """Return int64: indices of the anchors that have at least `tokens` tokens."""
         return (self.lengths >= tokens).nonzero().flatten()
 
     def aligned(self, query: Query, anchors: Tensor) -> Tensor:
-        """float32 [anchors, tokens]: squared distances of the query's tokens to those at the same place."""
+        """Return float32 [anchors, tokens]: squared distances of the query's tokens to those at the same place."""
         places = self.starts[anchors, None] + torch.arange(len(query.tokens), device=self.starts.device)
         return (self._matrix[places, :-1] - query.keys).square_().sum(-1)
 
     def ends(self, query: Query, last: int) -> Tensor:
-        """float32 [anchors]: mean squared distance of the `last` tokens (or of as many as both have), end to end."""
+        """Return float32 [anchors]: mean squared distance of the `last` tokens (or of as many as both have), end to
+        end.
+        """
         back = torch.arange(min(last, len(query.tokens)), device=self.starts.device)
         there = back < self.lengths[:, None]
         places = (self.starts + self.lengths - 1)[:, None] - torch.where(there, back, 0)
@@ -130,7 +132,7 @@ class KeyBlock:
         return (squared * there).sum(1) / there.sum(1)
 
     def nearest(self, query: Query, k: int) -> Neighbours:
-        """The `k` nearest columns (all, if there are fewer) of every query token."""
+        """Return the `k` nearest columns (all, if there are fewer) of every query token."""
         keys, norms = query.keys, query.keys.square().sum(1, keepdim=True)
         augmented = torch.cat([-2 * keys, torch.ones_like(norms)], dim=1)
         buffer = keys.new_empty(min(_CHUNK, len(keys)), len(self._matrix))

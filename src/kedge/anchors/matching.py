@@ -34,14 +34,14 @@ class Matcher:
         return self._reader.width(base)
 
     def lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int) -> str:
-        """Why these anchors cannot serve a value of `tokens` tokens, or the empty text."""
+        """Return why these anchors cannot serve a value of `tokens` tokens, or the empty text."""
         if not ids:
             return "no anchor of this agent yet"
         short = self._estimator.aligned and not len(pool.block(ids).long_enough(tokens))
         return "longer than every anchor" if short else ""
 
     def match(self, pool: AnchorPool, ids: tuple[AnchorId, ...], sample: SampleView) -> Match:
-        """The value against these anchors, where nothing lacks."""
+        """Return the value against these anchors, where nothing lacks."""
         query, block = self.query(sample), pool.block(ids)
 
         def propose() -> tuple[Proposal, int | None]:

@@ -40,12 +40,12 @@ class Blend:
         return self.rows.shape[0]
 
     def slice(self, start: int, stop: int | None = None) -> Blend:
-        """Tokens [start, stop); `stop=None` is the end."""
+        """Return the tokens [start, stop); `stop=None` is the end."""
         return Blend(self.rows[start:stop], self.weights[start:stop], self.version)
 
 
 def rows_of(kv: KVSegment) -> Tensor:
-    """KV of all layers but the first as rows [tokens, (layers - 1) * 2 * kv_heads * head_dim], a copy."""
+    """Return KV of all layers but the first as rows [tokens, (layers - 1) * 2 * kv_heads * head_dim], a copy."""
     layers, tokens, heads, dim = kv.keys.shape
     rows = kv.keys.new_empty(tokens, layers - 1, 2, heads, dim)
     by_layer = rows.transpose(0, 1)  # one strided copy each: fifteen times as fast as stack and permute
@@ -54,7 +54,7 @@ def rows_of(kv: KVSegment) -> Tensor:
 
 
 def split_rows(rows: Tensor, base: KVSegment) -> KVSegment:
-    """Rows as KV in the shape of `base` without its first layer: views, in the dtype of the rows."""
+    """Return rows as KV in the shape of `base` without its first layer: views, in the dtype of the rows."""
     layers, tokens, heads, dim = base.keys.shape
     keys, values = rows.view(tokens, layers - 1, 2, heads, dim).permute(2, 1, 0, 3, 4)
     return KVSegment(keys, values)
@@ -113,7 +113,7 @@ class OffsetTable:
         return (self.capacity - self.live) * self.row_bytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
-        """int64: the rows of these anchors, one after the other. Raises `KeyError` for one that has none."""
+        """Return int64: the rows of these anchors, one after the other. Raises `KeyError` for one that has none."""
         ranges = [self._ranges[anchor] for anchor in anchors]
         return torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
 
@@ -126,11 +126,11 @@ class OffsetTable:
         return rows.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """What rows of the arena [rows, …] stand for: [rows, width]."""
+        """Return what rows of the arena [rows, …] stand for: [rows, width]."""
         return stored
 
     def put(self, anchor: AnchorId, rows: Tensor) -> None:
-        """Adds the rows of an anchor that has none yet. Raises `PlanError` where it has, or where the width differs."""
+        """Add the rows of an anchor that has none yet. Raises `PlanError` where it has, or where the width differs."""
         if anchor in self._ranges or rows.shape[1:] != (self.width,):
             raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {self.width} wide ones")
         encoded = self.encode(rows)
@@ -142,7 +142,7 @@ class OffsetTable:
         self._ranges[anchor] = range(start, start + len(rows))
 
     def drop(self, anchor: AnchorId) -> None:
-        """Frees the rows of an anchor, where it has any."""
+        """Free the rows of an anchor, where it has any."""
         if self._ranges.pop(anchor, None) is None:
             return
         self.version += 1
@@ -150,12 +150,12 @@ class OffsetTable:
             self._rebuild(self.live + self.live // SLACK)
 
     def trim(self) -> None:
-        """Gives back everything that is not live."""
+        """Give back everything that is not live."""
         if self.capacity > self.live:
             self._rebuild(self.live)
 
     def check(self, blend: Blend) -> None:
-        """Raises `PlanError` for a blend that is out of date."""
+        """Raise `PlanError` for a blend that is out of date."""
         if blend.version != self.version:
             raise PlanError("blend", blend.version, f"the table is at version {self.version}")
 
@@ -172,7 +172,7 @@ class OffsetTable:
         return torch.nn.functional.embedding_bag(blend.rows, self.arena, per_sample_weights=weights, mode="sum")
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where ranges overlap, leave the arena, or the arena is too large."""
+        """Raise `PlanError` where ranges overlap, leave the arena, or the arena is too large."""
         edges = self._edges()
         if any(a[1] > b[0] for a, b in pairwise(edges)):
             raise PlanError("ranges", edges, f"overlap, or leave an arena of {self.capacity} rows")
@@ -189,7 +189,7 @@ class OffsetTable:
         return [(0, 0), *spans, (self.capacity, self.capacity)]
 
     def _rebuild(self, capacity: int) -> None:
-        """Moves what is live to the front of a new arena."""
+        """Move what is live to the front of a new arena."""
         arena = self.arena.new_empty(capacity, self.arena.shape[1])
         ranges, start = {}, 0
         for anchor, old in self._ranges.items():

@@ -35,19 +35,19 @@ class AnchorPool:
         self._blocks: Lru[tuple[AnchorId, ...], KeyBlock] = Lru(_BLOCKS)
 
     def find(self, query: Query) -> Anchor | None:
-        """The anchor that is this very value."""
+        """Return the anchor that is this very value."""
         return next((a for a in self.anchors.values() if a.is_value(query)), None)
 
     def block(self, ids: tuple[AnchorId, ...]) -> KeyBlock:
-        """The key vectors of these anchors."""
+        """Return the key vectors of these anchors."""
         return self._blocks.get(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
 
     def slot(self, slot: Slot, base: KVSegment, prefix_tokens: int) -> SlotOffsets:
-        """What `slot` observed, or room for it that is not part of the pool before the first `add`."""
+        """Return what `slot` observed, or room for it that is not part of the pool before the first `add`."""
         return self.slots.get(slot) or self._make_slot(base, prefix_tokens)
 
     def add(self, slot: Slot, offsets: SlotOffsets, anchor: Anchor, observed: Observation) -> None:
-        """Adds what `slot` observed of an anchor, new or known; if anything fails, nothing has changed.
+        """Add what `slot` observed of an anchor, new or known; if anything fails, nothing has changed.
 
         A slot that knows the anchor keeps what it has. A full pool then drops an anchor.
         """
@@ -59,7 +59,7 @@ class AnchorPool:
         self._bound(keep=anchor.id)
 
     def adopt(self, anchors: Iterable[Anchor], slots: Mapping[Slot, SlotOffsets]) -> None:
-        """Takes what another pool of this placeholder held, in its order, and drops what it has no room for."""
+        """Take what another pool of this placeholder held, in its order, and drops what it has no room for."""
         self.anchors.update((anchor.id, anchor) for anchor in anchors)
         self.slots.update(slots)
         self._bound()
@@ -78,27 +78,27 @@ class AnchorPool:
         self.slots[slot].calibration = calibration
 
     def victim(self, keep: AnchorId | None = None) -> AnchorId:
-        """The least used among the earliest added, the earliest of equals; `keep` only if there is no other."""
+        """Return the least used among the earliest added, the earliest of equals; `keep` only if there is no other."""
         others = (a for a in self.anchors.values() if a.id != keep)
         window = list(islice(others, WINDOW)) or list(self.anchors.values())
         return min(window, key=lambda a: (a.hits, a.id)).id
 
     def drop(self, anchor: AnchorId) -> None:
-        """Forgets an anchor and all offsets of it."""
+        """Forget an anchor and all offsets of it."""
         for offsets in self.slots.values():
             offsets.drop(anchor)
         del self.anchors[anchor]
         self._blocks.clear()
 
     def _drop_slot(self, slot: Slot) -> None:
-        """Forgets a slot, and the anchors that nobody else has offsets of."""
+        """Forget a slot, and the anchors that nobody else has offsets of."""
         del self.slots[slot]
         held = {anchor for offsets in self.slots.values() for anchor in offsets.holders}
         for anchor in self.anchors.keys() - held:
             self.drop(anchor)
 
     def hit(self, anchors: Iterable[AnchorId]) -> None:
-        """Counts one use of these anchors; those that have gone in the meantime are passed over."""
+        """Count one use of these anchors; those that have gone in the meantime are passed over."""
         for anchor in anchors:
             if anchor in self.anchors:
                 self.anchors[anchor].hits += 1
@@ -117,7 +117,7 @@ class AnchorPool:
         return sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where the pool is too large, or its slots hold other anchors than it does."""
+        """Raise `PlanError` where the pool is too large, or its slots hold other anchors than it does."""
         if len(self.anchors) > self._capacity or len(self.slots) > self._max_slots:
             raise PlanError("pool", (len(self.anchors), len(self.slots)), "more anchors or slots than allowed")
         held = {anchor for offsets in self.slots.values() for anchor in offsets.holders}

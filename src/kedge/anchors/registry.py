@@ -37,7 +37,7 @@ CRITERIA: Mapping[str, Callable[[AnchorConfig], Criterion]] = {
 
 
 def make_estimator(config: AnchorConfig) -> Estimator:
-    """The estimator that the settings name. Raises `ConfigError` for a name that nobody has."""
+    """Return the estimator that the settings name. Raises `ConfigError` for a name that nobody has."""
     if config.estimator not in ESTIMATORS:
         raise ConfigError("anchors.estimator", config.estimator, f"is none of {', '.join(sorted(ESTIMATORS))}")
     return ESTIMATORS[config.estimator](config)
@@ -51,7 +51,7 @@ def make_slot(config: AnchorConfig) -> MakeSlot:
 
 
 def make_criterion(config: AnchorConfig) -> Criterion:
-    """The criterion that the settings name. Raises `ConfigError` for a name that nobody has."""
+    """Return the criterion that the settings name. Raises `ConfigError` for a name that nobody has."""
     if config.criterion not in CRITERIA:
         raise ConfigError("anchors.criterion", config.criterion, f"is none of {', '.join(sorted(CRITERIA))}")
     return CRITERIA[config.criterion](config)

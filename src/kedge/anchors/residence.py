@@ -71,7 +71,7 @@ class Unit:
         raise NotImplementedError
 
     def place(self, put: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by what `put` makes of it."""
+        """Replace every tensor by what `put` makes of it."""
         raise NotImplementedError
 
 
@@ -140,7 +140,7 @@ class Residence:
         return self._beside() + sum(unit.nbytes for unit in self._units() if not unit.on_host)
 
     def settle(self, total: int) -> int:
-        """Moves to the host what of a store of `total` bytes does not fit the device, as far as the host has room; the
+        """Move to the host what of a store of `total` bytes does not fit the device, as far as the host has room; the
         bytes that still do not.
         """
         excess, on_host = total - self._device_bytes, 0
@@ -159,7 +159,7 @@ class Residence:
         unit.prefetched = False
 
     def demand(self, unit: Unit) -> bool:
-        """Sees to it that `unit` is on the device, for a request; False where it finds no room."""
+        """See to it that `unit` is on the device, for a request; False where it finds no room."""
         if unit.on_host:
             began = time.perf_counter()
             if not self._load(unit, lambda _: True):
@@ -174,7 +174,7 @@ class Residence:
         self.due = self._host.nbytes > 0
 
     def fetch(self) -> bool:
-        """Brings one unit whose owner runs soon, the soonest, in the place of such whose owners run strictly later.
+        """Bring one unit whose owner runs soon, the soonest, in the place of such whose owners run strictly later.
 
         False, and nothing is due any more, where there is none.
         """
@@ -187,19 +187,19 @@ class Residence:
         return False
 
     def stats(self) -> ResidenceStats:
-        """A snapshot."""
+        """Return a snapshot."""
         units = sum(unit.on_host for unit in self._units())
         return replace(self._stats, device_bytes=self.device_bytes, host_bytes=self.host_bytes, host_units=units)
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where more lies on the host than may, or what is pinned lies there."""
+        """Raise `PlanError` where more lies on the host than may, or what is pinned lies there."""
         if self.host_bytes > self._host.nbytes:
             raise PlanError("host_bytes", self.host_bytes, f"{self._host.nbytes} are allowed")
         if any(unit.on_host and (unit.pinned or unit.prefetched) for unit in self._units()):
             raise PlanError("on_host", True, "of a unit that a plan reads, or that was fetched")
 
     def _load(self, unit: Unit, may_go: Callable[[Unit], bool]) -> bool:
-        """Brings `unit` to the device. Those that make room for it may take its place on the host; if that is not
+        """Bring `unit` to the device. Those that make room for it may take its place on the host; if that is not
         enough, nothing moves.
         """
         short, on_host = self.device_bytes + unit.nbytes - self._device_bytes, self.host_bytes - unit.nbytes
@@ -250,7 +250,7 @@ class Residence:
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory: pinned where the device is a GPU, which then fetches it on its own time."""
+    """Return a copy in host memory: pinned where the device is a GPU, which then fetches it on its own time."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 

@@ -34,7 +34,7 @@ class Translator:
         self._translate = translate_into(storage)
 
     def write(self, table: SlotTable, translations: Iterable[Translation]) -> None:
-        """Translates each segment and writes it. Raises `PlanError` for a blend that is out of date."""
+        """Translate each segment and writes it. Raises `PlanError` for a blend that is out of date."""
         for item in translations:
             self._translate(table, item)
 

@@ -15,7 +15,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """All blocks are free. Without blocks, nothing can be allocated. Raises `ConfigError` for a negative number."""
+        """Begin with all blocks free. Raises `ConfigError` for a negative number; with none, nothing can be allocated."""
         if num_blocks < 0:
             raise ConfigError("num_blocks", num_blocks, "a pool cannot have fewer than no blocks")
         self.num_blocks = num_blocks
@@ -28,7 +28,7 @@ class BlockPool:
             self._give_back(0, num_blocks)
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
-        """`n` blocks, ascending: the run that follows block `after` if it is long enough, else the best-fitting
+        """Return `n` blocks, ascending: the run that follows block `after` if it is long enough, else the best-fitting
         run, else the fewest runs. Raises `OutOfBlocks`, having changed nothing, if fewer than `n` are free.
         """
         if n < 0:
@@ -42,7 +42,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Gives blocks back. Raises `PlanError`, having changed nothing, for one that is free or not of this pool."""
+        """Give blocks back. Raises `PlanError`, having changed nothing, for one that is free or not of this pool."""
         runs = _runs(sorted(blocks))
         for start, count in runs:
             self._check_taken(start, count)
@@ -50,11 +50,11 @@ class BlockPool:
             self._give_back(start, count)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody owns `block`."""
+        """Return whether `block` has no owner."""
         return bool(self._is_free[block])
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` unless the free runs are whole, apart from each other and sum to `num_free`."""
+        """Raise `PlanError` unless the free runs are whole, apart from each other and sum to `num_free`."""
         runs = sorted(self._length.items())
         expected = bytearray(self.num_blocks)
         for start, length in runs:
@@ -118,7 +118,7 @@ class BlockPool:
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs `(start, count)` of ascending blocks. Raises `PlanError` for a block that occurs twice."""
+    """Run `(start, count)` of ascending blocks. Raises `PlanError` for a block that occurs twice."""
     runs: list[tuple[int, int]] = []
     start = stop = blocks[0] if blocks else 0
     for block in blocks:

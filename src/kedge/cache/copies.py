@@ -1,4 +1,4 @@
-"""The contract between the cache and whoever copies blocks between its tiers.
+"""The contract between the cache and the copier of blocks between its tiers.
 
 The cache never copies. It hands a `Copy` to a `Copier` and learns of its end by `drain`; between the two calls the
 target blocks belong to the copy.
@@ -36,13 +36,13 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     """It landed; where it was a prefetch, it was hit too."""
     LATE = "late"
-    """A prefetch that somebody had to wait for."""
+    """A prefetch that a request had to wait for."""
     WASTED = "wasted"
-    """Nobody hit what it brought: it was evicted before, or computed anew meanwhile."""
+    """No request hit what it brought: it was evicted before, or computed anew meanwhile."""
     CANCELLED = "cancelled"
     """It never started."""
     FAILED = "failed"
-    """The copier said so."""
+    """The copier reported a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ class Copier(Protocol):
     """
 
     def submit(self, copy: Copy) -> None:
-        """Starts a copy. Returns at once and does not raise: what cannot be done ends as not `ok`."""
+        """Start a copy. Returns at once and does not raise: what cannot be done ends as not `ok`."""
 
     def hurry(self, copy_id: int) -> None:
-        """Somebody waits for this copy: it goes before all that nobody waits for, also before what has begun, as far
+        """Put this copy, which a request waits for, before all that no request waits for, even what has begun, as far
         as the copier can. Unknown ids are ignored: the copy may just have ended.
         """
 
     def drain(self) -> list[Copied]:
-        """What has ended since the last call. Does not wait."""
+        """Return what has ended since the last call. Does not wait."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Counters:
     outcomes: Counter[tuple[Purpose, Outcome]] = field(default_factory=Counter)
 
     def lookup(self, exact: int, missed: int) -> None:
-        """An admission that was allowed to reuse found `exact` tokens and missed the others."""
+        """Count an admission that was allowed to reuse: it found `exact` tokens and missed the others."""
         self.hits += exact > 0
         self.misses += exact == 0
         self.hit_tokens += exact
@@ -112,13 +112,13 @@ class Counters:
                 self.host_evictions += count
 
     def ended(self, transfer: Transfer, outcome: Outcome) -> None:
-        """A transfer has its outcome now; the first one stands."""
+        """Record a transfer's outcome; the first one stands."""
         if transfer.outcome is None:
             transfer.outcome = outcome
             self.outcomes[transfer.purpose, outcome] += 1
 
     def totals(self) -> dict[str, Any]:
-        """Everything that grows, as `CacheStats` calls it."""
+        """Return all counters by their names in `CacheStats`."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _TABLES}
         outcomes = {
             purpose.value: {outcome.value: self.outcomes[purpose, outcome] for outcome in Outcome}

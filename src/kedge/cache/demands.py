@@ -47,14 +47,14 @@ class _Demand:
 
 
 class Demands:
-    """Who waits for what. What somebody waits for is evicted last of all, and never for somebody else's load."""
+    """What requests wait for. It is evicted last of all, and never for another request's load."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._waiting: dict[RequestId, _Demand] = {}
 
     def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
-        """Where the longest exact prefix of `tokens` is. Changes nothing."""
+        """Return where the longest exact prefix of `tokens` is. Changes nothing."""
         walk = self._tiers.tree.walk(namespace, tokens)
         nodes = walk.node.path_down() if walk else []
         device = sum(len(node.blocks[DEVICE]) for node in nodes)
@@ -64,7 +64,7 @@ class Demands:
         return Status(_readiness(nodes), device * size, self._known_tokens(walk) - device * size)
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
-        """Loads what of the prefix is on the host, or joins the loads under way; see `CacheManager.demand`."""
+        """Load what of the prefix is on the host, or joins the loads under way; see `CacheManager.demand`."""
         demand = self._waiting.get(request_id)
         if demand is None:
             node = self._tiers.tree.end(namespace, tokens)
@@ -75,13 +75,13 @@ class Demands:
         return self._advance(demand)
 
     def withdraw(self, request_id: RequestId) -> None:
-        """The request waits no longer: it is being admitted, or was cancelled. What is on its way still comes."""
+        """Forget a request that is being admitted, or was cancelled. What is on its way still comes."""
         demand = self._waiting.pop(request_id, None)
         if demand and (node := demand.handle.node):
             self._tiers.tree.want(node, -1)
 
     def retry(self) -> bool:
-        """Tries denied demands again, oldest first; whether any is still denied."""
+        """Try denied demands again, oldest first. Returns whether any is still denied."""
         denied = [demand for demand in self._waiting.values() if demand.denied]
         for demand in denied:
             self._advance(demand)
@@ -89,11 +89,11 @@ class Demands:
 
     @property
     def denied(self) -> bool:
-        """Whether anybody's load found no room."""
+        """Whether a demanded load found no room."""
         return any(demand.denied for demand in self._waiting.values())
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` unless every node counts those who wait for it."""
+        """Raise `PlanError` unless every node counts the requests that wait for it."""
         waiting = Counter(demand.handle.node for demand in self._waiting.values())
         for node in self._tiers.tree.nodes():
             if node.wanted != waiting[node]:
@@ -116,7 +116,7 @@ class Demands:
         return Readiness.LOADABLE if demand.denied else _readiness(node.path_down())
 
     def _join(self, demand: _Demand, node: Node) -> None:
-        """Loads on the path are waited for from now on, ancestors first."""
+        """Load on the path are waited for from now on, ancestors first."""
         for step in node.path_down():
             if step.state is State.LOADING and step.transfer not in demand.transfers:
                 assert step.transfer is not None
@@ -124,7 +124,7 @@ class Demands:
                 demand.transfers.append(step.transfer)
 
     def _start(self, demand: _Demand, node: Node) -> None:
-        """Queues what nobody loads yet, where that is cheaper than computing it."""
+        """Queue what is not being loaded yet, where that is cheaper than computing it."""
         blocks = sum(step.size for step in node.path_down() if step.state is State.HOST)
         if not blocks:
             return

@@ -12,7 +12,7 @@ from kedge.types import TenantId
 
 
 def check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[Node], others: Sequence[int]) -> None:
-    """Every block of the pool is free, cached by one of `nodes`, or one of `others` (in flight, leased); only once."""
+    """Check that each block of the pool is either free, cached by one of `nodes`, or one of `others`."""
     pool.check_integrity()
     owned = [*others, *(block for node in nodes for block in node.blocks[tier])]
     if len(owned) + pool.num_free != pool.num_blocks or len(set(owned)) != len(owned):
@@ -22,7 +22,7 @@ def check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[Node], others: Seq
 
 
 def check_share(share: Share, nodes: Sequence[Node]) -> None:
-    """A tier holds whole nodes below what it holds, counts them right, and its queue has exactly the candidates."""
+    """Check that a tier holds whole nodes, closed under prefixes, and that counts and queue are right."""
     tier = share.tier
     held = [node for node in nodes if node.blocks[tier]]
     if share.size != sum(node.size for node in held):
@@ -51,7 +51,7 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def check_transfers(nodes: Sequence[Node], pending: Sequence[Transfer]) -> None:
-    """Nodes and transfers know each other, every state of the table in `node.py` is legal, arrivals are counted."""
+    """Check that nodes and transfers agree, states are legal (see `node.py`), and arrivals are counted."""
     moving = {node: transfer for transfer in pending for node in transfer.nodes}
     for node in nodes:
         if node.transfer is not moving.pop(node, None):

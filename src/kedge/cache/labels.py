@@ -24,12 +24,12 @@ class Labels:
         return len(self._handles)
 
     def node(self, key: LabelKey) -> Node | None:
-        """The node that ends the fixed prompt of `key`, while it is in the tree."""
+        """Return the node that ends the fixed prompt of `key`, while it is in the tree."""
         handle = self._handles.get(key)
         return None if handle is None else handle.node
 
     def put(self, key: LabelKey, node: Node, step: float) -> None:
-        """Labels `node`; the label that `key` had elsewhere goes."""
+        """Label `node`; the label that `key` had elsewhere goes."""
         if self.node(key) is not node:
             self.drop(key)
             self._handles[key] = Handle.of(node)
@@ -40,20 +40,20 @@ class Labels:
         self._set(key, node, step)
 
     def move(self, key: LabelKey, step: float) -> Node | None:
-        """Changes the step of a label; returns its node. Costs by the depth, whoever else is in the tree."""
+        """Change the step of a label. Returns its node. O(depth)."""
         node = self.node(key)
         if node is not None:
             self._set(key, node, step)
         return node
 
     def drop(self, key: LabelKey) -> None:
-        """Forgets the label of `key`, if it has one."""
+        """Forget the label of `key`, if it has one."""
         if node := self.node(key):
             _change(node, node.labels.pop(key), None, self._offer)
         self._handles.pop(key, None)
 
     def leave(self, node: Node) -> None:
-        """`node`, which has no children, is leaving the tree: its labels and all handles to it go."""
+        """Drop the labels of `node`, which has no children and is leaving the tree, and all handles to it."""
         for key in node.labels:
             del self._handles[key]
         node.labels.clear()
@@ -62,14 +62,14 @@ class Labels:
             _change(node.parent, node.step, None, self._offer)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """`upper` was put between `lower` and its parent: labels mark an end, so they stay on `lower`."""
+        """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
         if lower.step is not None:
             upper.steps, upper.step = StepCounts(), lower.step
             upper.steps.add(lower.step)
         upper.varying = lower.varying
 
     def check_integrity(self, nodes: list[Node]) -> None:
-        """Raises `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
+        """Raise `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
         found = {key: node for node in nodes for key in node.labels}
         if found != {key: handle.node for key, handle in self._handles.items()}:
             raise PlanError("labels", found, "do not agree with the handles")
@@ -94,7 +94,7 @@ class Labels:
 
 
 def _change(node: Node | None, old: float | None, new: float | None, offer: Callable[[Node], None]) -> None:
-    """One of a node's steps changes from `old` to `new` (None: there is none); bubbles up while a minimum changes."""
+    """Change one of a node's steps from `old` to `new` (None: there is none), upwards while a minimum changes."""
     while node is not None and node.parent is not None and old != new:
         before = node.step
         _recount(node, old, new)

@@ -45,7 +45,10 @@ class CacheManager:
         tiers: TierSettings | None = None,
         copier: Copier | None = None,
     ) -> None:
-        """`block_size` in tokens. Raises `ConfigError` for sizes below one, or a host tier without a copier."""
+        """Begin with an empty cache; `block_size` is in tokens.
+
+        Raises `ConfigError` for sizes below one, or a host tier without a copier.
+        """
         if block_size < 1:
             raise ConfigError("block_size", block_size, "a block holds at least one token")
         if num_blocks < 1:

@@ -26,7 +26,7 @@ from kedge.structures.step_counts import StepCounts
 from kedge.types import TenantId, tenant_of
 
 LabelKey = Hashable
-"""Whose fixed prompt a label ends: (tenant, client, run, agent), or anything else that can be a key."""
+"""The agent whose fixed prompt a label ends: (tenant, client, run, agent), or any other hashable key."""
 
 
 class Tier(IntEnum):
@@ -89,14 +89,14 @@ class Node:
         self.step: float | None = None
         """Priority: the least step of its own labels and its children; None where there is none."""
         self.varying = False
-        """Whether it follows somebody's fixed prompt."""
+        """Whether it follows a fixed prompt."""
         self.transfer: Transfer | None = None
         self.arrival: Transfer | None = None
         """The load that brought it to the device, until it is hit for the first time."""
 
     @property
     def tenant(self) -> TenantId:
-        """Whose it is, in whatever part of the tenant's own."""
+        """The tenant that owns it, in whatever partition."""
         return tenant_of(TenantId(self.namespace[0]))
 
     @property
@@ -109,26 +109,26 @@ class Node:
         return State.OFFLOADING if self.transfer else State.DEVICE
 
     def holds(self, tier: Tier) -> bool:
-        """Whether `tier` holds its KV; a root's empty prefix is everywhere."""
+        """Return whether `tier` holds its KV; a root's empty prefix is everywhere."""
         return bool(self.blocks[tier]) or self.parent is None
 
     def is_candidate(self, tier: Tier) -> bool:
-        """Whether `tier` may evict it: an unlocked leaf of that tier that is still in the tree."""
+        """Return whether `tier` may evict it: an unlocked leaf of that tier that is still in the tree."""
         return bool(self.blocks[tier]) and not self.locks and not self.resident_children[tier]
 
     def path(self) -> Iterator[Node]:
-        """The node and its ancestors, root last."""
+        """Iterate over the node and its ancestors, root last."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def path_down(self) -> list[Node]:
-        """The ancestors and the node, without the root."""
+        """Return the ancestors and the node, without the root."""
         return list(self.path())[-2::-1]
 
     def subtree(self) -> Iterator[Node]:
-        """The node and all below it, parents first."""
+        """Iterate over the node and all below it, parents first."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -136,7 +136,7 @@ class Node:
             stack.extend(node.children.values())
 
     def prefix(self) -> bytes:
-        """The token ids from the root to the node's end, as int32 bytes."""
+        """Return the token ids from the root to the node's end, as int32 bytes."""
         return b"".join(step.key for step in self.path_down())
 
 
@@ -168,7 +168,7 @@ class Transfer:
         return self.copy.direction is Direction.LOAD
 
     def shares(self) -> Iterator[tuple[Node, list[int]]]:
-        """Its nodes with the target blocks of each."""
+        """Iterate over its nodes with the target blocks of each."""
         at = 0
         for node in self.nodes:
             yield node, list(self.copy.targets[at : at + node.size])

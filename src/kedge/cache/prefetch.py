@@ -15,7 +15,7 @@ class Prefetcher:
     """Starts prefetches: it keeps the labels that have come near or have lost their device blocks, best first."""
 
     def __init__(self, tiers: Tiers, probability: Callable[[Node], float]) -> None:
-        """`probability` tells how likely it is that a node is needed as soon as its step says."""
+        """Take `probability(node)`: how likely a node is needed as soon as its step says."""
         self._tiers, self._probability = tiers, probability
         self._window = tiers.settings.prefetch_window
         self._targets: LazyHeap[Node] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)

@@ -26,7 +26,7 @@ class Walk:
     length: int
 
     def device_blocks(self) -> list[int]:
-        """Device blocks of the prefix, in the order of its tokens."""
+        """Return the device blocks of the prefix, in the order of its tokens."""
         blocks = [block for step in self.node.path_down() for block in step.blocks[DEVICE]]
         return blocks[: len(blocks) - (self.node.size - self.used)]
 

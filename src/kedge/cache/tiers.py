@@ -49,7 +49,7 @@ class TierSettings:
     """Device blocks that a prefetch leaves free or evictable for running requests."""
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for numbers that cannot be."""
+        """Raise `ConfigError` for negative numbers."""
         for name in ("host_blocks", "prefetch_jobs", "decode_reserve"):
             if getattr(self, name) < 0:
                 raise ConfigError(name, getattr(self, name), "cannot be negative")
@@ -85,7 +85,9 @@ class Tiers:
         copier: Copier | None,
         on_lost: Callable[[Node], None],
     ) -> None:
-        """`on_lost` is called with every node that has left the device. Raises `ConfigError` for a host tier without
+        """Begin with empty tiers; `on_lost` is called with every node that has left the device.
+
+        Raises `ConfigError` for a host tier without
         a copier.
         """
         if settings.host_blocks and copier is None:

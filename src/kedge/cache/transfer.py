@@ -16,7 +16,7 @@ from kedge.errors import PlanError
 class TransferQueue:
     """A queue that hands transfers to the copier within the limits: demands first, then in the order of arrival.
 
-    What nobody waits for keeps nobody waiting: for a demand the limits count other demands only.
+    Speculative transfers never delay demanded ones: for a demand the limits count other demands only.
     """
 
     def __init__(self, copier: Copier | None, limits: TransferLimits, block_bytes: int) -> None:

@@ -11,7 +11,7 @@ from kedge.policies.eviction import EvictionKey
 from kedge.types import TenantId
 
 Allowed = Callable[[Node], bool]
-"""Whether a node may be evicted for whoever asks."""
+"""Whether a node may be evicted for the caller."""
 
 
 def choose(share: Share, n: int, allowed: Allowed | None, offer: Callable[[Node], None]) -> list[Node]:
@@ -27,7 +27,7 @@ def choose(share: Share, n: int, allowed: Allowed | None, offer: Callable[[Node]
     while n > 0 and not refused:
         node = share.queue.pop()
         if node is None:
-            raise PlanError("eviction queue", n, "blocks are still to go, but nobody is a candidate")
+            raise PlanError("eviction queue", n, "blocks are still to go, but there is no candidate")
         chosen.append(node)
         refused = allowed is not None and not allowed(node)
         n -= node.size

@@ -27,7 +27,7 @@ class Preparing(Protocol):
     """What an `Engine` may do besides: assemble prompts before their requests arrive."""
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Takes a hint: such a request is expected. Segments of placeholders whose values are not known yet have no
+        """Take a hint: such a request is expected. Segments of placeholders whose values are not known yet have no
         tokens; with `sample` they name whose answer they wait for. The same agent's next hint replaces this one and
         may know more. `request_id` is the hint's own: `cancel` withdraws it.
 
@@ -45,7 +45,7 @@ class Stream(Protocol):
         """Deltas until the one that carries the completion. Raises the request's error. One reader, once."""
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Waits for the end; raises the request's error, or `TimeoutError` after `timeout` seconds."""
+        """Wait for the end; raises the request's error, or `TimeoutError` after `timeout` seconds."""
 
 
 Item = TokenDelta | BaseException
@@ -70,21 +70,22 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Token ids of `text` by itself; no special tokens are added.
+        """Return token ids of `text` by itself; no special tokens are added.
 
         Those spelled out in it are recognised where `special`: in templates. In what a user or a tool wrote they are
         plain text, so that nobody can end a turn from inside a value.
         """
 
     def decode(self, tokens: Tokens) -> str:
-        """Text of `tokens`, without special tokens."""
+        """Return text of `tokens`, without special tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for, in UTF-8: a part of a character, perhaps; a special token as it is spelled out.
-        Nothing for an id that stands for nothing."""
+        """Return what one token stands for, in UTF-8: a part of a character, perhaps; a special token as it is spelled
+        out. Nothing for an id that stands for nothing.
+        """
 
     def chat(self, system: str | None, user: str) -> str:
-        """The text of a prompt with these two messages, up to where the answer begins (BOS included)."""
+        """Return the text of a prompt with these two messages, up to where the answer begins (BOS included)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +124,13 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Ends a request at the next step with `FinishReason.CANCELLED`; False if it is not (or no longer) known."""
+        """End a request at the next step with `FinishReason.CANCELLED`; False if it is not (or no longer) known."""
 
     def end_run(self, tenant: TenantId, run: RunId) -> None:
-        """Forgets what the run shared between its agents; an unknown run is no error."""
+        """Forget what the run shared between its agents; an unknown run is no error."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = ...) -> None:
-        """Takes a hint: agents whose next run is another than before, as a `ForecastBoard` tells it. `prompts` are the
+        """Take a hint: agents whose next run is another than before, as a `ForecastBoard` tells it. `prompts` are the
         fixed prompts of agents that are going to call, so that what is cached of them can be kept and fetched.
 
         Returns at once and never raises. Hints may be absent, late or wrong: no answer changes with them. What cannot
@@ -137,7 +138,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Cancels what runs, frees everything. Idempotent."""
+        """Cancel what runs, frees everything. Idempotent."""
 
 
 @runtime_checkable
@@ -148,11 +149,12 @@ class Inspectable(Protocol):
     """
 
     def inspect(self) -> Mapping[str, Any]:
-        """Figures of the cache and the anchors, of all tenants together."""
+        """Return figures of the cache and the anchors, of all tenants together."""
 
     def inspect_tenants(
         self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
     ) -> Mapping[str, Any]:
-        """What is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each of the
-        given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only on the
-        `host`."""
+        """Return what is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each
+        of the given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only
+        on the `host`.
+        """

@@ -54,7 +54,7 @@ class ByteTokenizer:
     _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
 
     def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Token ids of `text` by itself; specials that are spelled out become one token where `special`."""
+        """Return token ids of `text` by itself; specials that are spelled out become one token where `special`."""
         if not special:
             return tuple(text.encode())
         parts = self._special.split(text)
@@ -62,11 +62,11 @@ class ByteTokenizer:
         return tuple(itertools.chain.from_iterable(ids))
 
     def decode(self, tokens: Tokens) -> str:
-        """Text without specials; bytes that are not UTF-8 become U+FFFD."""
+        """Return text without specials; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The byte itself; specials are spelled out."""
+        """Return the byte itself; specials are spelled out."""
         return bytes([token]) if token < 256 else self._spelled[token]
 
     def chat(self, system: str | None, user: str) -> str:
@@ -152,7 +152,7 @@ class EchoEngine:
         self._worker.start()
 
     def submit(self, request: GenerateRequest) -> EchoStream:
-        """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` (bad sampling, an
+        """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` (bad sampling, an
         id in flight) or `EngineClosed`.
         """
         self._check_open()
@@ -169,7 +169,7 @@ class EchoEngine:
         return job.stream
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Ends a request at the next step; False if it is not (or no longer) known."""
+        """End a request at the next step; False if it is not (or no longer) known."""
         with self._changed:
             job = self._jobs.get(request_id)
             if job is not None:
@@ -180,15 +180,15 @@ class EchoEngine:
         """Nothing to forget: an echo shares nothing between the agents of a run."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Keeps what can be meant of the hint in `forecasts`."""
+        """Keep what can be meant of the hint in `forecasts`."""
         self.forecasts.append(sensible_hints(changes, prompts))
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Keeps the hint in `prepared`."""
+        """Keep the hint in `prepared`."""
         self.prepared.append(request)
 
     def close(self) -> None:
-        """Cancels what runs or waits, and ends the worker. Idempotent."""
+        """Cancel what runs or waits, and ends the worker. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -233,7 +233,7 @@ class EchoEngine:
             time.sleep(self._delay_s)
 
     def _next_jobs(self) -> list[_Job]:
-        """Waits for work. Once closed, every job is cancelled and ends with its next step; then there are none."""
+        """Wait for work. Once closed, every job is cancelled and ends with its next step; then there are none."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             for job in self._jobs.values():
@@ -310,7 +310,7 @@ def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None =
 
 
 def _tokens_with_kv(job: _Job) -> Tokens:
-    """What others may reuse: all but the last token, which was drawn and never read; nothing where reuse is off."""
+    """Return what others may reuse: all but the last token, which was drawn and never read; nothing where reuse is off."""
     return () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
 
 
@@ -331,7 +331,7 @@ def _completion(job: _Job, reason: FinishReason) -> Completion:
 
 
 def _receipt(job: _Job, ttft_ms: float) -> Receipt:
-    """Spans sum to the prompt; a request that was cancelled in the queue has none."""
+    """Return the spans sum to the prompt; a request that was cancelled in the queue has none."""
     request = job.request
     if job.lease is None:
         return Receipt(request.request_id, request.reuse, (), parts_ms={"queue": ttft_ms})
@@ -343,7 +343,9 @@ def _receipt(job: _Job, ttft_ms: float) -> Receipt:
 
 
 def _misses(request: GenerateRequest, exact: int) -> tuple[Miss, ...]:
-    """Segments that were computed, in whole or in part; the last prompt token is always computed and does not count."""
+    """Return the segments that were computed, in whole or in part; the last prompt token is always computed and does
+    not count.
+    """
     if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
         return (ALL_COMPUTED,)
     reason = "reuse is off" if request.reuse is ReuseMode.OFF else "not in the cache"

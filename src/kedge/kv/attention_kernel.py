@@ -31,7 +31,9 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """query [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim] -> [rows, heads, head_dim].
+    """Attend with `query` [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim].
+
+    Returns [rows, heads, head_dim].
 
     `blocks` (int32 [rows, width]) are the blocks of each row's context, of which its first `lengths` (int32 [rows]) are
     seen; with a `window` only the last so many of them. With a `softcap` a score s is softcap * tanh(s / softcap).
@@ -58,7 +60,9 @@ def _attend(
     CAPPED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     SHARES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One share of one row's context, for the heads of a group. Parts [rows, heads, shares, head_dim] float32 and the
+    """Attend over one share of one row's context, for the heads of a group.
+
+    Writes parts [rows, heads, shares, head_dim] float32 and the
     logarithms of their softmax sums [rows, heads, shares]; -inf where a share is empty."""
     row, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, dim, place = tl.arange(0, ROWS), tl.arange(0, WHOLE), tl.arange(0, TILE)

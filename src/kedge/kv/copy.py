@@ -70,7 +70,9 @@ class PoolCopier:
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """A block is `block_size` neighbouring slots of every pool. `throttle`: seconds that a block takes at least.
+        """Start the copier's thread. A block is `block_size` neighbouring slots of every pool.
+
+        `throttle` is the least time in seconds that a block takes.
         `on_copied` is called on the copier's thread whenever there is something to drain.
         """
         self._pools, self._block_size, self._throttle, self._on_copied = pools, block_size, throttle, on_copied
@@ -87,24 +89,24 @@ class PoolCopier:
         self._thread.start()
 
     def submit(self, copy: Copy) -> None:
-        """Queues a copy. Returns at once and does not raise; once closed, nothing is copied any more."""
+        """Queue a copy. Returns at once and does not raise; once closed, nothing is copied any more."""
         order = _Order(copy, next(self._count), self._now())
         with self._changed:
             self._orders[copy.copy_id] = order
             self._changed.notify()
 
     def hurry(self, copy_id: int) -> None:
-        """This copy goes first from now on."""
+        """Put this copy first."""
         with self._changed:
             if order := self._orders.get(copy_id):
                 order.urgent = True
 
     def drain(self) -> list[Copied]:
-        """What has ended since the last call."""
+        """Return what has ended since the last call."""
         return _taken(self._ended)
 
     def close(self) -> None:
-        """Ends the thread after the piece under way. Idempotent."""
+        """End the thread after the piece under way. Idempotent."""
         with self._changed:
             self._closed.set()
             self._changed.notify()
@@ -124,13 +126,13 @@ class PoolCopier:
                 self._on_copied()
 
     def _next(self) -> _Order | None:
-        """Waits for something to copy; None: closed."""
+        """Wait for something to copy. Returns None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._orders or self._closed.is_set())
             return None if self._closed.is_set() else min(self._orders.values(), key=lambda order: order.rank)
 
     def _advance(self, order: _Order) -> Copied | None:
-        """Copies the next piece; the end of the copy where that was its last one."""
+        """Copy the next piece. Returns the end of the copy where that was its last one."""
         began = time.perf_counter()
         piece = slice(order.done, order.done + self._piece)
         try:
@@ -145,7 +147,7 @@ class PoolCopier:
         return Copied(order.copy.copy_id, ok=True, seconds=order.seconds) if is_whole else None
 
     def _copy(self, order: _Order, piece: slice) -> None:
-        """Returns once the target holds the data."""
+        """Return once the target holds the data."""
         runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             if self._stream and order.after:
@@ -174,13 +176,13 @@ class TorchCopier(PoolCopier):
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """As `PoolCopier`."""
+        """Start the copier's thread, see `PoolCopier`."""
         pools = [(host.keys, device.keys), (host.values, device.values)]
         super().__init__(pools, device.block_size, throttle, on_copied)
 
 
 def block_runs(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Pairs of blocks as runs (first source, first target, count) of neighbours on both sides."""
+    """Return pairs of blocks as runs (first source, first target, count) of neighbours on both sides."""
     runs: list[tuple[int, int, int]] = []
     for source, target in zip(sources, targets, strict=True):
         if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
@@ -192,21 +194,21 @@ def block_runs(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple
 
 
 def _copy_by_layer(source: Tensor, target: Tensor) -> None:
-    """Each layer's run is contiguous, so it moves without a buffer in between. Does not wait for its end."""
+    """Copy layer by layer: each run is contiguous, so it moves without a buffer. Does not wait for its end."""
     for a, b in zip(source, target, strict=True):
         b.copy_(a, non_blocking=True)
 
 
 def _copy_on_one_thread(source: Tensor, target: Tensor) -> None:
-    """All layers at once. NumPy copies on the thread that asks, where PyTorch would take all cores."""
+    """Copy all layers at once. NumPy copies on the calling thread, where PyTorch would take all cores."""
     _bytes(target)[...] = _bytes(source)
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """A view as a NumPy array of bytes, whatever the dtype: NumPy has no bfloat16."""
+    """Return a view as a NumPy array of bytes, whatever the dtype: NumPy has no bfloat16."""
     return tensor.view(torch.uint8).numpy()
 
 
 def _taken(items: queue.SimpleQueue[T]) -> list[T]:
-    """All that is in the queue now; only one thread takes."""
+    """Return all that is in the queue now. Only one thread may call this."""
     return [items.get_nowait() for _ in range(items.qsize())]

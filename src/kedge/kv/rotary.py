@@ -27,11 +27,11 @@ class Rotary:
         return self._cos[:, 0], self._sin[:, 0]
 
     def rotate(self, keys: Tensor, positions: Tensor | slice, out: Tensor) -> None:
-        """Writes `keys` [L, T, H, D], rotated to `positions` [T], into `out`, which must not overlap them."""
+        """Write `keys` [L, T, H, D], rotated to `positions` [T], into `out`, which must not overlap them."""
         self._turn(keys, self._cos[positions], self._sin[positions], out)
 
     def unrotate(self, keys: Tensor, positions: Tensor | slice) -> Tensor:
-        """A copy of `keys` [L, T, H, D] as they were before they were rotated to `positions` [T]."""
+        """Return a copy of `keys` [L, T, H, D] as they were before they were rotated to `positions` [T]."""
         out = torch.empty_like(keys)
         self._turn(keys, self._cos[positions] / self._scale, -self._sin[positions] / self._scale, out)
         return out

@@ -46,16 +46,16 @@ class KVSegment:
         return self.keys.nbytes + self.values.nbytes
 
     def slice(self, start: int, stop: int | None = None) -> KVSegment:
-        """Tokens [start, stop) as a view; `stop=None` is the end."""
+        """Return tokens [start, stop) as a view; `stop=None` is the end."""
         return KVSegment(self.keys[:, start:stop], self.values[:, start:stop])
 
     def owned(self) -> KVSegment:
-        """The same KV in memory of its own: a view is copied, so that it does not keep a larger tensor alive."""
+        """Return the same KV in memory of its own: a view is copied, so that it does not keep a larger tensor alive."""
         return KVSegment(_owned(self.keys), _owned(self.values))
 
     @classmethod
     def cat(cls, parts: Sequence[KVSegment]) -> KVSegment:
-        """The parts one after the other (at least one)."""
+        """Return the parts one after the other (at least one)."""
         return cls(torch.cat([p.keys for p in parts], dim=1), torch.cat([p.values for p in parts], dim=1))
 
 

@@ -102,7 +102,7 @@ def _incomplete(config: PretrainedConfig) -> str | None:
 
 
 def translation_refusal(config: PretrainedConfig) -> str | None:
-    """Why this model's KV cannot be translated, or None where it can. Exact reuse works either way."""
+    """Return why this model's KV cannot be translated, or None where it can. Exact reuse works either way."""
     config = _text(config)
     if reason := _unservable(config):
         return reason

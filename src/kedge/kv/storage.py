@@ -31,7 +31,7 @@ class SlotTable:
         return cls((starts[:, None] + torch.arange(block_size)).flatten())
 
     def runs(self, start: int, stop: int) -> Runs:
-        """The slots of positions [start, stop) as slices of neighbours."""
+        """Return the slots of positions [start, stop) as slices of neighbours."""
         slots = self.slots[start:stop]
         if not len(slots):
             return ()
@@ -55,19 +55,19 @@ class PagedStorage:
         return self.keys.is_cuda and find_spec("triton") is not None
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes one layer's rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""
+        """Write one layer's rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 
     def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
-        """A copy of positions [start, stop) of a request, keys unrotated."""
+        """Return a copy of positions [start, stop) of a request, keys unrotated."""
         runs = table.runs(start, stop)
         keys = torch.cat([self.keys[:, run] for run in runs], dim=1)
         values = torch.cat([self.values[:, run] for run in runs], dim=1)
         return KVSegment(self.rotary.unrotate(keys, slice(start, stop)), values)
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
-        """Writes `base` plus `offsets` (of all layers but the first, whose offset is zero) to the positions from
+        """Write `base` plus `offsets` (of all layers but the first, whose offset is zero) to the positions from
         `start` on, keys rotated to them. Memory is the limit: nothing is copied on the way but the keys' sum."""
         done = 0
         for run in table.runs(start, start + base.tokens):
@@ -80,6 +80,6 @@ class PagedStorage:
 
 
 def add_offsets(base: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """Writes `base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
+    """Write `base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
     out[0] = base[0]
     torch.add(base[1:], offsets, out=out[1:])

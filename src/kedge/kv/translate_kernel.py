@@ -29,7 +29,7 @@ def translate(
     weights: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """Writes `base` plus weighted rows of `arena` to `slots` (int64 [tokens]), keys rotated to the positions from
+    """Write `base` plus weighted rows of `arena` to `slots` (int64 [tokens]), keys rotated to the positions from
     `start` on.
 
     A row of `arena` begins with (layers - 1) * 2 * kv_heads * head_dim offsets, as `kedge.anchors.offsets` lays them
@@ -103,7 +103,7 @@ def _translate(
 def _sum(
     base, inside, offsets, scale, arena_row, scales_row, row_at, weight_at, seen, k, SCALED: tl.constexpr
 ):  # fmt: skip
-    """float32 [tokens, dimensions]: base KV of one head plus the weighted offsets of the tokens `seen`."""
+    """Return float32 [tokens, dimensions]: base KV of one head plus the weighted offsets of the tokens `seen`."""
     total = tl.load(base, mask=inside, other=0.0).to(tl.float32)
     for j in range(k):
         row = tl.load(row_at + j, mask=seen, other=0)

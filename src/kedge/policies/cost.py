@@ -13,7 +13,7 @@ class Estimate:
         self.seconds_per_unit: float | None = None
 
     def observe(self, units: int, seconds: float) -> None:
-        """`units` took `seconds`. Nothing is learned from zero units, or from no time at all."""
+        """Learn that `units` took `seconds`; zero of either is ignored."""
         if units > 0 and seconds > 0:
             new, old = seconds / units, self.seconds_per_unit
             self.seconds_per_unit = new if old is None else old + _WEIGHT * (new - old)
@@ -26,7 +26,7 @@ class CostModel:
         self.load, self.compute = Estimate(), Estimate()
 
     def load_pays(self, blocks: int, tokens: int, blocks_ahead: int = 0) -> bool:
-        """Whether `blocks`, which wait for `blocks_ahead` others, are loaded before their `tokens` are computed.
+        """Return whether `blocks`, which wait for `blocks_ahead` others, are loaded before their `tokens` are computed.
 
         True while one of the two has never been measured: loading leaves the processor to others.
         """

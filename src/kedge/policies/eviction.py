@@ -25,7 +25,7 @@ class StepView(Protocol):
 
     @property
     def varying(self) -> bool:
-        """Whether the KV follows somebody's fixed prompt."""
+        """Whether the KV follows a fixed prompt."""
 
 
 class NodeView(StepView, Protocol):
@@ -39,7 +39,7 @@ class NodeView(StepView, Protocol):
         """Blocks in the node."""
 
     def prefix(self) -> bytes:
-        """The token ids from the root to the node's end, as int32 bytes. Costs by their number."""
+        """Return the token ids from the root to the node's end, as int32 bytes. O(tokens)."""
 
 
 class EvictionPolicy(Protocol):
@@ -55,7 +55,7 @@ class StepPolicy(Protocol):
 
 
 def lru(node: StepView) -> EvictionKey:
-    """Least recently used first."""
+    """Evict the least recently used first."""
     return (node.last_access,)
 
 
@@ -64,14 +64,14 @@ VIRTUAL_STEP = 8.0
 
 
 def distance(node: StepView, virtual_step: float = VIRTUAL_STEP) -> float:
-    """Steps until the node is needed; `inf` for a varying suffix, which nobody is known to need again."""
+    """Return the steps until the node is needed; `inf` for a varying suffix, which no agent is known to need again."""
     if node.step is not None:
         return node.step
     return math.inf if node.varying else virtual_step
 
 
 def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
-    """Varying suffixes first, then whoever runs last (KVFlow, section 3.1). Without labels: LRU, to the letter."""
+    """Evict varying suffixes first, then what is needed last (KVFlow, section 3.1). Without labels, this is LRU."""
 
     def key(node: StepView) -> EvictionKey:
         if node.step is None:
@@ -82,7 +82,7 @@ def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
 
 
 def belady(next_use: Callable[[NodeView], float]) -> EvictionPolicy:
-    """An oracle for benchmarks: whatever is used again last goes first.
+    """Evict first what is used again last: an oracle for benchmarks.
 
     `next_use` gives the time at which a node is used next, on a clock that stays the same until it is (so not "in how
     many requests"), and `inf` for never.

@@ -48,7 +48,7 @@ class FixedBoundary:
         self._histories: OrderedDict[Hashable, _History] = OrderedDict()  # by last use
 
     def observe(self, agent: Hashable, prompt: Tokens, now: float, marker: int | None = None) -> int | None:
-        """The length of the fixed part of `prompt`, which `agent` calls with at `now`; None: not known (yet).
+        """Return the length of the fixed part of `prompt`, which `agent` calls with at `now`; None: not known (yet).
 
         `marker` is what the request says. It wins, where it lies inside the prompt; elsewhere it is no marker.
         """
@@ -64,13 +64,13 @@ class FixedBoundary:
         return marker if marker is not None and 0 <= marker <= len(prompt) else history.length
 
     def length(self, agent: Hashable, now: float) -> int | None:
-        """The length that is declared for `agent`; None where there is none."""
+        """Return the length that is declared for `agent`; None where there is none."""
         self._expire(now)
         history = self._histories.get(agent)
         return history.length if history else None
 
     def __len__(self) -> int:
-        """Agents that are remembered."""
+        """Return how many agents are remembered."""
         return len(self._histories)
 
     def _compare(self, history: _History, prompt: Tokens) -> None:
@@ -100,7 +100,7 @@ class FixedBoundary:
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:
-    """Tokens that both begin with. Slices are compared at once, so it costs by length and not by Python's loop."""
+    """Return how many tokens both begin with. Slices are compared at once, which spares Python's loop."""
     same, end = 0, min(len(one), len(other))
     while same < end:
         middle = (same + end + 1) // 2

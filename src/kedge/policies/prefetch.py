@@ -16,7 +16,7 @@ LIKELY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[Target]):
-    """A fixed prompt whose end is not on the device; `node` is that end, or whatever else leads there."""
+    """A fixed prompt whose end is not on the device; `node` is that end, or a handle to it."""
 
     node: Target
     step: float
@@ -30,7 +30,7 @@ class Candidate(Generic[Target]):
         return self.step, -self.probability, self.size
 
     def may_replace(self, victim: StepView, virtual_step: float) -> bool:
-        """Whether it may be loaded in the place of `victim`."""
+        """Return whether it may be loaded in the place of `victim`."""
         return may_replace(victim, self.step, virtual_step, self.probability)
 
 

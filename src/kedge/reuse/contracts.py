@@ -1,4 +1,4 @@
-"""What the runtime needs of the rooms that hold tensors. It passes their data through and never looks inside."""
+"""What anchors and planner say to each other. Tensors are passed through and never looked into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PoolKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TemplateOwner:
-    """Whose offsets and prefix segments these are: an agent's with this template."""
+    """The agent's template that offsets and prefix segments belong to."""
 
     tenant: TenantId
     template: str
@@ -34,14 +34,14 @@ class TemplateOwner:
 
 @dataclass(frozen=True, slots=True)
 class RunOwner:
-    """Whose values these are: a run's."""
+    """The run that values belong to."""
 
     tenant: TenantId
     run: RunId
 
 
 Owner = TemplateOwner | RunOwner
-"""By whom a forecast tells how soon anchors or base KV are needed."""
+"""The key under which a forecast says how soon anchors or base KV are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class Estimate(Protocol):
     @property
     def prefix_table(self) -> Any: ...
     def weak_positions(self) -> list[int]:
-        """Tokens of the value that should be computed all the same."""
+        """Return the tokens of the value that should be computed all the same."""
 
     def weak_prefix_positions(self) -> list[int]:
-        """The same of the prefix segment after it."""
+        """Return those of the prefix segment after it."""
 
 
 class Tiered(Protocol):

@@ -1,4 +1,4 @@
-"""Who runs how soon, told by what anchors and base KV belong to: a template's agent, or a run."""
+"""How soon anchors and base KV are needed, by what they belong to: a template's agent, or a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Expected:
         self._agents: OrderedDict[TemplateOwner, AgentId] = OrderedDict()
 
     def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
-        """Takes what has changed: (steps-to-execution, probability) of agents, or None for what is forgotten."""
+        """Take the changes: (steps-to-execution, probability) of agents, or None for those that are forgotten."""
         for key, next_run in changes.items():
             if (old := self._steps.pop(key, None)) is not None:
                 self._count(key, old, -1)
@@ -32,14 +32,14 @@ class Expected:
                 self._count(key, next_run[0], 1)
 
     def asks(self, template: TemplateOwner, agent: AgentId) -> None:
-        """`agent` asks with this template."""
+        """Remember that `agent` calls with this template."""
         self._agents[template] = agent
         self._agents.move_to_end(template)
         if len(self._agents) > MOST_TEMPLATES:
             self._agents.popitem(last=False)
 
     def steps(self, owner: Owner) -> float | None:
-        """Fewest steps until `owner` can run, `inf` where it never comes; None where no forecast knows it."""
+        """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
         if isinstance(owner, RunOwner):
             return self._least(owner)
         agent = self._agents.get(owner)

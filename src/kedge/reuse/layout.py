@@ -26,7 +26,7 @@ class Placed:
 
 
 def layout(request: GenerateRequest) -> tuple[Placed, ...]:
-    """The request's segments with their positions."""
+    """Return the request's segments with their positions."""
     placed, start = [], 0
     for index, segment in enumerate(request.segments):
         placed.append(Placed(segment, index, start))
@@ -35,8 +35,8 @@ def layout(request: GenerateRequest) -> tuple[Placed, ...]:
 
 
 def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
-    """The same prompt, cut otherwise: up to `most` tokens of a placeholder's `trail` belong to its value. Not of
-    agents' answers, unless `of_answers`: whoever says one has to leave KV of its trail behind.
+    """Let up to `most` tokens of each placeholder's `trail` belong to its value: the same prompt, cut otherwise. Not of
+    agents' answers, unless `of_answers`: their agents have to compute KV of the trail.
 
     A model sums a text up in the tokens right behind it. Their KV depends on the text more than on all before it, and
     no other text's offset says what it is; base KV in which they have read the text does. A value that is yet to come
@@ -58,13 +58,13 @@ def _holding(value: Segment, own: Tokens) -> Segment:
 
 
 def known_segments(request: GenerateRequest) -> int:
-    """How many leading segments have their tokens: all, or those before a placeholder whose value is yet to come."""
+    """Return how many leading segments have their tokens: all, or those before a placeholder without a value yet."""
     waits = (at for at, segment in enumerate(request.segments) if segment.is_placeholder and not segment.tokens)
     return next(waits, len(request.segments))
 
 
 def template_key(request: GenerateRequest) -> str:
-    """Workflow, agent and a digest of the template: what was observed under another wording is never used."""
+    """Return workflow, agent and a digest of the template: what was observed under another wording is never used."""
     digest = hashlib.blake2b(digest_size=8)
     for segment in request.segments:
         digest.update(segment.name.encode())
@@ -74,11 +74,11 @@ def template_key(request: GenerateRequest) -> str:
 
 
 def template_tokens(request: GenerateRequest) -> tuple[int, ...]:
-    """The template itself as a prompt: every placeholder is replaced by its name as text."""
+    """Return the template itself as a prompt: every placeholder is replaced by its name as text."""
     parts = (s.stand_in if s.is_placeholder else s.tokens for s in request.segments)
     return tuple(token for part in parts for token in part)
 
 
 def later_prefixes(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
-    """The prefix segments after the first segment: those that need base KV to be translated."""
+    """Return the prefix segments after the first segment: those that need base KV to be translated."""
     return tuple(p for p in placed if not p.segment.is_placeholder and p.index > 0 and len(p))

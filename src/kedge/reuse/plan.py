@@ -30,7 +30,7 @@ class Translation:
         return int(self.base.tokens)
 
     def within(self, start: int, stop: int) -> Translation | None:
-        """The part of it that is at positions [start, stop), if there is one."""
+        """Return the part of it that is at positions [start, stop), if there is one."""
         first, last = max(start - self.start, 0), min(stop - self.start, self.base.tokens)
         if first >= last:
             return None
@@ -74,7 +74,7 @@ class ReusePlan:
 
     @property
     def unbroken(self) -> int:
-        """Tokens before the first computed one: whoever can compute nothing before a translated token uses these."""
+        """Tokens before the first computed one: all of use to an engine that computes only behind what it reuses."""
         return next((span.start for span in self.spans if span.source is Source.COMPUTED), self.spans[-1].stop)
 
     @property
@@ -84,7 +84,7 @@ class ReusePlan:
 
 
 def spans_of(sources: Iterable[Source]) -> tuple[Span, ...]:
-    """Joins one source per position into spans."""
+    """Join one source per position into spans."""
     listed = list(sources)
     edges = [0, *(i for i, (a, b) in enumerate(pairwise(listed), 1) if a is not b), len(listed)]
     return tuple(Span(a, b, listed[a]) for a, b in pairwise(edges) if b > a)

@@ -50,15 +50,15 @@ class Draft:
         return sum(map(len, self.exact))
 
     def computed(self, start: int) -> list[int]:
-        """Positions from `start` on that run through the model, ascending."""
+        """Return the positions from `start` on that run through the model, ascending."""
         return [at for at in range(start, len(self.sources)) if self.sources[at] is Source.COMPUTED]
 
     def extend(self, stop: int) -> None:
-        """Positions up to `stop` are computed, as long as nothing better is found."""
+        """Mark the positions up to `stop` as computed, as long as nothing better is found."""
         self.sources += [Source.COMPUTED] * (stop - len(self.sources))
 
     def give_up(self, *misses: Miss) -> None:
-        """Everything that is not exact is computed after all."""
+        """Compute everything that is not exact after all."""
         exact, size = self.exact_tokens, len(self.sources)
         self.sources[exact:] = [Source.COMPUTED] * (size - exact)
         self.dense = True
@@ -86,13 +86,13 @@ class Planner:
         self._costs, self._savings = costs, Savings()
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
-        """`exact` spans tile the leading tokens that lie on the device already (fewer than the whole prompt)."""
+        """Plan a request. `exact` spans tile the leading tokens that are on the device (fewer than the whole prompt)."""
         draft = self.draft(request, exact)
         self.grow(draft, request, len(request.segments))
         return self.seal(draft, request)
 
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
-        """A draft in which nothing but the `exact` tokens has been decided."""
+        """Return a draft in which nothing but the `exact` tokens has been decided."""
         draft = Draft(template_key(request), exact, [span.source for span in exact for _ in range(len(span))])
         if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
             draft.give_up(ALL_COMPUTED)
@@ -103,7 +103,7 @@ class Planner:
         return draft
 
     def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> None:
-        """Drafts on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
+        """Draft on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
         prefix segments.
         """
         placed = layout(request)
@@ -115,7 +115,7 @@ class Planner:
         draft.drafted = max(draft.drafted, segments)
 
     def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
-        """The plan of a request that has been drafted to its end."""
+        """Return the plan of a request that has been drafted to its end."""
         if not draft.dense:
             self._compute_end(draft, layout(request)[-1])
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
@@ -130,7 +130,7 @@ class Planner:
     def _fill(
         self, request: GenerateRequest, draft: Draft, placed: tuple[Placed, ...], here: Placed, after: Placed | None
     ) -> None:
-        """Drafts a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
+        """Draft a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
         if not self.pays(request, here):
@@ -154,7 +154,7 @@ class Planner:
         after: Placed | None,
         prefixes: Mapping[int, KV],
     ) -> bool:
-        """Drafts a placeholder and the prefix segment after it; True where dense prefill would teach something."""
+        """Draft a placeholder and the prefix segment after it. Returns whether dense prefill would teach something."""
         sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
@@ -180,7 +180,7 @@ class Planner:
         return False
 
     def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
-        """Writes what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
+        """Write what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
         skip = max(0, draft.exact_tokens - placed.start)
         if skip >= len(placed):
             return
@@ -215,7 +215,7 @@ class Planner:
             self._compute(draft, position)
 
     def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
-        """The base KV of a placeholder's value, where it is known."""
+        """Return the base KV of a placeholder's value, where it is known."""
         segment = placed.segment
         assert segment.sample is not None
         entry = self._bases.find(request.tenant, request.run, segment.sample, segment.tokens, segment.lead_in)

@@ -39,7 +39,7 @@ class Runtime:
         expected: Expected | None = None,
         costs: Costs = NO_COSTS,
     ) -> None:
-        """`expected` passes the forecast on to the stores; `costs` decides which values are worth translating."""
+        """Begin with what the stores hold; `expected` passes the forecast on to them, `costs` says what is worth it."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or Expected()
         self._planner = Planner(anchors, bases, policy, refusal, costs)

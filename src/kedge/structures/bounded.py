@@ -21,7 +21,7 @@ class Lru(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The entry of `key`, made where there is none."""
+        """Return the entry of `key`, made where there is none."""
         if key not in self._entries:
             self._entries[key] = make()
             if len(self._entries) > self._limit:

@@ -14,7 +14,7 @@ Item = TypeVar("Item", bound=Hashable)
 class LazyHeap(Generic[Item]):
     """Candidates by ascending key, logarithmic in their number.
 
-    Whoever makes an item a candidate, or changes its key, pushes it again: only its newest entry counts, by its ticket.
+    Push an item again when it becomes a candidate or its key changes: only its newest entry counts, by its ticket.
     """
 
     def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool]) -> None:
@@ -25,14 +25,14 @@ class LazyHeap(Generic[Item]):
         self._limit = 64
 
     def push(self, item: Item) -> None:
-        """Enters `item` under its present key."""
+        """Enter `item` under its present key."""
         ticket = self._tickets[item] = next(self._numbers)
         heappush(self._heap, (self._key(item), ticket, item))
         if len(self._heap) > self._limit:
             self._drop_outdated()
 
     def pop(self) -> Item | None:
-        """The candidate with the least key, removed, or None."""
+        """Remove and return the candidate with the least key; None if there is none."""
         while self._heap:
             entry = heappop(self._heap)
             if self._is_current(entry):
@@ -41,7 +41,7 @@ class LazyHeap(Generic[Item]):
         return None
 
     def covers(self, items: Iterable[Item]) -> bool:
-        """Whether exactly `items` would be popped, each under the key that it has now."""
+        """Return whether exactly `items` would be popped, each under the key that it has now."""
         current = {entry[2]: entry[0] for entry in self._heap if self._is_current(entry)}
         return current == {item: self._key(item) for item in items}
 

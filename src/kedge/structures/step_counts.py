@@ -1,4 +1,4 @@
-"""A multiset of steps-to-execution whose least is at hand: a node's own labels and its children's priorities."""
+"""A multiset of steps-to-execution with its least in O(1): a node's own labels and its children's priorities."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepCounts:
             self._drop_outdated()
 
     def remove(self, step: float) -> None:
-        """One `step` less; it must be in it."""
+        """Remove one `step`, which must be there."""
         self._counts[step] -= 1
         if not self._counts[step]:
             del self._counts[step]

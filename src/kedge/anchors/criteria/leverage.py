@@ -52,7 +52,7 @@ class Spread(NamedTuple):
         return cls(factor.float(), float((rows @ factor.mT).square().sum(1).mean()))
 
     def leverage(self, keys: Tensor) -> Tensor:
-        """float32 [tokens]: xᵀ (XᵀX + λI)⁻¹ x, in units of `mean`."""
+        """Return float32 [tokens]: xᵀ (XᵀX + λI)⁻¹ x, in units of `mean`."""
         return (_with_one(keys).float() @ self.factor.mT).square().sum(1) / self.mean
 
 

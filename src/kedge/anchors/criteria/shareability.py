@@ -41,10 +41,10 @@ class Criterion(Protocol):
         """Whether it needs the slot's calibration."""
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:
-        """Why a value of `tokens` tokens cannot be judged shareable whatever it is, or the empty text."""
+        """Return why a value of `tokens` tokens cannot be judged shareable whatever it is, or the empty text."""
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
-        """The verdict, where nothing lacks."""
+        """Return the verdict, where nothing lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Entropy:
 
 
 def lacks_length(tokens: int, block: KeyBlock) -> str:
-    """Why the anchors are not as long as Eq. 5 asks for, or the empty text."""
+    """Return why the anchors are not as long as Eq. 5 asks for, or the empty text."""
     match len(block.long_enough(tokens)):
         case 0:
             return "longer than every anchor"

@@ -34,17 +34,17 @@ class Aligned:
 
 
 def nearest() -> Aligned:
-    """The offsets of the one anchor of least L2 distance (Table A.4)."""
+    """Return the offsets of the one anchor of least L2 distance (Table A.4)."""
     return Aligned(_least)
 
 
 def mean() -> Aligned:
-    """The mean of the offsets: what can be known of them without a look at the value."""
+    """Return the mean of the offsets: what can be known of them without a look at the value."""
     return Aligned(_equal)
 
 
 def cosine(temperature: float) -> Aligned:
-    """Weights by cosine similarity over all tokens (Table A.4).
+    """Return weights by cosine similarity over all tokens (Table A.4).
 
     The distance is the chord sqrt(2 - 2 cos), which is the L2 distance of what has been normalised, so that
     `temperature` means what it means for `interpolate`.

@@ -60,7 +60,7 @@ class Estimator(Protocol):
 
 
 def anchor_weights(distances: Tensor, temperature: float, same: int | None = None) -> Tensor:
-    """float32 [anchors]: softmax(-temperature · d / mean d), or all on `same`.
+    """Return float32 [anchors]: softmax(-temperature · d / mean d), or all on `same`.
 
     KVCOMM's softmax(-d) means another thing at every length and scale; divided by the mean, only ratios count.
     """
@@ -140,6 +140,6 @@ def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
 
 
 def _mass(columns: Tensor, weights: Tensor, block: KeyBlock) -> Tensor:
-    """float32 [anchors]: mean weight per token that lies on each anchor."""
+    """Return float32 [anchors]: mean weight per token that lies on each anchor."""
     total = weights.new_zeros(len(block.ids))
     return total.index_add_(0, block.owner[columns].flatten(), weights.flatten()) / len(columns)

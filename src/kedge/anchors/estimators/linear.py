@@ -107,7 +107,7 @@ def _ridge_for(base: KVSegment, strength: float) -> Ridge:
 
 
 def _as_offsets(rows: Tensor, dtype: torch.dtype) -> Offsets:
-    """Rows that have been computed as a table of their own, each token's blend being its row."""
+    """Return rows that have been computed as a table of their own, each token's blend being its row."""
     table = OffsetTable(rows.shape[1], dtype, rows.device)
     table.put(AnchorId(0), rows)
     places = torch.arange(len(rows), device=rows.device)[:, None]

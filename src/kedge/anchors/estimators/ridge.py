@@ -27,7 +27,7 @@ class Ridge:
         return self._gram.nbytes + self._moment.nbytes + self._weights.nbytes
 
     def add(self, base: Tensor, offset: Tensor) -> None:
-        """Learns from rows [tokens, width] of base KV and of their offsets (finite, float32)."""
+        """Learn from rows [tokens, width] of base KV and of their offsets (finite, float32)."""
         features, targets = _with_one(self._groups(base)), self._groups(offset)
         self._gram += features.mT @ features
         self._moment += features.mT @ targets
@@ -43,15 +43,15 @@ class Ridge:
         return torch.linalg.solve(gram + torch.diag_embed(held), self._moment.double()).float()
 
     def predict(self, base: Tensor) -> Tensor:
-        """float32 rows [tokens, width]: the offsets of rows of base KV. Zeros before anything was learned."""
+        """Return float32 rows [tokens, width]: the offsets of rows of base KV. Zeros before anything was learned."""
         return self._rows(_with_one(self._groups(base)) @ self._weights)
 
     def predict_change(self, difference: Tensor) -> Tensor:
-        """float32 rows: how the offset changes where base KV changes by these rows."""
+        """Return float32 rows: how the offset changes where base KV changes by these rows."""
         return self._rows(self._groups(difference) @ self._weights[..., :-1, :])
 
     def _groups(self, rows: Tensor) -> Tensor:
-        """Rows as float32 [layers, 2, heads, tokens, dim]."""
+        """Return rows as float32 [layers, 2, heads, tokens, dim]."""
         return rows.float().view(len(rows), *self._shape).permute(1, 2, 3, 0, 4)
 
     def _rows(self, groups: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Observation:
     def measure(
         cls, base: KVSegment, real: KVSegment, base_prefix: KVSegment | None, real_prefix: KVSegment | None
     ) -> Observation:
-        """Raises `PlanError` where base and real KV are not of the same tokens."""
+        """Raise `PlanError` where base and real KV are not of the same tokens."""
         rows = rows_of(real).float()
         phi = _offset(base, rows)
         if base_prefix is None or real_prefix is None:
@@ -89,7 +89,7 @@ class SlotOffsets(Unit):
         return sum(table.nbytes for table in self.tables)
 
     def check_integrity(self) -> None:
-        """Raises `PlanError` where a table is unsound, the two hold different anchors, or the calibration is of another
+        """Raise `PlanError` where a table is unsound, the two hold different anchors, or the calibration is of another
         prefix segment.
         """
         if self.calibration.prefix_sums.shape not in {(), (self._prefix_tokens,)}:
@@ -100,7 +100,7 @@ class SlotOffsets(Unit):
                 raise PlanError("holders", self.holders, f"a table holds {sorted(table.anchors)}")
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
-        """Adds both parts or none. Raises `PlanError` where they do not fit the slot, or it knows the anchor."""
+        """Add both parts or none. Raises `PlanError` where they do not fit the slot, or it knows the anchor."""
         self._check(anchor, observed)
         with ExitStack() as undo:
             undo.callback(self.drop, anchor)
@@ -118,38 +118,38 @@ class SlotOffsets(Unit):
             )
 
     def drop(self, anchor: AnchorId) -> None:
-        """Forgets an anchor, where it is known."""
+        """Forget an anchor, where it is known."""
         self.phi.drop(anchor)
         self.prefix.drop(anchor)
         if anchor in self.holders:
             self.holders.remove(anchor)
 
     def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
-        """The offsets of a value with this base KV."""
+        """Return the offsets of a value with this base KV."""
         return Offsets(self.phi_blend(match), self.phi)
 
     def prefix_offsets(self, match: Match) -> Offsets:
-        """The offsets of the prefix segment after the value."""
+        """Return the offsets of the prefix segment after the value."""
         return Offsets(self.prefix_blend(match), self.prefix)
 
     def phi_blend(self, match: Match) -> Blend:
-        """The proposal in rows of `phi`."""
+        """Return the proposal in rows of `phi`."""
         rows = self.phi.rows_of_anchors(match.block.ids)
         return Blend(rows[match.proposal.columns], match.proposal.weights, self.phi.version)
 
     def prefix_blend(self, match: Match) -> Blend:
-        """The same anchors' rows of `prefix`, weighted as proposed; anchors without weight are left out."""
+        """Return the same anchors' rows of `prefix`, weighted as proposed; anchors without weight are left out."""
         kept = match.proposal.after.nonzero().flatten()
         rows = self.prefix.rows_of_anchors(match.block.ids).view(len(match.block.ids), self._prefix_tokens)
         weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
         return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
 
     def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
-        """float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
+        """Return float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
         return self._error(self.phi_offsets(match, base), observed.phi, observed.real)
 
     def prefix_error(self, match: Match, observed: Observation) -> Tensor:
-        """The same of the prefix segment after the value."""
+        """Return the same of the prefix segment after the value."""
         return self._error(self.prefix_offsets(match), observed.prefix, observed.real_prefix)
 
     def _error(self, estimated: Offsets, offsets: Tensor, real: Tensor) -> Tensor:

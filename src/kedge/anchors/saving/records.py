@@ -158,7 +158,7 @@ def names(anchors: AnchorStore, bases: BaseStore) -> list[tuple[str, ...]]:
 
 
 def view(anchors: AnchorStore, bases: BaseStore, name: tuple[str, ...]) -> PoolView | TemplateView | None:
-    """What has this name now; None where nothing has it any more."""
+    """Return what has this name now; None where nothing has it any more."""
     if name[0] == TEMPLATE:
         found = (base for base in bases.templates() if (base.tenant, base.template) == name[1:])
         return next(map(TemplateView, found), None)

@@ -30,7 +30,7 @@ class TextStream:
         return self._release(len(self._held) - self._maybe_stop())
 
     def flush(self) -> str:
-        """Everything that is still held back."""
+        """Return everything that is still held back."""
         return self._release(len(self._held))
 
     def _release(self, size: int) -> str:
@@ -39,7 +39,7 @@ class TextStream:
         return out
 
     def _maybe_stop(self) -> int:
-        """How many characters at the end could be the beginning of a stop string."""
+        """Return how many characters at the end could be the beginning of a stop string."""
         sizes = (
             size
             for stop in self._stop

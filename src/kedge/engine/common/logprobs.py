@@ -45,14 +45,14 @@ class Logprobs:
             self.answer += token_logprobs(logits[None], (token,), self._top)
 
     def news(self) -> tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob | None, ...]]:
-        """What nobody has been told yet: of the answer, of the prompt."""
+        """Return what nobody has been told yet: of the answer, of the prompt."""
         answer, prompt = self.answer[self._told_answer :], self.prompt[self._told_prompt :]
         self._told_answer, self._told_prompt = len(self.answer), len(self.prompt)
         return tuple(answer), tuple(prompt)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """What logits [tokens, vocab] say of `tokens`, and of the `top` likeliest in their places.
+    """Return what logits [tokens, vocab] say of `tokens`, and of the `top` likeliest in their places.
 
     A token that is among the likeliest has the same number in both places, bit for bit.
     """

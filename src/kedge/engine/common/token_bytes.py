@@ -34,5 +34,5 @@ class Spelling:
 
 
 def _has_part(decoder: dict, kind: str) -> bool:
-    """Whether a decoder, as its state tells it, is of a kind or has one of it among its parts."""
+    """Return whether a decoder, as its state tells it, is of a kind or has one of it among its parts."""
     return decoder["type"] == kind or any(_has_part(part, kind) for part in decoder.get("decoders", ()))

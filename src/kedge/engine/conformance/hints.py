@@ -22,7 +22,7 @@ class HintTests(Harness):
         self.serves(engine)
 
     def test_hints_change_no_token(self, engine: Engine) -> None:
-        """Whether right, wrong, late or about nobody."""
+        """Return whether right, wrong, late or about nobody."""
         text = fresh_text("hints")
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
         plain = self.run(engine, request).tokens

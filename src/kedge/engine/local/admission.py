@@ -43,7 +43,7 @@ class Admission:
         self._preempt, self._end = preempt, end
 
     def admit(self, sequence: Sequence) -> bool:
-        """Finds KV and room for a sequence; False where it has to wait for blocks, or has ended with an error."""
+        """Find KV and room for a sequence; False where it has to wait for blocks, or has ended with an error."""
         if isinstance(sequence, RequestSequence):
             return self._admit_request(sequence)
         lease = self._try_lease(sequence, len(sequence.tokens))
@@ -63,8 +63,8 @@ class Admission:
         return self._loading.lets_pass
 
     def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
-        """Whether to admit a request now: its KV has been loaded and, where others run too, base KV of its values is
-        there. Alone, its exact prefill costs nobody anything, and base KV is computed in idle time.
+        """Return whether to admit a request now: its KV is loaded and, where others run too, base KV of its values is
+        there. Alone, its exact prefill delays no other request, and base KV is computed in idle time.
         """
         return self._loading.is_ready(sequence) and not self._learning.awaits_base(sequence, busy=busy)
 

@@ -100,13 +100,13 @@ class Answers:
         return None
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """Finishes, after one more pass where KV is left behind for others."""
+        """Finish, after one more pass where KV is left behind for others."""
         sequence.end_response(reason, computed, is_read=self._is_read(sequence))
         if not sequence.todo:
             self._finish(sequence)
 
     def _is_read(self, sequence: RequestSequence) -> bool:
-        """Whether others are going to read the response and may have its KV translated."""
+        """Return whether others are going to read the response and may have its KV translated."""
         request = sequence.request
         return request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
 

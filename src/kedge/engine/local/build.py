@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Does `work` with tensors on a thread that ends with it.
+    """Do `work` with tensors on a thread that ends with it.
 
     OpenMP keeps a team of workers for every living thread that ever asked for one. With more workers than cores, GCC's
     lets them sleep between two parallel regions, and a pass of a small model takes half as long again: so that the
@@ -47,12 +47,12 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def model_path(model: str | Path | None) -> Path:
-    """The folder of a model; None is the one that comes with the package."""
+    """Return the folder of a model; None is the one that comes with the package."""
     return Path(model) if model is not None else Path(kedge.models.nano.__path__[0])
 
 
 def load_runner(path: Path, config: EngineConfig) -> ModelRunner:
-    """Loads a model as the settings ask for."""
+    """Load a model as the settings ask for."""
     device = pick_device(config.device)
     return checked_runner(models.load(path, pick_dtype(config.dtype, device), device))
 
@@ -78,7 +78,7 @@ def core(
     on_copied: Callable[[], None] = lambda: None,
     parts: Parts = Parts(),  # noqa: B008 (it is frozen)
 ) -> tuple[EngineCore, int]:
-    """The engine without its thread, and how many tokens its device tier holds.
+    """Return the engine without its thread, and how many tokens its device tier holds.
 
     `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended. `parts`
     are replaced in experiments only.
@@ -124,7 +124,7 @@ def _blocks(spec: KVSpec, config: EngineConfig) -> int:
 
 
 def host_bound(nbytes: int, tiers: TierConfig, expected: Expected) -> HostBound:
-    """Host memory for anchors or base KV, under the same policy and forecast as the blocks."""
+    """Return host memory for anchors or base KV, under the same policy and forecast as the blocks."""
     return HostBound(nbytes, pick_policy(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)
 
 
@@ -133,7 +133,7 @@ def pick_policy(tiers: TierConfig) -> EvictionPolicy:
 
 
 def tier_settings(spec: KVSpec, config: EngineConfig) -> TierSettings:
-    """What the cache is told of the tiers. Raises `ConfigError` for a host tier that holds no block."""
+    """Return what the cache is told of the tiers. Raises `ConfigError` for a host tier that holds no block."""
     tiers, block_bytes = config.tiers, spec.bytes_per_token * config.block_size
     blocks = tiers.host_memory // block_bytes if tiers.host_blocks is None else tiers.host_blocks
     if tiers.host_blocks is None and tiers.host_memory and not blocks:

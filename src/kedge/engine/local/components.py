@@ -24,7 +24,7 @@ class Assembler(Protocol):
     """Whether what is translated may also be written piece by piece, before the request is there to be asked for."""
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        """Writes what is translated; what the plan is now. Positions that it calls computed are run afterwards."""
+        """Write what is translated; what the plan is now. Positions that it calls computed are run afterwards."""
 
 
 class Translating:

@@ -17,7 +17,7 @@ class FixedLengths:
         self._boundary = FixedBoundary()
 
     def of(self, request: GenerateRequest) -> int | None:
-        """What the request says, else its first prefix segment where others follow, else what its history says."""
+        """Return what the request says, else its first prefix segment where others follow, else what its history says."""
         if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
             return request.fixed
         first, *others = request.segments
@@ -45,6 +45,6 @@ class FixedPrompts:
         self._cache.on_label((key.tenant, ""), key, tokens)
 
     def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Labels the fixed prompts of agents that are going to call."""
+        """Label the fixed prompts of agents that are going to call."""
         for key, tokens in prompts.items():
             self.label(key, tokens)

@@ -34,7 +34,7 @@ class Loading:
         self._stats = LoadStats()
 
     def is_ready(self, sequence: RequestSequence) -> bool:
-        """Whether to admit `sequence` now: its KV is there (as that of one assembled ahead is), or it has waited long
+        """Return whether to admit `sequence` now: its KV is there (always if it was prepared), or it has waited long
         enough to compute what is not.
         """
         if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
@@ -74,5 +74,5 @@ class Loading:
         return waited
 
     def stats(self) -> dict[str, float]:
-        """A snapshot as plain data."""
+        """Return a snapshot as plain data."""
         return asdict(self._stats)

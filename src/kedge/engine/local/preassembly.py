@@ -120,7 +120,7 @@ class Preassembly:
                     self._drop(preparation, Ended.WASTED)
 
     def forecast(self, changes: Changes) -> None:
-        """Forgets whom the forecast does not expect soon any more."""
+        """Forget whom the forecast does not expect soon any more."""
         for key, next_run in changes.items():
             if key in self._expected and (next_run is None or next_run[0] > NEAR):
                 self._drop(self._expected[key], Ended.CANCELLED)
@@ -130,14 +130,14 @@ class Preassembly:
             self._drop(preparation, Ended.CANCELLED)
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Withdraws the hint of this id; False if it is not (or no longer) known."""
+        """Withdraw the hint of this id; False if it is not (or no longer) known."""
         found = [one for one in self._expected.values() if one.request.request_id == request_id]
         for preparation in found:
             self._drop(preparation, Ended.CANCELLED)
         return bool(found)
 
     def clear(self) -> None:
-        """Forgets all that no request has claimed."""
+        """Forget all that no request has claimed."""
         for preparation in list(self._expected.values()):
             self._drop(preparation, Ended.CANCELLED)
 
@@ -181,7 +181,7 @@ class Preassembly:
         return self._cache.hand_over(preparation.key, sequence.key)
 
     def complete(self, sequence: RequestSequence) -> tuple[ReusePlan, list[int]]:
-        """Drafts what is left of an adopted preparation and writes it; the plan, and what is still to be computed.
+        """Draft what is left of an adopted preparation and writes it; the plan, and what is still to be computed.
 
         Raises as translating does.
         """
@@ -202,7 +202,7 @@ class Preassembly:
             self._drop(sequence.preparation, Ended.CANCELLED)
 
     def give_back(self, spare: Preparation | None = None) -> bool:
-        """Frees the blocks of the preparation that was asked for last, a claimed one only after all others; False
+        """Free the blocks of the preparation that was asked for last, a claimed one only after all others; False
         where none but `spare` holds any.
         """
         holding = [one for one in (*self._claimed, *self._expected.values()) if one.admitted and one is not spare]
@@ -211,7 +211,7 @@ class Preassembly:
         return bool(holding)
 
     def _cached(self, sequence: RequestSequence) -> int:
-        """Exact tokens of its prompt in both tiers."""
+        """Return exact tokens of its prompt in both tiers."""
         status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         return status.device_tokens + status.host_tokens
 
@@ -270,20 +270,20 @@ class Preassembly:
             self._free(preparation, ended)
 
     def _free(self, preparation: Preparation, ended: Ended) -> None:
-        """Frees the blocks. What was computed exactly, for a request that takes nothing else, is cached instead."""
+        """Free the blocks. What was computed exactly, for a request that takes nothing else, is cached instead."""
         worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
         self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
         preparation.table = None
         self.wake()
 
     def _forget(self, preparation: Preparation) -> None:
-        """Takes it out of what is worked on."""
+        """Take it out of what is worked on."""
         self._expected = {key: one for key, one in self._expected.items() if one is not preparation}
         if preparation in self._ahead:
             self._ahead.remove(preparation)
 
     def stats(self) -> dict[str, int]:
-        """A snapshot as plain data."""
+        """Return a snapshot as plain data."""
         ended = {ended.value: self._ended[ended] for ended in Ended}
         live = sum(one.admitted for one in (*self._expected.values(), *self._claimed))
         wasted = self._wasted_tokens + self._writer.wasted_tokens
@@ -296,7 +296,7 @@ def _agent_key(request: GenerateRequest) -> AgentKey:
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:
-    """The request with these values in all places that wait for them."""
+    """Return the request with these values in all places that wait for them."""
     waiting = (one.is_placeholder and not one.tokens for one in request.segments)
     filled = (
         replace(one, tokens=value + one.held) if waits and (value := values.get(one.sample)) else one

@@ -179,7 +179,7 @@ class Scheduler:
         return next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
 
     def _admit_aside(self) -> bool:
-        """Admits who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
+        """Admit who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
         room = True
         for sequence in (*self.preempted, *self.loading):
             is_ready = sequence in self.preempted or self._aside.is_ready(sequence, busy=bool(self.running))
@@ -188,7 +188,7 @@ class Scheduler:
         return room
 
     def _start(self, sequence: RequestSequence) -> bool:
-        """Admits a request; False where it lacks room. One that has ended with an error holds nobody up."""
+        """Admit a request; False where it lacks room. One that has ended with an error holds nobody up."""
         if not self._admit(sequence):
             return sequence.is_over
         if sequence in self.waiting:
@@ -199,8 +199,8 @@ class Scheduler:
         return True
 
     def victim(self, sequence: RequestSequence) -> RequestSequence | None:
-        """The running request that gives its blocks to the first one of a tenant: the youngest of the tenant that runs
-        most, if that runs several; None where `sequence` may take nothing.
+        """Return the running request that gives its blocks to the first one of a tenant: the youngest of the tenant
+        that runs most, if that runs several; None where `sequence` may take nothing.
         """
         running = Counter(tenant_of(one.tenant) for one in self.running)
         if not running or not self._is_first(sequence):
@@ -210,12 +210,12 @@ class Scheduler:
         return own[-1] if many > 1 and own else None
 
     def preempt(self, sequence: RequestSequence) -> None:
-        """Takes a request whose blocks have been freed out of the batch; it is admitted again before all others."""
+        """Take a request whose blocks have been freed out of the batch; it is admitted again before all others."""
         self.running.remove(sequence)
         self.preempted.append(sequence)
 
     def _is_first(self, sequence: RequestSequence) -> bool:
-        """Whether nothing else of its tenant runs, or has stepped aside."""
+        """Return whether nothing else of its tenant runs, or has stepped aside."""
         begun = (*self.running, *self.preempted, *self.loading)
         return all(one is sequence or tenant_of(one.tenant) != tenant_of(sequence.tenant) for one in begun)
 
@@ -228,17 +228,17 @@ class Scheduler:
         return len(self.running) < self._max_running and pending < self._budget
 
     def served(self, sequence: RequestSequence, tokens: int) -> None:
-        """Counts tokens of an answer, which its tenant pays for as it does for prompts."""
+        """Count tokens of an answer, which its tenant pays for as it does for prompts."""
         self.waiting.charge(sequence.tenant, tokens)
 
     # one pass -------------------------------------------------------------------------------------------------
 
     def _decoding(self) -> list[RequestSequence]:
-        """The sequences that decode; those that the last passes had no room for first."""
+        """Return the sequences that decode; those that the last passes had no room for first."""
         return sorted((one for one in self.running if not one.waits_for_first_token), key=lambda one: one.last_pass)
 
     def _allowances(self) -> Allowances | None:
-        """Seconds that each tenant's work may add to the pass; None where only one tenant runs."""
+        """Return the seconds that each tenant's work may add to the pass; None where only one tenant runs."""
         wanted: dict[TenantId, list[int]] = {}
         for sequence in self.running:
             wanted.setdefault(tenant_of(sequence.tenant), []).append(len(sequence.todo))
@@ -254,14 +254,14 @@ class Scheduler:
                 sequence.last_pass = self._passes
 
     def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
-        """Adds base prefills, oldest first; one that finds no room waits, and so do those behind it."""
+        """Add base prefills, oldest first; one that finds no room waits, and so do those behind it."""
         for job in jobs:
             if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
                 return
             most -= self._add(filling, job, most, allowed)
 
     def _add(self, filling: _Pass, sequence: Sequence, most: int, allowed: Allowances | None) -> int:
-        """Adds up to `most` positions of a sequence, and no more than its tenant is allowed; returns how many."""
+        """Add up to `most` positions of a sequence, and no more than its tenant is allowed; returns how many."""
         if allowed is None:
             return filling.add(sequence, most)
         tenant = tenant_of(sequence.tenant)
@@ -271,13 +271,13 @@ class Scheduler:
         return count
 
     def _affordable(self, sequence: Sequence, seconds: float) -> int:
-        """How many tokens of a sequence fit into so many seconds, at least one while any are left."""
+        """Return how many tokens of a sequence fit into so many seconds, at least one while any are left."""
         if seconds <= 0:
             return 0
         return max(1, self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo)))
 
     def _add_spare(self, filling: _Pass, allowed: Allowances | None) -> None:
-        """Adds what nobody waits for."""
+        """Add what nobody waits for."""
         if self.jobs:
             self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
         elif self.works_ahead:
@@ -288,7 +288,7 @@ class Scheduler:
         yield from [one for one in self.ahead if one.translates or not self.running][:1]
 
     def done(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is."""
+        """Take a sequence out, wherever it is."""
         if isinstance(sequence, RequestSequence) and sequence in self.waiting:
             self.waiting.remove(sequence)
         for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):

@@ -98,7 +98,7 @@ class Preparation(Sequence):
         self.request, self.tokens, self.stalled = request, [t for segment in known for t in segment.tokens], False
 
     def agrees(self, request: GenerateRequest) -> bool:
-        """Whether `request` is the one that this is made for, as far as it has come."""
+        """Return whether `request` is the one that this is made for, as far as it has come."""
         mine, drafted, held = self.request, 0, 0
         mode = (request.reuse, request.workflow, template_key(request))
         if self.draft is not None:
@@ -231,7 +231,7 @@ class RequestSequence(Sequence):
         return self.first_token is None
 
     def tell(self, text: str, tokens: Tokens = (), completion: Completion | None = None) -> None:
-        """Puts a delta into the stream."""
+        """Put a delta into the stream."""
         self.stream.put(TokenDelta(text, tokens, completion, *self.logprobs.news()))
 
     def finished(self, text: str, reason: FinishReason) -> None:

@@ -69,13 +69,13 @@ class SequenceSlice:
         return self.masks[window]
 
     def parts(self) -> list[list[int]]:
-        """Indices of runs that are attended to together: each long one alone, all short ones as one part."""
+        """Return the indices of runs that are attended to together: each long one alone, all short ones as one part."""
         sizes = [run.stop - run.start for run in self.runs]
         short = [i for i, size in enumerate(sizes) if size < ALONE]
         return [[i] for i, size in enumerate(sizes) if size >= ALONE] + ([short] if short else [])
 
     def part_biases(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Bias]:
-        """The mask part by part, repeated for the heads of a group."""
+        """Return the mask part by part, repeated for the heads of a group."""
         if (window, groups) not in self.biases:
             columns = self.mask(window, dtype).repeat(groups, 1).split([r.stop - r.start for r in self.runs], dim=1)
             masks = [torch.cat([columns[i] for i in part], dim=1) for part in self.parts()]
@@ -191,8 +191,8 @@ def _attend_capped(
 
 
 def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The last tokens of a context, all [batch, heads, tokens, head_dim]: what lies before them is seen whole, and
-    of themselves the kernel leaves out what is not seen. A mask for both would cost the work of all pairs.
+    """Return the last tokens of a context, all [batch, heads, tokens, head_dim]: what lies before them is seen whole,
+    and of themselves the kernel leaves out what is not seen. A mask for both would cost the work of all pairs.
     """
     before = key.shape[2] - query.shape[2]
     out, own = _flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
@@ -203,13 +203,13 @@ def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
 
 
 def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same on a GPU, whose flash attention takes this shape of a mask, and none that is written out."""
+    """Return the same on a GPU, whose flash attention takes this shape of a mask, and none that is written out."""
     bias = causal_lower_right(query.shape[2], key.shape[2])
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
 
 
 def _gather(pool: Tensor, runs: Runs) -> Tensor:
-    """Runs of one layer's slots [slots, kv_heads, head_dim] as [kv_heads, tokens, head_dim]; one alone is a view."""
+    """Run of one layer's slots [slots, kv_heads, head_dim] as [kv_heads, tokens, head_dim]; one alone is a view."""
     pieces = [pool[run] for run in runs]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, 1)
 
@@ -217,8 +217,8 @@ def _gather(pool: Tensor, runs: Runs) -> Tensor:
 def _attend_few(
     query: Tensor, storage: PagedStorage, layer: int, sequence: SequenceSlice, scaling: float, window: int | None
 ) -> Tensor:
-    """A few queries over a long context: reading it is the cost, so that long runs are read where they lie, once for
-    all heads of a group, and the parts' results are joined by their softmax sums.
+    """Return a few queries over a long context: reading it is the cost, so that long runs are read where they lie, once
+    for all heads of a group, and the parts' results are joined by their softmax sums.
     """
     kv_heads, head_dim = storage.keys.shape[2:]
     grouped = query.reshape(1, kv_heads, -1, head_dim)  # the heads of a group, and in each its queries

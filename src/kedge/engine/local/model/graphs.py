@@ -55,7 +55,7 @@ class Rows:
 
     @classmethod
     def of(cls, storage: PagedStorage, longest: int, attend: Attend) -> Rows:
-        """Room for the most rows, with contexts of up to `longest` tokens."""
+        """Return room for the most rows, with contexts of up to `longest` tokens."""
         device, most = storage.keys.device, ROWS[-1]
         tokens, positions, slots = torch.zeros(3, most, dtype=torch.int64, device=device)
         lengths = torch.ones(most, dtype=torch.int32, device=device)
@@ -63,12 +63,12 @@ class Rows:
         return cls(tokens, positions, slots, lengths, blocks, storage, attend)
 
     def first(self, count: int) -> Rows:
-        """The first rows, as views."""
+        """Return the first rows, as views."""
         names = ("tokens", "positions", "slots", "lengths", "blocks")
         return replace(self, **{name: getattr(self, name)[:count] for name in names})
 
     def fill(self, batch: Batch) -> None:
-        """Takes a batch of at most so many tokens; the other rows repeat the last one."""
+        """Take a batch of at most so many tokens; the other rows repeat the last one."""
         blocks = block_table(batch)
         _fill(self.tokens, batch.tokens)
         _fill(self.positions, batch.positions)
@@ -88,7 +88,7 @@ def _fill(target: Tensor, source: Tensor) -> None:
 
 
 def block_table(batch: Batch) -> Tensor:
-    """int32 [tokens, blocks], on the CPU: the blocks of each token's sequence, then zeros."""
+    """Return int32 [tokens, blocks], on the CPU: the blocks of each token's sequence, then zeros."""
     size = batch.storage.block_size
     lists = [[b for run in s.runs for b in range(run.start // size, -(-run.stop // size))] for s in batch.sequences]
     table = torch.zeros(len(batch.tokens), max(map(len, lists)), dtype=torch.int32)
@@ -115,8 +115,8 @@ class StepGraphs:
         self._works = True
 
     def replay(self, batch: Batch) -> Tensor | None:
-        """The logits of the wanted rows. None where the batch is too large or over another storage, or where this model
-        cannot be captured: then nothing has been done that running it would not do again.
+        """Return the logits of the wanted rows. None where the batch is too large or over another storage, or where
+        this model cannot be captured: then nothing has been done that running it would not do again.
         """
         size = next((size for size in ROWS if size >= len(batch.tokens)), None)
         if size is None or batch.storage is not self._storage or not self._works:
@@ -165,7 +165,7 @@ class CudaCapture:
 
 
 def on_gpu(run: Callable[[Pass], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
-    """Graphs for passes over `storage`; None where it has no kernels."""
+    """Return graphs for passes over `storage`; None where it has no kernels."""
     if not storage.has_kernels:
         return None
     from kedge.kv.attention_kernel import attend

@@ -35,7 +35,7 @@ class StateFolder:
     """A folder of records that belong to one identity. Made where there is none, and locked until it is closed."""
 
     def __init__(self, path: Path, identity: str) -> None:
-        """Raises `ConfigError` where another process has it, and `OSError`."""
+        """Raise `ConfigError` where another process has it, and `OSError`."""
         path.mkdir(parents=True, exist_ok=True)
         self._path, self._identity = path, identity
         self._snapshots: list[list[Entry]] | None = None

@@ -63,7 +63,7 @@ class EngineState:
     def __init__(
         self, folder: Path, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned
     ) -> None:
-        """Raises `ConfigError` where another process has the folder, and `OSError`."""
+        """Raise `ConfigError` where another process has the folder, and `OSError`."""
         self.folder = folder
         self._files = StateFolder(folder, identity(runner, tokenizer, anchors))
         self._like = _no_tokens(runner.spec, runner.device)
@@ -92,7 +92,7 @@ class EngineState:
         return _summary(entries, began, damaged)
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Give the folder back."""
         with self._lock:
             self._files.close()
 
@@ -160,8 +160,8 @@ def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
 
 
 def identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
-    """A digest of everything that saved KV depends on: config, every weight's name, shape, dtype and a sample of its
-    elements, tokenizer, and the settings of how values are compared.
+    """Return a digest of everything that saved KV depends on: config, every weight's name, shape, dtype and a sample of
+    its elements, tokenizer, and the settings of how values are compared.
     """
     digest = hashlib.sha256()
     config = {k: v for k, v in runner.model.config.to_dict().items() if k not in _CHANCE}
