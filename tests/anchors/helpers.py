@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.store import AnchorStore, Estimate, SampleView, Slot
 from kedge.kv.segment import KVSegment
+from kedge.settings import AnchorSettings
 
 LAYERS, HEADS, DIM = 4, 2, 8
 POOL = ("tenant", "flow", "agent_a_current")
@@ -49,7 +49,7 @@ def observe(store: AnchorStore, value: SampleView, slot: Slot = SLOT, seed: int 
 
 
 def filled(seeds: range, slot: Slot = SLOT, **settings: object) -> AnchorStore:
-    store = AnchorStore(AnchorConfig(**settings))
+    store = AnchorStore(AnchorSettings(**settings))
     for seed in seeds:
         observe(store, sample(seed), slot)
     return store

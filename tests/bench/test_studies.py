@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound, ResidenceStats
 from kedge.bench.lab.studies import catalog
 from kedge.bench.lab.studies.catalog import STUDIES
@@ -30,6 +29,7 @@ from kedge.cli.bench_lab import ABOUT
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
 from kedge.errors import ConfigError
+from kedge.settings import AnchorSettings
 
 TINY = {"questions": 1, "taught": 0, "agents": 2}
 
@@ -312,7 +312,7 @@ def test_what_lies_on_the_host_is_loaded_and_answers_the_same() -> None:
 
 
 def test_a_slow_link_takes_its_time() -> None:
-    store = Link(1e-6)(AnchorConfig(), HostBound())
+    store = Link(1e-6)(AnchorSettings(), HostBound())
     moved = ResidenceStats(bytes_loaded=30_000, bytes_offloaded=20_000)
     began = time.perf_counter()
     assert store._hold(ResidenceStats(), moved, took=0.02) == pytest.approx(0.03)

@@ -15,8 +15,9 @@ import pytest
 from kedge.bench.workflow.cases import Control, Shape, controls
 from kedge.bench.workflow.figures import Sizes, Workload, single_flow
 from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, right
-from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, TierSettings, lru, steps_to_execution
+from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru, steps_to_execution
 from kedge.errors import OutOfBlocks
+from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, RequestId
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
 

@@ -12,7 +12,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -51,6 +51,6 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
     return runner, HFTokenizer.load(build.model_path(None))
 
 
-def random_engine(size: str, config: EngineConfig, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
+def random_engine(size: str, config: EngineSettings, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
     """An embedded engine around `random_llama` (text plays no part here)."""
     return LocalEngine.from_runner(*random_runner(size, config.device), config, parts=parts)

@@ -24,9 +24,10 @@ from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.node import DEVICE, HOST, LabelKey, Node, Tier
 from kedge.cache.prefetch import Prefetcher, may_replace
 from kedge.cache.radix_tree import Inserted
-from kedge.cache.tiers import Tiers, TierSettings
+from kedge.cache.tiers import Tiers
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy, Namespace, lru
+from kedge.settings import TierSettings
 from kedge.types import RequestId, Source, Span, TenantId
 
 Changes = Mapping[Any, tuple[float, float] | None]
@@ -73,15 +74,20 @@ class CacheManager:
         policy: EvictionPolicy = lru,
         tiers: TierSettings | None = None,
         copier: Copier | None = None,
+        block_bytes: int = 1,
     ) -> None:
-        """`block_size` in tokens. Raises `ConfigError` for sizes below one, or a host tier without a copier."""
+        """`block_size` in tokens, `block_bytes` of KV in one block. Raises `ConfigError` for sizes below one, or a host
+        tier without a copier.
+        """
         if block_size < 1:
             raise ConfigError("block_size", block_size, "a block holds at least one token")
+        if block_bytes < 1:
+            raise ConfigError("block_bytes", block_bytes, "a block has at least one byte")
         if num_blocks < 1:
             raise ConfigError("num_blocks", num_blocks, "the device tier needs at least one block")
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost)
+        self._tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost, block_bytes)
         self._tree = self._tiers.tree
         self._demands = Demands(self._tiers)
         self._prefetcher = Prefetcher(self._tiers, self._probability)
@@ -275,7 +281,7 @@ class CacheManager:
         if nbytes is None:
             self._tiers.host_limits.pop(tenant, None)
         else:
-            self._tiers.host_limits[tenant] = nbytes // self._tiers.settings.block_bytes
+            self._tiers.host_limits[tenant] = nbytes // self._tiers.block_bytes
 
     # upkeep ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +301,7 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """A snapshot."""
-        tiers, counters, block_bytes = self._tiers, self._tiers.counters, self._tiers.settings.block_bytes
+        tiers, counters, block_bytes = self._tiers, self._tiers.counters, self._tiers.block_bytes
         device, host = (tiers.pools[tier].num_free for tier in Tier)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
@@ -398,7 +404,7 @@ class CacheManager:
     def _back_up_hits(self, node: Node) -> None:
         """Backs up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
         hits = self._tiers.settings.backup_hits
-        if hits is None or not self._tiers.settings.host_blocks:
+        if hits is None or not self._tiers.host_blocks:
             return
         often = next((step for step in node.path() if step.hits >= hits), None)
         if often is not None and often.parent is not None and not often.blocks[HOST]:

@@ -18,45 +18,16 @@ from dataclasses import dataclass, field
 
 from kedge.cache import integrity
 from kedge.cache.block_pool import BlockPool
-from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose, TransferLimits
+from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose
 from kedge.cache.counters import Counters, Reason
 from kedge.cache.node import DEVICE, HOST, Handle, Node, State, Tier, Transfer
 from kedge.cache.radix_tree import RadixTree, Removed
 from kedge.cache.transfer import TransferQueue
 from kedge.errors import ConfigError, OutOfBlocks
 from kedge.policies.cost import CostModel
-from kedge.policies.eviction import VIRTUAL_STEP, EvictionPolicy
+from kedge.policies.eviction import EvictionPolicy
+from kedge.settings import TierSettings
 from kedge.types import TenantId
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """The host tier and how it is used. Without host blocks there are no transfers."""
-
-    host_blocks: int = 0
-    block_bytes: int = 1
-    """Bytes of KV in one block: the unit of the limits and of what is counted as moved."""
-    limits: TransferLimits = TransferLimits()
-    backup_hits: int | None = 1
-    """Hits after which a prompt without a label is backed up: 0 at once, None never. Fixed prompts always are."""
-    virtual_step: float = VIRTUAL_STEP
-    """The step at which traffic without labels competes; the policy's should be the same."""
-    prefetch_window: float = 2.0
-    """Fixed prompts that are needed within so many steps are prefetched. Below 0: none."""
-    prefetch_jobs: int = 4
-    """Prefetches that may be queued or under way."""
-    decode_reserve: int = 0
-    """Device blocks that a prefetch leaves free or evictable for running requests."""
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError` for numbers that cannot be."""
-        for name in ("host_blocks", "prefetch_jobs", "decode_reserve"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "cannot be negative")
-        if self.block_bytes < 1:
-            raise ConfigError("block_bytes", self.block_bytes, "a block has at least one byte")
-        if self.backup_hits is not None and self.backup_hits < 0:
-            raise ConfigError("backup_hits", self.backup_hits, "is None, or at least 0")
 
 
 def missing(node: Node) -> list[Node]:
@@ -94,16 +65,19 @@ class Tiers:
         settings: TierSettings,
         copier: Copier | None,
         on_lost: Callable[[Node], None],
+        block_bytes: int,
     ) -> None:
-        """`on_lost` is called with every node that has left the device. Raises `ConfigError` for a host tier without
-        a copier.
+        """`on_lost` is called with every node that has left the device; `block_bytes` is the size of one block's KV.
+
+        Raises `ConfigError` for a host tier without a copier, or with memory for not a single block.
         """
-        if settings.host_blocks and copier is None:
-            raise ConfigError("host_blocks", settings.host_blocks, "a host tier needs a copier")
-        self.settings = settings
+        self.host_blocks = settings.host_pool_size(block_bytes)
+        if self.host_blocks and copier is None:
+            raise ConfigError("host_blocks", self.host_blocks, "a host tier needs a copier")
+        self.settings, self.block_bytes = settings, block_bytes
         self.tree = RadixTree(block_size, policy)
-        self.pools = (BlockPool(num_blocks), BlockPool(settings.host_blocks))
-        self.transfers = TransferQueue(copier, settings.limits, settings.block_bytes)
+        self.pools = (BlockPool(num_blocks), BlockPool(self.host_blocks))
+        self.transfers = TransferQueue(copier, settings, block_bytes)
         self.counters = Counters()
         self.host_limits: dict[TenantId, int] = {}
         """Host blocks that a tenant may have; no limit for one that is not in it."""
@@ -193,7 +167,7 @@ class Tiers:
         up, the node waits for them: the host tier is closed under prefixes.
         """
         nodes = [step for step in node.path_down() if not step.blocks[HOST]]
-        if not nodes or not self.settings.host_blocks or all(step.transfer for step in nodes):
+        if not nodes or not self.host_blocks or all(step.transfer for step in nodes):
             return
         if any(step.transfer for step in nodes):
             self._late.backups[Handle.of(node)] = None

@@ -37,12 +37,12 @@ def vllm(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Stock vLLM with prefix caching against vLLM with Kedge's plug-in: hits, TTFT, end to end, tokens per second."""
-    from kedge.bench.vllm.measure import CASES, VllmSettings, measure
+    from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure
     from kedge.bench.vllm.team import QUICK_TEAM, TeamSettings
     from kedge.bench.workflow.cases import QUICK, Shape
 
     team = QUICK_TEAM if quick else TeamSettings()
-    settings = VllmSettings(
+    settings = VllmBenchSettings(
         tuple(case or CASES),
         model_size,
         trials or (3 if quick else 5),

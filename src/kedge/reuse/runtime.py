@@ -14,7 +14,6 @@ from kedge.reuse.contracts import (
     Costs,
     Cut,
     ReadKV,
-    ReusePolicy,
     Slot,
     TemplateOwner,
 )
@@ -23,6 +22,7 @@ from kedge.reuse.layout import Placed, later_prefixes, layout, template_key, tem
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import NO_COSTS, Draft, Planner, pool_of
 from kedge.reuse.readers import Readers
+from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
@@ -37,7 +37,7 @@ class Runtime:
         self,
         anchors: Anchors,
         bases: Bases,
-        policy: ReusePolicy,
+        policy: PlannerSettings,
         refusal: str | None,
         expected: Expected | None = None,
         costs: Costs = NO_COSTS,

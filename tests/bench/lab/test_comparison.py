@@ -13,7 +13,7 @@ from kedge.bench.lab.methods import METHODS, load_model, method_named, open_engi
 from kedge.bench.lab.pairs import MethodRuns
 from kedge.bench.lab.probe import Probe
 from kedge.errors import ConfigError
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Source
 from kedge.workloads.miniature import TASKS, MiniatureTeam
 from tests.engine.local.test_translation import request, tokens
@@ -103,7 +103,7 @@ def test_nothing_is_written_past_a_methods_assembler() -> None:
 
 
 def test_a_probe_forces_reads_and_teaches() -> None:
-    loaded = load_model(None, EngineConfig(device="cpu"))
+    loaded = load_model(None, EngineSettings(device="cpu"))
     probe = Probe()
     with open_engine(METHODS["token"], loaded, OPEN, parts=probe.parts, **CPU) as engine:
         natural = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), kv=True).result()

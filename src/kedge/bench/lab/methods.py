@@ -16,7 +16,7 @@ from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
 from kedge.types import ReuseMode
 
 _PAPER: Mapping[str, Any] = {"recompute_head": 0, "recompute_short": 0, "trail": 0, "min_translated": 0.0}
@@ -32,12 +32,12 @@ class Method:
     planner: Mapping[str, Any] = field(default_factory=dict)
     parts: Parts = Parts()
 
-    def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineConfig:
+    def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
         """Settings of an engine that serves like this; what is given here wins.
 
         Methods are compared at what they translate, so that nothing is computed because that would cost less.
         """
-        return EngineConfig(
+        return EngineSettings(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
             planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
             **engine,
@@ -81,7 +81,7 @@ def method_named(name: str) -> Method:
 Loaded = tuple[ModelRunner, HFTokenizer]
 
 
-def load_model(model: Path | None, config: EngineConfig) -> Loaded:
+def load_model(model: Path | None, config: EngineSettings) -> Loaded:
     """A model (None: the bundled one) that several engines can share, as long as only one of them works at a time."""
     path = build.model_path(model)
     return build.load_runner(path, config), HFTokenizer.load(path)

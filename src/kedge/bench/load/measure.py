@@ -30,7 +30,7 @@ from kedge.bench.load.watch import Call, WindowEngine, now
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.types import ReuseMode, RunId
 from kedge.workloads.base import QUESTION
 
@@ -60,11 +60,11 @@ class LoadSettings:
     device: str = "auto"
     seed: int = 0
 
-    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineConfig:  # noqa: B008 (it is frozen)
+    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineSettings:  # noqa: B008 (it is frozen)
         """Return the settings of an engine. Raises `ConfigError`."""
         bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
         settings = _given(device=self.device, kv_memory=self.kv_memory)
-        return EngineConfig.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
+        return EngineSettings.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
 
 
 def _given(**settings: str | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 from kedge.bench.shapes import random_engine
 from kedge.bench.ttft.measure import TtftSettings, ask, workload_of
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from kedge.types import RunId, TenantId, Tokens
 from kedge.workloads.copy_machine import CopyMachine
 
@@ -28,7 +28,7 @@ class SoakSettings:
 
 def soak(settings: SoakSettings, on_look: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
     """Runs all questions; what is stored and the process's peak memory, every so many questions."""
-    config = EngineConfig(
+    config = EngineSettings(
         num_blocks=256,
         anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20),
         planner=PlannerSettings(by_cost=False),

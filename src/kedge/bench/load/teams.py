@@ -17,7 +17,7 @@ from kedge.bench.shapes import SHAPES, random_runner
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads.miniature import TASKS, workflow
@@ -73,7 +73,7 @@ def team(case: str, model_size: str, device: str, seed: int) -> Team:
 
 def nano_team(device: str, seed: int) -> Team:
     """Return the math team of the bundled model, which is too small for two threads: they would wait for each other."""
-    runner, tokenizer = load_model(None, EngineConfig(device=device))
+    runner, tokenizer = load_model(None, EngineSettings(device=device))
     return Team(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
 
 

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.registry import ESTIMATORS
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import CHUNK
@@ -22,7 +21,7 @@ from kedge.bench.shapes import SHAPES
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
-from kedge.settings import estimator_settings
+from kedge.settings import AnchorSettings, estimator_settings
 from kedge.types import TenantId, WorkflowId
 
 _POOL = PoolKey(TenantId("bench"), WorkflowId("matching-cost"), "agent_0_current")
@@ -57,7 +56,7 @@ def measure(settings: MatchingSettings) -> dict[str, dict[str, float]]:
 
 def _filled(name: str, settings: MatchingSettings) -> AnchorStore:
     store = AnchorStore(
-        AnchorConfig(
+        AnchorSettings(
             **estimator_settings(name), capacity=settings.samples, min_anchors=1, gamma=2.0, max_error=1e9,
             weak_error=1e9, max_bytes=16 << 30,
         )

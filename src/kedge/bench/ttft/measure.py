@@ -21,7 +21,7 @@ from kedge.bench.ttft.floor import Moved, Watch, bandwidth
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
@@ -147,7 +147,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token, speed)
 
 
-def engine_config(settings: TtftSettings) -> EngineConfig:
+def engine_config(settings: TtftSettings) -> EngineSettings:
     """Thresholds open (random weights have no meaning to keep), pools as large as the samples.
 
     Translation is measured even where computing would cost less.
@@ -163,7 +163,7 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
         weak_error=1e9,
     )
     longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
-    return EngineConfig(
+    return EngineSettings(
         device=settings.device,
         num_blocks=settings.agents * longest // 16 + 64,
         max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,

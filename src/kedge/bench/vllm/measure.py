@@ -35,7 +35,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class VllmSettings:
+class VllmBenchSettings:
     """What is measured, and how often."""
 
     cases: Sequence[str] = CASES
@@ -115,7 +115,7 @@ class VllmResult:
         return {"cases": [case.as_json() for case in self.cases], TEAM: self.team and self.team.as_json()}
 
 
-def measure(settings: VllmSettings, progress: Progress = lambda _: None) -> VllmResult:
+def measure(settings: VllmBenchSettings, progress: Progress = lambda _: None) -> VllmResult:
     """All cases that are asked for. Raises `ConfigError` where vLLM is not installed, or for an unknown size."""
     require_vllm()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def measure(settings: VllmSettings, progress: Progress = lambda _: None) -> Vllm
         return asyncio.run(_measure(settings, model, vocab, progress))
 
 
-async def _measure(settings: VllmSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
+async def _measure(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
     names = [name for name in settings.cases if name != TEAM]
     cases = [await _case(name, workload(name, settings, vocab), settings, model, progress) for name in names]
     team = await measure_team(settings.team, model, vocab, progress) if TEAM in settings.cases else None
@@ -149,7 +149,7 @@ def save_model(size: str, folder: Path) -> int:
     return SHAPES[size]["vocab_size"]
 
 
-def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
+def workload(name: str, settings: VllmBenchSettings, vocab: int) -> Workload:
     """The calls of a case."""
     shape, seed = settings.shape, settings.seed
     if name == "no-pressure":
@@ -167,7 +167,7 @@ def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
     return single_flow(shape.sizes, vocab, seed, room=shape.rooms[0])
 
 
-async def _case(name: str, work: Workload, settings: VllmSettings, model: Path, progress: Progress) -> Case:
+async def _case(name: str, work: Workload, settings: VllmBenchSettings, model: Path, progress: Progress) -> Case:
     """All trials of one case; stock vLLM says what computing costs, and so how slow the plug-in's copies have to be."""
     room, longest = Room(work.room, longest_call(work)), max(work.prompts, key=len)
     with ExitStack() as stack:

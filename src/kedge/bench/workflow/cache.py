@@ -16,7 +16,8 @@ from time import perf_counter
 from typing import Any
 
 from kedge.bench.workflow.figures import cycle
-from kedge.cache import CacheManager, Changes, Copied, Copy, TierSettings, steps_to_execution
+from kedge.cache import CacheManager, Changes, Copied, Copy, steps_to_execution
+from kedge.settings import TierSettings
 from kedge.types import AgentId, RequestId, RunId, TenantId
 from kedge.workflow import AgentKey, ForecastBoard, RunKey, RunProgress
 

@@ -19,7 +19,7 @@ from kedge.cache import EvictionPolicy, NodeView, belady
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.settings import EngineConfig, TierConfig
+from kedge.settings import EngineSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens, new_request_id
 from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.steps import NextRun
@@ -240,11 +240,11 @@ class Lane(AbstractContextManager["Lane"]):
         self.engine.close()
 
 
-def engine_config(policy: Policy, workload: Workload, throttle: float) -> EngineConfig:
+def engine_config(policy: Policy, workload: Workload, throttle: float) -> EngineSettings:
     """The same engine for all policies: a prompt is one chunk, and the host has room for twice what is fixed."""
     host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in workload.prompts)
     longest = max(map(len, workload.prompts))
-    tiers = TierConfig(
+    tiers = TierSettings(
         host_blocks=host if policy.host else 0,
         policy="lru" if policy.evict == "lru" else "steps",
         prefetch_window=2.0 if policy.prefetch else -1.0,
@@ -252,4 +252,4 @@ def engine_config(policy: Policy, workload: Workload, throttle: float) -> Engine
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)
-    return EngineConfig(num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers)
+    return EngineSettings(num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import Method, method_named
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
+from kedge.settings import AnchorSettings
 
 METHODS = ("kvcomm", "token")
 
@@ -28,7 +28,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
 def _kept(method: Method, name: str, stores: dict[str, AnchorStore]) -> Method:
     """The same method; its store can be looked at afterwards."""
 
-    def build(config: AnchorConfig, host: HostBound) -> AnchorStore:
+    def build(config: AnchorSettings, host: HostBound) -> AnchorStore:
         stores[name] = AnchorStore(config, host)
         return stores[name]
 

@@ -12,7 +12,7 @@ from kedge.bench.lab.probe import Probe
 from kedge.bench.lab.studies.study import StudySettings
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens
 
 
@@ -20,7 +20,7 @@ class Contexts:
     """A model that prefills whatever it is given. Closed by leaving the `with`."""
 
     def __init__(self, settings: StudySettings) -> None:
-        loaded = load_model(settings.model, EngineConfig())
+        loaded = load_model(settings.model, EngineSettings())
         self.embeddings: Tensor = loaded[0].model.get_input_embeddings().weight.detach().float().cpu()
         """float32 [vocab, hidden]"""
         self.special: frozenset[int] = frozenset(loaded[1].inner.all_special_ids)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.store import AnchorStore
 from kedge.bench.lab.methods import load_model
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
-from kedge.settings import EngineConfig, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
 from kedge.types import TenantId, WorkflowId
 
 _ESTIMATORS = {
@@ -38,7 +37,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     `paper_mib` is the paper's design: base KV once and, for every reading agent, offsets of the message and of the
     prefix segment, in all layers. `message_mib` is the plain KV of one message.
     """
-    spec = load_model(settings.model, EngineConfig(device="cpu"))[0].spec
+    spec = load_model(settings.model, EngineSettings(device="cpu"))[0].spec
     readers = settings.agents - 1
     rows: list[Row] = []
     for name, (estimator, bits) in _ESTIMATORS.items():
@@ -56,7 +55,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
 def filled(estimator: str, bits: int, spec: KVSpec, samples: int, tokens: int, readers: int, seed: int) -> AnchorStore:
     """A store whose one pool holds `samples` messages with what every reader observed of them."""
     settings = estimator_settings(estimator)
-    config = AnchorConfig(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
+    config = AnchorSettings(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
     store, random = AnchorStore(config), torch.Generator().manual_seed(seed)
     pool = PoolKey(TenantId("memory"), WorkflowId("memory"), "agent_1_current")
     for number in range(samples):

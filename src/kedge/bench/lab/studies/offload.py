@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound, ResidenceStats
 from kedge.anchors.store import AnchorStore, Estimate
 from kedge.bench.lab.comparison import LabSettings, run_pairs
@@ -22,7 +21,7 @@ from kedge.bench.lab.pairs import MethodRuns
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
 from kedge.engine.local.components import Parts
 from kedge.reuse.contracts import SampleView, Slot
-from kedge.settings import EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 
 _TEAMS, _QUICK_TEAMS = (3, 4), (3,)
 _SHARE = 0.5
@@ -39,7 +38,7 @@ class Link:
         self._seconds_per_byte = seconds_per_byte
         self._stores: list[LinkedStore] = []
 
-    def __call__(self, config: AnchorConfig, host: HostBound) -> LinkedStore:
+    def __call__(self, config: AnchorSettings, host: HostBound) -> LinkedStore:
         self._stores.append(LinkedStore(config, host, self._seconds_per_byte))
         return self.made
 
@@ -52,7 +51,7 @@ class Link:
 class LinkedStore(AnchorStore):
     """An `AnchorStore` behind a slow link."""
 
-    def __init__(self, config: AnchorConfig, host: HostBound, seconds_per_byte: float) -> None:
+    def __init__(self, config: AnchorSettings, host: HostBound, seconds_per_byte: float) -> None:
         super().__init__(config, host)
         self._seconds_per_byte = seconds_per_byte
         self.waited = 0.0
@@ -148,7 +147,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 def _link_seconds(settings: StudySettings, runs: MethodRuns) -> float:
     """Seconds per byte that the link takes at least: none on a GPU, which has a link of its own."""
-    runner, _ = load_model(settings.model, EngineConfig())
+    runner, _ = load_model(settings.model, EngineSettings())
     if runner.device.type == "cuda":
         return 0.0
     dense = [pair.dense.completion.receipt for pair in runs.answers]
