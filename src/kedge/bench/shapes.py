@@ -1,4 +1,4 @@
-"""Random-weight Llamas of chosen sizes, for measuring time where no real weights are at hand."""
+"""Random-weight Llamas of chosen sizes, for measuring time without real weights."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of `size` with random weights, made where and as it is used: the largest needs no other room.
+    """Return a Llama of `size` with random weights, created on `device` in `dtype`.
 
     Raises `ConfigError` for an unknown size.
     """
     if size not in SHAPES:
-        raise ConfigError("model-size", size, f"known sizes are {', '.join(SHAPES)}")
+        raise ConfigError("model-size", size, f"must be one of {', '.join(SHAPES)}")
     torch.manual_seed(seed)
     small = size != "8b"
     config = LlamaConfig(
@@ -44,7 +44,7 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 
 def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
-    """`random_llama` ready to run, with the bundled model's tokenizer."""
+    """Return a runner of `random_llama` and the bundled model's tokenizer."""
     place = build.pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
@@ -52,5 +52,5 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
 
 
 def random_engine(size: str, config: EngineSettings, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
-    """An embedded engine around `random_llama` (text plays no part here)."""
+    """Return an embedded engine around `random_llama`. Its tokenizer does not fit: prompts are token ids."""
     return LocalEngine.from_runner(*random_runner(size, config.device), config, parts=parts)

@@ -99,7 +99,7 @@ def test_nothing_is_written_past_a_methods_assembler() -> None:
         preassembled = bench.engine.inspect()["preassembly"]
     assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)
     assert not any(preassembled.values())
-    assert not bench.probe.eyes
+    assert not bench.probe.probes
 
 
 def test_a_probe_forces_reads_and_teaches() -> None:
@@ -124,7 +124,7 @@ def test_a_probe_forces_reads_and_teaches() -> None:
         engine.wait_idle(60)
         again = probe.submit(engine, request(tokens(53, 30))).result()
         assert again.completion.receipt.translated > 0
-        assert not probe.eyes
+        assert not probe.probes
 
 
 def test_methods_have_names() -> None:
