@@ -18,7 +18,7 @@ import torch
 from kedge.bench.demo import TeamScore, questions
 from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import ReuseMode
 from kedge.workloads.miniature import TASKS, Task, workflow
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for two: they would mostly wait for each other
-    with LocalEngine(args.model, EngineConfig(device=args.device)) as engine:
+    with LocalEngine(args.model, EngineSettings(device=args.device)) as engine:
         accuracy = {name: score(engine, task, args.questions, args.seed) for name, task in TASKS.items()}
     print(json.dumps(accuracy, indent=1))
     file = args.model / "training.json"

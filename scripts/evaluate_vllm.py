@@ -18,7 +18,7 @@ from typing import Any
 
 from kedge.bench.demo import Comparison, TeamScore, questions
 from kedge.runner.run import run
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import ReuseMode
 from kedge.workloads.miniature import TASKS, Task, workflow
 
@@ -51,14 +51,14 @@ def compared(engine: Any, settle: Callable[[], None], count: int) -> dict[str, A
 def on_embedded(count: int) -> dict[str, Any]:
     from kedge.engine.local.engine import LocalEngine
 
-    with LocalEngine(None, EngineConfig()) as engine:
+    with LocalEngine(None, EngineSettings()) as engine:
         return compared(engine, engine.wait_idle, count)
 
 
 def on_vllm(count: int) -> dict[str, Any]:
     from kedge.integrations.vllm.engine.engine import VLLMEngine
 
-    with VLLMEngine(config=EngineConfig(backend="vllm", vllm=VLLM)) as engine:
+    with VLLMEngine(config=EngineSettings(backend="vllm", vllm=VLLM)) as engine:
 
         def settle() -> None:
             state: Any = engine.inspect()

@@ -183,9 +183,9 @@ def engine_of(name: str) -> Any:
         return EchoEngine(capacity=2048)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for an operation: the model is tiny, the machine busy
     from kedge.engine.local.engine import LocalEngine
-    from kedge.settings import EngineConfig
+    from kedge.settings import EngineSettings
 
-    return LocalEngine(config=EngineConfig(block_size=16, num_blocks=CAPACITY // 16))
+    return LocalEngine(config=EngineSettings(block_size=16, num_blocks=CAPACITY // 16))
 
 
 @contextmanager

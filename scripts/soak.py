@@ -48,11 +48,11 @@ def make_engine(name: str) -> Any:
     import torch
 
     from kedge.engine.local.engine import LocalEngine
-    from kedge.settings import EngineConfig
+    from kedge.settings import EngineSettings
 
     torch.set_num_threads(1)
     # Pages of the KV pool count as memory once they are written to: a small one is soon full.
-    return LocalEngine(config=EngineConfig(max_running=64, kv_memory=NANO_KV))
+    return LocalEngine(config=EngineSettings(max_running=64, kv_memory=NANO_KV))
 
 
 def open_engine(name: str, *, apart: bool) -> Any:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from kedge.engine.echo import EchoEngine
     from kedge.engine.local.engine import LocalEngine
     from kedge.runner.run import run
-    from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, Settings, TierConfig
+    from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, Settings, TierSettings
     from kedge.workflow.graph import Agent, Workflow
     from kedge.workflow.spec import load_workflow
     from kedge.workflow.topologies import connect
@@ -85,12 +85,12 @@ _LAZY = {
     "AnchorSettings": "kedge.settings",
     "EchoEngine": "kedge.engine.echo",
     "Engine": "kedge.engine.base",
-    "EngineConfig": "kedge.settings",
+    "EngineSettings": "kedge.settings",
     "LocalEngine": "kedge.engine.local.engine",
     "PlannerSettings": "kedge.settings",
     "Settings": "kedge.settings",
     "Stream": "kedge.engine.base",
-    "TierConfig": "kedge.settings",
+    "TierSettings": "kedge.settings",
     "Tokenizer": "kedge.engine.base",
     "Workflow": "kedge.workflow.graph",
     "connect": "kedge.workflow.topologies",
@@ -111,7 +111,7 @@ __all__ = [
     "EmptyPrompt",
     "Engine",
     "EngineClosed",
-    "EngineConfig",
+    "EngineSettings",
     "FinishReason",
     "ForwardFailed",
     "GenerateRequest",
@@ -147,7 +147,7 @@ __all__ = [
     "StateRefused",
     "Stream",
     "TenantId",
-    "TierConfig",
+    "TierSettings",
     "TokenDelta",
     "TokenLogprob",
     "Tokenizer",

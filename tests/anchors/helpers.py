@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimate import Estimate
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
+from kedge.settings import AnchorSettings
 from kedge.types import TenantId, WorkflowId
 
 LAYERS, HEADS, DIM = 4, 2, 8
@@ -55,7 +55,7 @@ def observe(store: AnchorStore, value: SampleView, slot: Slot = SLOT, seed: int 
 
 
 def filled(seeds: range, slot: Slot = SLOT, **settings: object) -> AnchorStore:
-    store = AnchorStore(AnchorConfig(**settings))
+    store = AnchorStore(AnchorSettings(**settings))
     for seed in seeds:
         observe(store, sample(seed), slot)
     return store

@@ -81,7 +81,7 @@ def test_the_layer_is_a_third_of_the_depth_or_as_set() -> None:
     assert torch.equal(KeyReader(5, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[5].flatten(1))
     shallow = random_kv(2, 0, layers=1)
     assert len(KeyReader(None, 4).read(tokens, shallow).keys) == 2
-    with pytest.raises(ConfigError, match="anchors.match_layer=9"):
+    with pytest.raises(ConfigError, match="engine.anchors.match_layer=9"):
         KeyReader(9, 4).read(tokens, base)
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import ConfigError, PlanError, TranslationRefused
+from kedge.settings import AnchorSettings
 from tests.anchors.helpers import BOTH, SLOT, filled, relative_error, sample, translated
 
 GROUP, GROUPS = 8, 6
@@ -96,4 +96,4 @@ def test_a_store_translates_nearly_the_same_at_half_the_memory(settings: dict[st
 
 def test_other_widths_are_refused() -> None:
     with pytest.raises(ConfigError, match="offset_bits=4"):
-        AnchorStore(AnchorConfig(offset_bits=4))
+        AnchorStore(AnchorSettings(offset_bits=4))

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators.site import SlotOffsets
 from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_slot
-from kedge.settings import estimator_settings
+from kedge.settings import AnchorSettings, estimator_settings
+from kedge.settings.anchors import CriterionName, EstimatorName
 from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
 
 
-def test_the_names_that_the_experiments_use() -> None:
-    assert set(ESTIMATORS) == {"interpolate", "nearest", "cosine", "mean", "linear", "token", "linear+token"}
-    assert set(CRITERIA) == {"entropy", "error", "length", "leverage"}
+def test_every_name_of_the_settings_is_there() -> None:
+    assert set(ESTIMATORS) == set(get_args(EstimatorName))
+    assert set(CRITERIA) == set(get_args(CriterionName))
     assert set(SLOTS) < set(ESTIMATORS)
-    assert type(make_slot(AnchorConfig())(random_kv(0, 0), 1)) is SlotOffsets
+    assert type(make_slot(AnchorSettings())(random_kv(0, 0), 1)) is SlotOffsets
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -35,4 +37,4 @@ def test_every_estimator_has_its_criterion(estimator: str) -> None:
     named = estimator_settings(estimator)
     assert named["estimator"] == estimator
     assert named["criterion"] in CRITERIA
-    assert (named["criterion"] == "entropy") is ESTIMATORS[estimator](AnchorConfig()).aligned
+    assert (named["criterion"] == "entropy") is ESTIMATORS[estimator](AnchorSettings()).aligned

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound, Residence, Unit
 from kedge.anchors.store import AnchorStore
 from kedge.cache import steps_to_execution
 from kedge.errors import PlanError
 from kedge.reuse.contracts import Owner, RunOwner, Slot, TemplateOwner
+from kedge.settings import AnchorSettings
 from kedge.types import RunId, SampleId, TenantId
 from tests.anchors.helpers import SLOT, observe, plus, random_kv, sample
 
@@ -202,7 +202,7 @@ def filled(host: int, device: int, steps: dict[str, float] | None = None, **sett
     """Four slots of one pool, each with the offsets of three values."""
     told = {TemplateOwner(TENANT, slot.agent_key): (steps or {}).get(slot.agent_key) for slot in SLOTS}
     bound = HostBound(host, steps_to_execution(), lambda owner: told.get(owner))  # type: ignore[arg-type]
-    store = AnchorStore(AnchorConfig(**{**OPEN, **settings, "max_bytes": device}), bound)  # type: ignore[arg-type]
+    store = AnchorStore(AnchorSettings(**{**OPEN, **settings, "max_bytes": device}), bound)  # type: ignore[arg-type]
     for slot in SLOTS:
         for seed in (1, 40, 80):
             observe(store, sample(seed), slot)

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.keys import KeyBlock
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import SampleView, Slot
+from kedge.settings import AnchorSettings
 from kedge.types import TenantId, tenant_of
 from tests.anchors.helpers import (
     BOTH,
@@ -54,7 +54,7 @@ def test_an_exact_repeat_of_an_anchor_is_recovered(settings: dict[str, Any], tok
 
 @both
 def test_offsets_of_a_half_model_keep_its_dtype(settings: dict[str, Any]) -> None:
-    store = AnchorStore(AnchorConfig(**settings))
+    store = AnchorStore(AnchorSettings(**settings))
     for seed in range(4):
         value = sample(seed, dtype=torch.bfloat16)
         real = in_context(value.base, seed)
@@ -79,7 +79,7 @@ def test_similar_values_are_estimated_from_similar_ones(settings: dict[str, Any]
         base = KVSegment(center.keys + spread * noise.keys, center.values + spread * noise.values)
         return SampleView(POOL, (seed,) * 12, base, seed)
 
-    store = AnchorStore(AnchorConfig(**settings))
+    store = AnchorStore(AnchorSettings(**settings))
     for seed in range(1, 9):
         value = near(seed, 0.2)
         store.observe(SLOT, value, real(value.base))
@@ -117,7 +117,7 @@ def test_a_value_longer_than_every_anchor_is_shareable_with_token() -> None:
 
 
 def test_token_is_not_shareable_before_it_is_calibrated() -> None:
-    store = AnchorStore(AnchorConfig())
+    store = AnchorStore(AnchorSettings())
     reasons = []
     for seed in range(5):
         reasons.append(store.estimate(SLOT, sample(99)).reason)
@@ -129,7 +129,7 @@ def test_token_is_not_shareable_before_it_is_calibrated() -> None:
 
 
 def test_weak_tokens_are_those_that_resemble_nothing() -> None:
-    store = AnchorStore(AnchorConfig(max_error=1e9, weak_error=0.5))
+    store = AnchorStore(AnchorSettings(max_error=1e9, weak_error=0.5))
     known = random_kv(30, 0)
     shift = in_context(known, 5)
 
@@ -149,7 +149,7 @@ def test_weak_tokens_are_those_that_resemble_nothing() -> None:
 
 
 def test_weak_tokens_of_the_template_are_those_that_listen_to_the_value() -> None:
-    store = AnchorStore(AnchorConfig(max_error=1e9, weak_error=0.5))
+    store = AnchorStore(AnchorSettings(max_error=1e9, weak_error=0.5))
     same = in_context(PREFIX_BASE, 1)
     for seed in range(6):
         real = KVSegment(same.keys.clone(), same.values.clone())
@@ -194,7 +194,7 @@ def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, An
 
 
 def test_a_placeholder_used_twice_has_two_slots() -> None:
-    store = AnchorStore(AnchorConfig(**TOKEN))
+    store = AnchorStore(AnchorSettings(**TOKEN))
     first, second = Slot("solver", 1), Slot("solver", 3)
     real = {}
     for seed in range(4):
@@ -299,7 +299,7 @@ def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
     """float16 x 7/8 of the layers x 4 agents, and key vectors; base KV is not kept."""
-    store = AnchorStore(AnchorConfig())
+    store = AnchorStore(AnchorSettings())
     tokens, shape = 500, (8, 500, 4, 16)
     message = 0
     for number in range(6):
@@ -321,7 +321,7 @@ def in_context_like(base: KVSegment) -> KVSegment:
 
 @both
 def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
-    store = AnchorStore(AnchorConfig(**{**settings, "capacity": 6, "max_pools": 4, "max_slots": 3}))
+    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6, "max_pools": 4, "max_slots": 3}))
     sizes = []
     for number in range(2000):
         pool = ("tenant", "flow", f"p{number % 7}")
@@ -342,7 +342,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
 def test_memory_is_bounded_and_the_least_used_go_first() -> None:
     store = filled(range(4), **OPEN)
     limit = store.nbytes()
-    store = AnchorStore(AnchorConfig(**OPEN, max_bytes=limit))
+    store = AnchorStore(AnchorSettings(**OPEN, max_bytes=limit))
     for seed in range(4):
         observe(store, sample(seed))
     for seed in (0, 1, 3):
@@ -357,13 +357,13 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
 
 
 def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
-    store = AnchorStore(AnchorConfig(max_bytes=100))
+    store = AnchorStore(AnchorSettings(max_bytes=100))
     observe(store, sample(0))
     assert store.stats().pools == store.nbytes() == 0
 
 
 def test_pools_are_dropped_in_order_of_use() -> None:
-    store = AnchorStore(AnchorConfig(**{**TOKEN, "max_pools": 2}))
+    store = AnchorStore(AnchorSettings(**{**TOKEN, "max_pools": 2}))
     pools = [("t", "w", name) for name in "abc"]
     for seed in range(3):
         observe(store, sample(seed, pool=pools[0]))
@@ -374,7 +374,7 @@ def test_pools_are_dropped_in_order_of_use() -> None:
 
 
 def test_clear_forgets_one_tenant_or_all() -> None:
-    store = AnchorStore(AnchorConfig())
+    store = AnchorStore(AnchorSettings())
     for tenant in "ab":
         observe(store, sample(0, pool=(tenant, "w", "p")))
     store.clear(TenantId("a"))
@@ -431,7 +431,7 @@ def test_a_value_that_was_prepared_is_not_searched_again(monkeypatch: pytest.Mon
 
 
 def test_preparing_for_a_pool_that_does_not_exist_does_nothing() -> None:
-    store = AnchorStore(AnchorConfig(**TOKEN))
+    store = AnchorStore(AnchorSettings(**TOKEN))
     store.prepare(sample(1))
     assert store.stats().pools == 0
 
@@ -450,7 +450,7 @@ def seeds_of(store: AnchorStore, tenant: str) -> list[int]:
 
 
 def test_a_tenant_with_too_many_anchors_loses_its_own() -> None:
-    store = AnchorStore(AnchorConfig(**OPEN))
+    store = AnchorStore(AnchorSettings(**OPEN))
     store.limit(TenantId("a"), anchors=3)
     for seed in range(6):
         observe(store, in_tenant("b", seed))
@@ -463,7 +463,7 @@ def test_a_tenant_with_too_many_anchors_loses_its_own() -> None:
 
 
 def test_a_tenants_bytes_are_bounded() -> None:
-    store = AnchorStore(AnchorConfig(**OPEN))
+    store = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(8):
         observe(store, in_tenant("a", seed))
         observe(store, in_tenant("b", seed))
@@ -478,7 +478,7 @@ def test_a_tenants_bytes_are_bounded() -> None:
 
 
 def test_slack_goes_before_anchors() -> None:
-    store = AnchorStore(AnchorConfig(**OPEN))
+    store = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(8):
         observe(store, in_tenant("a", seed))
     slack = sum(table.slack_bytes for pool in store.pools.values() for table in pool.tables)

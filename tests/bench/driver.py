@@ -5,7 +5,7 @@ from __future__ import annotations
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
 from kedge.engine.local.model.loading import checked_runner
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from tests.engine.local.conftest import tiny_model
 from tests.engine.local.test_translation import OPEN, Driver
 
@@ -15,4 +15,4 @@ class PartsDriver(Driver):
         self.runner = checked_runner(tiny_model(family))
         planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0)
         wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
-        self.core, _ = build.core(self.runner, EngineConfig(**wanted), parts=parts)
+        self.core, _ = build.core(self.runner, EngineSettings(**wanted), parts=parts)

@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound, ResidenceStats
 from kedge.bench.lab.studies import catalog
 from kedge.bench.lab.studies.catalog import STUDIES
 from kedge.bench.lab.studies.contexts import Contexts
 from kedge.bench.lab.studies.estimators import alike
-from kedge.bench.lab.studies.offload import Link
+from kedge.bench.lab.studies.offload import SlowLink
 from kedge.bench.lab.studies.proximity import nearest_pairs, spearman
 from kedge.bench.lab.studies.report import shown, write_report
 from kedge.bench.lab.studies.study import QUICK, StudySettings, averaged
@@ -30,6 +29,7 @@ from kedge.cli.bench_lab import ABOUT
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
 from kedge.errors import ConfigError
+from kedge.settings import AnchorSettings
 
 TINY = {"questions": 1, "taught": 0, "agents": 2}
 
@@ -251,7 +251,7 @@ def test_resuming_needs_a_file() -> None:
     assert "--json" in ran.output
 
 
-@pytest.mark.parametrize(("held", "said"), [("{", "is no JSON"), ("[]", "holds results of another study")])
+@pytest.mark.parametrize(("held", "said"), [("{", "is not valid JSON"), ("[]", "holds results of another study")])
 def test_a_file_that_cannot_be_resumed_is_named(held: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(held)
@@ -312,7 +312,7 @@ def test_what_lies_on_the_host_is_loaded_and_answers_the_same() -> None:
 
 
 def test_a_slow_link_takes_its_time() -> None:
-    store = Link(1e-6)(AnchorConfig(), HostBound())
+    store = SlowLink(1e-6)(AnchorSettings(), HostBound())
     moved = ResidenceStats(bytes_loaded=30_000, bytes_offloaded=20_000)
     began = time.perf_counter()
     assert store._hold(ResidenceStats(), moved, took=0.02) == pytest.approx(0.03)

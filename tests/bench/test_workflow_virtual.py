@@ -12,11 +12,12 @@ from functools import cache
 
 import pytest
 
-from kedge.bench.workflow.cases import Control, Shape, controls
-from kedge.bench.workflow.figures import Sizes, Workload, single_flow
-from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, right
-from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, TierSettings, lru, steps_to_execution
+from kedge.bench.workflow.cases import CaseSizes, Control, controls
+from kedge.bench.workflow.figures import FlowWorkload, Sizes, single_flow
+from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, true_hints
+from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru, steps_to_execution
 from kedge.errors import OutOfBlocks
+from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, RequestId
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
 
@@ -25,7 +26,7 @@ PREFILL, CALL, LOAD = 1.0, 0.4, 0.43
 DECODES = 8
 WARM, TIMED = 20, 60
 """Calls before the clock starts, and after."""
-CONTROLS = controls(Shape(sizes=Sizes(2 * SIZES.fixed, SIZES.dynamic, SIZES.output)), VOCAB, 0)
+CONTROLS = controls(CaseSizes(sizes=Sizes(2 * SIZES.fixed, SIZES.dynamic, SIZES.output)), VOCAB, 0)
 
 
 @dataclass
@@ -78,7 +79,7 @@ class VirtualCopier:
 class VirtualEngine:
     """One call at a time on a cache with one policy, as the embedded engine does it."""
 
-    def __init__(self, name: str, workload: Workload, hints: Hints) -> None:
+    def __init__(self, name: str, workload: FlowWorkload, hints: Hints) -> None:
         policy, self.flow, self.hints, self.now = POLICIES[name], workload.flows[0], hints, 0.0
         self.copier = VirtualCopier(LOAD * PREFILL * BLOCK / SIZES.fixed)
         tiers = TierSettings(host_blocks=1000 if policy.host else 0, prefetch_window=2.0 if policy.prefetch else -1.0)
@@ -143,7 +144,7 @@ class VirtualEngine:
 @cache
 def seconds(name: str) -> Mapping[str, float]:
     """By policy; `name` is a control or `room …`."""
-    control = CONTROLS.get(name) or Control(single_flow(SIZES, VOCAB, 0, room=int(name[-1])), lambda: right)
+    control = CONTROLS.get(name) or Control(single_flow(SIZES, VOCAB, 0, room=int(name[-1])), lambda: true_hints)
     return {
         policy: VirtualEngine(policy, control.workload, control.hints()).run()
         for policy in ("lru_device", "lru_host", "full")

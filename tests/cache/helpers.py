@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, TierSettings, steps_to_execution
+from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
 from kedge.policies.eviction import EvictionPolicy, Namespace
+from kedge.settings import TierSettings
 from kedge.types import RequestId
 
 NS: Namespace = ("tenant", "model")
@@ -57,11 +58,13 @@ class World:
         host_blocks: int = 0,
         block_size: int = 1,
         policy: EvictionPolicy | None = None,
+        block_bytes: int = 1,
         **settings: object,
     ) -> None:
         self.copier = FakeCopier()
-        tiers = TierSettings(host_blocks=host_blocks, **settings)  # type: ignore[arg-type]
-        self.cache = CacheManager(num_blocks, block_size, policy or steps_to_execution(), tiers, self.copier)
+        tiers = TierSettings(host_blocks=host_blocks, **settings)
+        policy = policy or steps_to_execution()
+        self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes)
         self.tree = self.cache._tree
         self.requests = 0
 

@@ -6,13 +6,11 @@ import math
 
 import pytest
 
-from kedge.cache import TransferLimits, belady, lru
+from kedge.cache import belady, lru
 from kedge.cache.node import Handle
 from kedge.errors import PlanError
 from kedge.types import RequestId, Source, Span
 from tests.cache.helpers import NS, World
-
-ONE = TransferLimits(jobs=1)
 
 
 def on_host_only(world: World, **fixed: str) -> None:
@@ -115,7 +113,7 @@ def test_a_handle_that_outlives_its_node_leads_nowhere() -> None:
 
 
 def test_a_demand_load_is_not_cancelled_by_a_step_update() -> None:
-    world = World(6, host_blocks=12, limits=ONE)
+    world = World(6, host_blocks=12, copy_jobs=1)
     on_host_only(world, a="AAA", b="BBB")
     world.forecast(a=1, b=1)
     world.cache.pump()
@@ -264,7 +262,7 @@ def test_one_clients_update_leaves_anothers_alone() -> None:
 
 def test_a_load_whose_ancestors_load_failed_is_cancelled_or_thrown_away() -> None:
     for jobs in (1, 2):
-        world = World(8, host_blocks=12, limits=TransferLimits(jobs=jobs))
+        world = World(8, host_blocks=12, copy_jobs=jobs)
         on_host_only(world, a="AAA", ab="AAABB")
         world.forecast(a=0)
         world.cache.pump()

@@ -5,7 +5,6 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.cache import TransferLimits
 from kedge.cache.node import Node
 from kedge.policies.prefetch import Candidate, is_within, may_replace
 from tests.cache.helpers import NS, World
@@ -88,7 +87,7 @@ def test_a_reserve_remains_for_running_requests() -> None:
 
 
 def test_what_leaves_the_window_before_it_starts_is_cancelled() -> None:
-    world = World(9, host_blocks=12, limits=TransferLimits(jobs=1))
+    world = World(9, host_blocks=12, copy_jobs=1)
     on_host_only(world, a="AA", b="BB")
     world.forecast(a=0, b=1)
     world.cache.pump()
@@ -99,7 +98,7 @@ def test_what_leaves_the_window_before_it_starts_is_cancelled() -> None:
 
 
 def test_a_demanded_prefetch_is_promoted_and_counted_late() -> None:
-    world = World(9, host_blocks=12, limits=TransferLimits(jobs=1))
+    world = World(9, host_blocks=12, copy_jobs=1)
     on_host_only(world, a="AA", b="BB", c="CC")
     world.forecast(a=0, b=1, c=2)
     world.cache.pump()

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kedge.cache import Lease, TransferLimits, belady, lru, steps_to_execution
+from kedge.cache import Lease, belady, lru, steps_to_execution
 from kedge.cache.node import State
 from kedge.errors import OutOfBlocks
 from kedge.types import RequestId
@@ -30,7 +30,7 @@ class Driver(World):
     """One random operation at a time, each of which may be refused for want of blocks."""
 
     def __init__(self, seed: int, host_blocks: int, **settings: object) -> None:
-        super().__init__(14, host_blocks, decode_reserve=1, limits=TransferLimits(jobs=1, bytes=5), **settings)
+        super().__init__(14, host_blocks, decode_reserve=1, copy_jobs=1, copy_bytes=5, **settings)
         self.rng = random.Random(seed)
         self.leases: dict[RequestId, tuple[Lease, str, tuple[str, str]]] = {}
         self.waiting: dict[RequestId, tuple[str, tuple[str, str]]] = {}

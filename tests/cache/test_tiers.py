@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.cache import CacheManager, Copied, TierSettings, TransferLimits, belady, lru
+from kedge.cache import CacheManager, Copied, belady, lru
 from kedge.cache.node import HOST, State
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
+from kedge.settings import TierSettings
 from kedge.types import RequestId, Source, Span
 from tests.cache.helpers import NS, World
 from tests.cache.test_hazards import on_host_only
@@ -195,7 +196,7 @@ def test_a_host_tier_of_size_zero_moves_nothing() -> None:
 
 
 def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
-    world = World(8, host_blocks=8, limits=TransferLimits(jobs=1))
+    world = World(8, host_blocks=8, copy_jobs=1)
     on_host_only(world, a="AAA", b="BB")
     world.forecast(a=0, b=1)
     world.cache.pump()
@@ -266,13 +267,9 @@ def test_a_status_tells_the_tiers_apart_and_changes_nothing() -> None:
     assert world.cache.status(NS, b"AAA").readiness == "loading"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"host_blocks": -1}, {"block_bytes": 0}, {"backup_hits": -1}, {"prefetch_jobs": -1}, {"decode_reserve": -1}],
-)
-def test_settings_that_cannot_be(settings: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        TierSettings(**settings)
+def test_a_block_without_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="block_bytes=0"):
+        CacheManager(4, block_bytes=0)
 
 
 def test_a_host_tier_needs_a_copier() -> None:

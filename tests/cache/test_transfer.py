@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.cache import Copied, Direction, TransferLimits
+from kedge.cache import Copied, Direction
 from kedge.cache.copies import Purpose
 from kedge.cache.node import Node, Transfer
 from kedge.cache.transfer import TransferQueue
-from kedge.errors import ConfigError, PlanError
+from kedge.errors import PlanError
+from kedge.settings import TierSettings
 from tests.cache.helpers import NS, FakeCopier
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
@@ -16,7 +17,7 @@ LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 
 def queue(jobs: int = 1, limit: int = 100, block_bytes: int = 1) -> tuple[TransferQueue, FakeCopier]:
     copier = FakeCopier()
-    return TransferQueue(copier, TransferLimits(jobs, limit), block_bytes), copier
+    return TransferQueue(copier, TierSettings(copy_jobs=jobs, copy_bytes=limit), block_bytes), copier
 
 
 def enqueue(transfers: TransferQueue, purpose: Purpose, blocks: int = 1) -> Transfer:
@@ -123,12 +124,6 @@ def test_an_unknown_end_is_a_bug() -> None:
     copier._ended.append(Copied(7, True))
     with pytest.raises(PlanError, match="copy_id=7"):
         transfers.drain()
-
-
-@pytest.mark.parametrize("limits", [{"jobs": 0}, {"bytes": 0}])
-def test_limits_that_allow_nothing(limits: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(limits))):
-        TransferLimits(**limits)
 
 
 @given(st.lists(st.sampled_from(["prefetch", "demand", "promote", "start", "end"]), max_size=60))

@@ -15,7 +15,7 @@ import kedge.models.nano
 from kedge.bench.demo import questions
 from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
 from kedge.workloads.miniature import TASKS, workflow
 
@@ -43,7 +43,7 @@ class Recorder(LocalEngine):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Recorder]:
-    with Recorder(config=EngineConfig(device="cpu")) as engine:
+    with Recorder(config=EngineSettings(device="cpu")) as engine:
         yield engine
 
 
@@ -87,7 +87,7 @@ def test_off_and_exact_answer_as_transformers_does(task: object, engine: Recorde
 
 def test_a_team_learns_to_translate_and_still_answers() -> None:
     task = TASKS["math"]
-    with LocalEngine(config=EngineConfig(device="cpu", anchors=AnchorSettings(min_anchors=4))) as engine:
+    with LocalEngine(config=EngineSettings(device="cpu", anchors=AnchorSettings(min_anchors=4))) as engine:
         for question in questions(task, 8, seed=6):
             result = run(engine, workflow(task), {"user_question": question.text}, on_tool_error="text")
             engine.wait_idle()

@@ -6,10 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kedge.reuse.contracts import Costs, ReusePolicy
+from kedge.reuse.contracts import Costs
 from kedge.reuse.layout import layout
 from kedge.reuse.planner import CHEAPER, NO_COSTS, Planner
 from kedge.reuse.savings import TRIED
+from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
 
 NOBODY = cast(Any, None)
@@ -19,7 +20,9 @@ LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 
 def plan_of(reuse: ReuseMode, refusal: str | None = None, leased: tuple[Span, ...] = LEASED) -> tuple[Span, ...]:
     segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId("x@0")))
-    return Planner(NOBODY, NOBODY, ReusePolicy(), refusal).plan(GenerateRequest(segments, reuse=reuse), leased).spans
+    return (
+        Planner(NOBODY, NOBODY, PlannerSettings(), refusal).plan(GenerateRequest(segments, reuse=reuse), leased).spans
+    )
 
 
 class Known:
@@ -64,7 +67,7 @@ def computed_of(weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS,
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId("x@0")), Segment((3,) * 6, "p1")
     )  # fmt: skip
     known = cast(Any, Known(weak, weak_prefix))
-    planner = Planner(known, known, ReusePolicy(**policy), None, cost)
+    planner = Planner(known, known, PlannerSettings(**policy), None, cost)
     return planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),)).computed
 
 
@@ -89,7 +92,7 @@ def test_a_placeholder_whose_values_spare_too_little_is_not_matched_any_more() -
         cast(Any, Known(list(range(7)), [])),
         (Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId("x"))),
     )
-    planner = Planner(known, known, ReusePolicy(), None, Cost(2))
+    planner = Planner(known, known, PlannerSettings(), None, Cost(2))
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE)
     here = layout(request)[1]
     assert planner.pays(request, here) and planner.base_pays(request, here, 2)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.store import AnchorStore
-from kedge.reuse.contracts import Costs, PoolKey, ReusePolicy, SampleView, Slot
+from kedge.reuse.contracts import Costs, PoolKey, SampleView, Slot
 from kedge.reuse.layout import template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import REFRESH, Runtime
+from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
 from tests.anchors.helpers import in_context, random_kv
 
@@ -57,9 +57,9 @@ class Taught:
     """A runtime whose agent has seen so many values."""
 
     def __init__(self, values: int, costs: Costs | None = None) -> None:
-        self.anchors = AnchorStore(AnchorConfig(capacity=CAPACITY, min_anchors=2))
+        self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, ReusePolicy(), None, costs=costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(), None, costs=costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(PoolKey(TENANT, FLOW, "question"), asked.segments[1].tokens, base, ("value", seed))

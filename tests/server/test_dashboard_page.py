@@ -19,7 +19,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.server.settings import ServerConfig
 from kedge.server.tenancy import Limits, hashed, load_keys
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from tests.server.conftest import FLOW, Served, serving
 from tests.server.dashboard.test_routes import chat
 
@@ -110,7 +110,7 @@ def echo() -> Iterator[Served]:
 def busy() -> Iterator[Served]:
     """The bundled model after some runs of a team, with thresholds so wide that it soon translates."""
     anchors = AnchorSettings(min_anchors=1, max_error=1e9, weak_error=1e9)
-    config = EngineConfig(anchors=anchors, planner=PlannerSettings(by_cost=False), device="cpu")
+    config = EngineSettings(anchors=anchors, planner=PlannerSettings(by_cost=False), device="cpu")
     with (
         LocalEngine(None, config) as engine,
         serving(engine, ServerConfig(tools=True)) as running,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from tests.server.conftest import Served, serving
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -51,7 +51,7 @@ FOLDER = build.model_path(None)
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with LocalEngine(config=EngineConfig(device="cpu")) as engine, serving(engine) as running:
+    with LocalEngine(config=EngineSettings(device="cpu")) as engine, serving(engine) as running:
         yield running
 
 

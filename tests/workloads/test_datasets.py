@@ -22,7 +22,7 @@ from kedge.workloads import competition, gsm8k, humaneval, mmlu
 from kedge.workloads.base import QUESTION, Question, Team
 from kedge.workloads.catalog import NAMES, load
 from kedge.workloads.math_team import run_program
-from kedge.workloads.rows import Source
+from kedge.workloads.rows import DatasetSource
 
 FINAL = AgentId("final")
 SQUARES = '''from typing import List
@@ -213,7 +213,7 @@ def test_the_hub_is_asked_through_datasets(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"kedge\[data\]"):
-        Source("some/thing", "test", gsm8k.question).questions()
+        DatasetSource("some/thing", "test", gsm8k.question).questions()
 
 
 def test_the_catalog_knows_all_and_no_more(tmp_path: Path) -> None:

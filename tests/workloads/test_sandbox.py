@@ -13,15 +13,15 @@ import pytest
 
 from kedge.errors import ConfigError
 from kedge.workloads import sandbox
-from kedge.workloads.sandbox import Limits, Outcome, answer_as_python, run_python
+from kedge.workloads.sandbox import SandboxLimits, SandboxResult, answer_as_python, run_python
 from tests.processes import is_alive, linux_only
 
-SHORT = Limits(seconds=0.6)
+SHORT = SandboxLimits(seconds=0.6)
 
 
 def test_prints() -> None:
     outcome = run_python("def solve():\n    return 6 * 7\nprint(solve())")
-    assert outcome == Outcome("42\n", None)
+    assert outcome == SandboxResult("42\n", None)
     assert outcome.summary == "42"
 
 
@@ -59,28 +59,28 @@ def test_errors_by_name(code: str, error: str) -> None:
 
 @pytest.mark.parametrize("code", ["", "import sys; sys.exit()", "import sys; sys.exit(0)", "exit()"])
 def test_good_exits(code: str) -> None:
-    assert run_python(code) == Outcome("", None)
+    assert run_python(code) == SandboxResult("", None)
 
 
 def test_output_before_an_error_is_kept() -> None:
-    assert run_python("print('before')\n1 / 0") == Outcome("before\n", "ZeroDivisionError")
+    assert run_python("print('before')\n1 / 0") == SandboxResult("before\n", "ZeroDivisionError")
 
 
 def test_output_is_cut() -> None:
-    outcome = run_python("print('x' * 3000)", Limits(output_kb=2))
-    assert outcome == Outcome("x" * 2048, "OutputTooLong")
+    outcome = run_python("print('x' * 3000)", SandboxLimits(output_kb=2))
+    assert outcome == SandboxResult("x" * 2048, "OutputTooLong")
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
 def test_endless_code_is_killed(code: str) -> None:
     started = time.perf_counter()
-    assert run_python(f"print('on', flush=True)\n{code}", SHORT) == Outcome("on\n", "TimeoutError")
+    assert run_python(f"print('on', flush=True)\n{code}", SHORT) == SandboxResult("on\n", "TimeoutError")
     assert time.perf_counter() - started < 30
 
 
 def test_growing_memory_ends() -> None:
     code = "kept = []\nwhile True:\n    kept.append(bytes(1 << 20))"
-    assert run_python(code, Limits(memory_mb=64)).error == "MemoryError"
+    assert run_python(code, SandboxLimits(memory_mb=64)).error == "MemoryError"
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_output_that_is_no_utf8() -> None:
-    assert run_python("import sys; sys.stdout.buffer.write(b'a\\xffb')") == Outcome("a\ufffdb", None)
+    assert run_python("import sys; sys.stdout.buffer.write(b'a\\xffb')") == SandboxResult("a\ufffdb", None)
 
 
 def test_stderr_is_no_output() -> None:
-    assert run_python("import sys; print('x' * 200_000, file=sys.stderr); print('y')") == Outcome("y\n", None)
+    assert run_python("import sys; print('x' * 200_000, file=sys.stderr); print('y')") == SandboxResult("y\n", None)
 
 
 def test_no_descriptor_is_left_open() -> None:
@@ -157,7 +157,7 @@ def test_no_descriptor_is_left_open() -> None:
 @pytest.mark.parametrize("key", ["seconds", "memory_mb", "file_mb", "output_kb"])
 def test_limits_are_above_zero(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        Limits(**{key: 0})
+        SandboxLimits(**{key: 0})
 
 
 def test_tool() -> None:

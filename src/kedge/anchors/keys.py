@@ -46,7 +46,7 @@ class KeyReader:
         if self._layer is None:
             return min(max(1, base.layers // 3), base.layers - 1)
         if self._layer >= base.layers:
-            raise ConfigError("anchors.match_layer", self._layer, f"the model has {base.layers} layers")
+            raise ConfigError("engine.anchors.match_layer", self._layer, f"the model has {base.layers} layers")
         return self._layer
 
     def _project(self, wide: Tensor) -> Tensor:

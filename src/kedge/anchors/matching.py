@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from kedge.anchors.anchor import AnchorId, Query
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators.blending import Match, Proposal
 from kedge.anchors.keys import KeyReader
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.registry import make_estimator
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import SampleView
+from kedge.settings import AnchorSettings
 from kedge.structures.bounded import Lru
 
 _REMEMBERED = 64
@@ -20,7 +20,7 @@ _REMEMBERED = 64
 class Matcher:
     """The estimator with a bounded memory of what it proposed."""
 
-    def __init__(self, config: AnchorConfig) -> None:
+    def __init__(self, config: AnchorSettings) -> None:
         self._reader = KeyReader(config.match_layer, config.match_dim)
         self._estimator = make_estimator(config)
         self._queries: Lru[Hashable, Query] = Lru(_REMEMBERED)

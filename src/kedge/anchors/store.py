@@ -8,7 +8,6 @@ from itertools import count
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimate import Estimate, shared
 from kedge.anchors.estimators.site import Observation, SlotOffsets
 from kedge.anchors.matching import Matcher
@@ -18,6 +17,7 @@ from kedge.anchors.registry import make_criterion, make_slot
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot, TemplateOwner
+from kedge.settings import AnchorSettings
 from kedge.types import TenantId, tenant_of
 
 
@@ -43,7 +43,7 @@ class AnchorStore:
     What does not fit the device moves to the host, slot by slot, and only what fits neither is forgotten.
     """
 
-    def __init__(self, config: AnchorConfig, host: HostBound = NO_HOST) -> None:
+    def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST) -> None:
         self._config = config
         self._matcher = Matcher(config)
         self._criterion = make_criterion(config)

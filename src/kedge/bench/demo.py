@@ -1,4 +1,4 @@
-"""The main job: a miniature team answers questions with dense prefill and with translated KV, side by side."""
+"""The demo: a miniature team answers questions with dense prefill and with translated KV, side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kedge.workloads.miniature import Question, Task, workflow
 
 @dataclass
 class AgentScore:
-    """One agent over all questions."""
+    """One agent's scores, times and prompt tokens over all questions."""
 
     agent: AgentId
     ttft_ms: list[float] = field(default_factory=list)
@@ -27,6 +27,7 @@ class AgentScore:
     computed: int = 0
 
     def add(self, result: AgentResult, correct: bool) -> None:
+        """Count one call."""
         receipt = result.completion.receipt
         self.ttft_ms.append(result.completion.ttft_ms)
         self.correct += correct
@@ -67,16 +68,18 @@ class TeamScore:
 
     @classmethod
     def of(cls, flow: Workflow) -> TeamScore:
+        """Return a score without answers."""
         return cls({AgentId(agent.id): AgentScore(AgentId(agent.id)) for agent in flow.agents})
 
     def add(self, task: Task, question: Question, result: RunResult) -> None:
-        for said in result.results:
-            self.agents[said.agent].add(said, task.role(said.agent).correct(said.text, question))
+        """Count one run of the team."""
+        for one in result.results:
+            self.agents[one.agent].add(one, task.role(one.agent).correct(one.text, question))
         self.finals.append(task.final(result.text))
 
     @property
     def accuracy(self) -> float:
-        """Share of questions that the last agent answers rightly."""
+        """Share of questions that the last agent answers correctly."""
         return list(self.agents.values())[-1].accuracy
 
     @property
@@ -84,6 +87,7 @@ class TeamScore:
         return sum(a.translated_calls for a in self.agents.values()) / sum(a.calls for a in self.agents.values())
 
     def tokens(self) -> dict[str, int]:
+        """Return the team's prompt tokens by source."""
         sources = ("exact", "translated", "computed")
         return {source: sum(getattr(agent, source) for agent in self.agents.values()) for source in sources}
 
@@ -97,7 +101,7 @@ class Comparison:
 
     @property
     def same_final_answer(self) -> float:
-        """Share of questions with the same decision in both modes; no decision equals nothing."""
+        """Share of questions with the same decision in both modes; an answer without a decision matches nothing."""
         pairs = zip(self.dense.finals, self.translated.finals, strict=True)
         return sum(a == b and a is not None for a, b in pairs) / len(self.dense.finals)
 
@@ -126,25 +130,25 @@ class Comparison:
 
 
 def questions(task: Task, count: int, seed: int) -> list[Question]:
-    """Unseen questions of the task's test split."""
+    """Return unseen questions of the task's test split."""
     return list(islice(task.questions("test", seed), count))
 
 
 def answer(
     engine: LocalEngine,
     task: Task,
-    asked: Iterable[Question],
+    questions: Iterable[Question],
     reuse: ReuseMode,
     on_question: Callable[[TeamScore], None] = lambda _: None,
 ) -> TeamScore:
-    """All questions one after the other, every agent after those it hears.
+    """Answer all questions one after the other with the task's team.
 
-    A question comes when the engine has nothing left to do, so that nobody's TTFT pays for another one's learning; the
-    agents of one question follow each other without a pause.
+    Each question waits until the engine is idle, so that its TTFT includes no learning from the one before; the agents
+    of one question follow each other without a pause.
     """
     flow = workflow(task)
     score = TeamScore.of(flow)
-    for question in asked:
+    for question in questions:
         engine.wait_idle()
         inputs = {"user_question": question.text}
         score.add(task, question, run(engine, flow, inputs, reuse=reuse, on_tool_error="text"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
-    """TTFT and accuracy of every agent, dense and by estimator. Raises `ConfigError` without matplotlib."""
+    """Draw TTFT and accuracy of every agent, dense and by estimator. Raises `ConfigError` without matplotlib."""
     plt = _pyplot(file)
     dense = next(iter(results.values())).dense
     names = list(dense.agents)
@@ -38,7 +38,7 @@ def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
 
 
 def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Path) -> None:
-    """Speed-up of every policy over LRU on the device, case by case, with the least and the greatest trial as whiskers.
+    """Draw every policy's speed-up over LRU without a host tier, with minimum and maximum as whiskers.
 
     `cases`: case -> baseline -> policy -> {median, min, max}. Raises `ConfigError` without matplotlib.
     """
@@ -64,7 +64,7 @@ def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Pa
 
 
 def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
-    """A study's figure: one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
+    """Draw a study's figure, one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
     plt = _pyplot(file)
     across = min(len(plot.ys), 2)
     down = -(-len(plot.ys) // across)
@@ -95,7 +95,7 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
         whiskers = [row.get(f"{y}_sd") or 0 for row in shown]
         axes.bar(places, points[1], width, label=group, yerr=whiskers if any(whiskers) else None, ecolor="grey")
     if plot.kind == "bars":
-        crowded = max(len(str(x)) for x in xs) * len(xs) > _ROOM
+        crowded = max(len(str(x)) for x in xs) * len(xs) > _MAX_LABEL_CHARACTERS
         turn = {"rotation": 30, "ha": "right"} if crowded else {}
         axes.set_xticks(range(len(xs)), [str(x) for x in xs], **turn)
     axes.set(title=y.replace("_", " "), xlabel=plot.x.replace("_", " "))
@@ -103,13 +103,13 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
 
 
 _COLOURS, _STYLES = 10, ("-", "--", ":")
-"""After so many lines matplotlib's colours begin again: the next ones are drawn otherwise"""
-_ROOM = 40
-"""Letters under a panel that can stand side by side"""
+"""matplotlib repeats its colours after this many lines, so further lines get another style."""
+_MAX_LABEL_CHARACTERS = 40
+"""Characters of all labels under a panel, beyond which labels are rotated."""
 
 
 def _means(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """One point per x: the mean of its ys."""
+    """Return one point per x: the mean of its ys."""
     places = list(dict.fromkeys(xs))
     return places, [fmean(y for x, y in zip(xs, ys, strict=True) if x == place) for place in places]
 

@@ -1,4 +1,4 @@
-"""Random-weight Llamas of chosen sizes, for measuring time where no real weights are at hand."""
+"""Random-weight Llamas of chosen sizes, for measuring time without real weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -28,12 +28,12 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of `size` with random weights, made where and as it is used: the largest needs no other room.
+    """Return a Llama of `size` with random weights, created on `device` in `dtype`.
 
     Raises `ConfigError` for an unknown size.
     """
     if size not in SHAPES:
-        raise ConfigError("model-size", size, f"known sizes are {', '.join(SHAPES)}")
+        raise ConfigError("model-size", size, f"must be one of {', '.join(SHAPES)}")
     torch.manual_seed(seed)
     small = size != "8b"
     config = LlamaConfig(
@@ -44,13 +44,13 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 
 def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
-    """`random_llama` ready to run, with the bundled model's tokenizer."""
+    """Return a runner of `random_llama` and the bundled model's tokenizer."""
     place = build.pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
     return runner, HFTokenizer.load(build.model_path(None))
 
 
-def random_engine(size: str, config: EngineConfig, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
-    """An embedded engine around `random_llama` (text plays no part here)."""
+def random_engine(size: str, config: EngineSettings, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
+    """Return an embedded engine around `random_llama`. Its tokenizer does not fit: prompts are token ids."""
     return LocalEngine.from_runner(*random_runner(size, config.device), config, parts=parts)

@@ -1,16 +1,15 @@
-"""Where KV lives: pools, radix tree, tiers, eviction, prefetch, `CacheManager`. Stdlib only; blocks are integers."""
+"""Where KV lives: pools, radix tree, tiers, eviction, prefetch, `CacheManager`. No tensors: blocks are integers."""
 
 from __future__ import annotations
 
 from kedge.cache.block_pool import BlockPool
-from kedge.cache.copies import Copied, Copier, Copy, Direction, TransferLimits
+from kedge.cache.copies import Copied, Copier, Copy, Direction
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Readiness, Status
 from kedge.cache.leases import Lease
 from kedge.cache.manager import CacheManager, Changes, Hit
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
-from kedge.cache.tiers import TierSettings
 from kedge.policies.eviction import EvictionPolicy, Namespace, NodeView, belady, lru, steps_to_execution
 from kedge.policies.fixed_prompts import FixedBoundary
 
@@ -33,8 +32,6 @@ __all__ = [
     "RadixTree",
     "Readiness",
     "Status",
-    "TierSettings",
-    "TransferLimits",
     "belady",
     "lru",
     "steps_to_execution",

@@ -15,7 +15,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Begin with all blocks free. Raises `ConfigError` for a negative number; with none, nothing can be allocated."""
+        """Begin with all blocks free. Raises `ConfigError` for a negative number; with none, nothing can be
+        allocated.
+        """
         if num_blocks < 0:
             raise ConfigError("num_blocks", num_blocks, "a pool cannot have fewer than no blocks")
         self.num_blocks = num_blocks

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kedge.errors import ConfigError
-
 
 class Direction(StrEnum):
     """Which way blocks move."""
@@ -83,16 +81,3 @@ class Copier(Protocol):
 
     def drain(self) -> list[Copied]:
         """Return what has ended since the last call. Does not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferLimits:
-    """How much may be under way in each direction. A single transfer may always be, however large it is."""
-
-    jobs: int = 2
-    bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        for name in ("jobs", "bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "at least one must be allowed under way")

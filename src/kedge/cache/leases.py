@@ -204,7 +204,7 @@ class Leases:
     def _back_up_hits(self, node: Node) -> None:
         """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
         hits = self._tiers.settings.backup_hits
-        if hits is None or not self._tiers.settings.host_blocks:
+        if hits is None or not self._tiers.host_blocks:
             return
         often = next((step for step in node.path() if step.hits >= hits), None)
         if often is not None and often.parent is not None and not often.blocks[HOST]:

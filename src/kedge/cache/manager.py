@@ -17,9 +17,10 @@ from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.leases import Lease, Leases
 from kedge.cache.node import LabelKey, Node, Tier
 from kedge.cache.prefetch import Prefetcher
-from kedge.cache.tiers import Tiers, TierSettings
+from kedge.cache.tiers import Tiers
 from kedge.errors import ConfigError
 from kedge.policies.eviction import EvictionPolicy, Namespace, lru
+from kedge.settings import TierSettings
 from kedge.types import RequestId, TenantId
 
 Changes = Mapping[Any, tuple[float, float] | None]
@@ -44,18 +45,21 @@ class CacheManager:
         policy: EvictionPolicy = lru,
         tiers: TierSettings | None = None,
         copier: Copier | None = None,
+        block_bytes: int = 1,
     ) -> None:
-        """Begin with an empty cache; `block_size` is in tokens.
+        """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV.
 
         Raises `ConfigError` for sizes below one, or a host tier without a copier.
         """
         if block_size < 1:
             raise ConfigError("block_size", block_size, "a block holds at least one token")
+        if block_bytes < 1:
+            raise ConfigError("block_bytes", block_bytes, "a block has at least one byte")
         if num_blocks < 1:
             raise ConfigError("num_blocks", num_blocks, "the device tier needs at least one block")
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost)
+        self._tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost, block_bytes)
         self._tree = self._tiers.tree
         self._demands = Demands(self._tiers)
         self._prefetcher = Prefetcher(self._tiers, self._probability)
@@ -214,7 +218,7 @@ class CacheManager:
         if nbytes is None:
             self._tiers.backups.limits.pop(tenant, None)
         else:
-            self._tiers.backups.limits[tenant] = nbytes // self._tiers.settings.block_bytes
+            self._tiers.backups.limits[tenant] = nbytes // self._tiers.block_bytes
 
     # upkeep ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +234,7 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
-        tiers, counters, block_bytes = self._tiers, self._tiers.counters, self._tiers.settings.block_bytes
+        tiers, counters, block_bytes = self._tiers, self._tiers.counters, self._tiers.block_bytes
         device, host = (tiers.pools[tier].num_free for tier in Tier)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))

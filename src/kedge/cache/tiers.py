@@ -14,11 +14,10 @@ or depends on can be evicted meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kedge.cache import integrity
 from kedge.cache.backups import Backups
-from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose, TransferLimits
+from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose
 from kedge.cache.counters import Reason
 from kedge.cache.node import DEVICE, HOST, Node, State, Tier, Transfer
 from kedge.cache.radix_tree import RadixTree
@@ -26,37 +25,8 @@ from kedge.cache.tier_pools import TierPools
 from kedge.cache.transfer import TransferQueue
 from kedge.errors import ConfigError, OutOfBlocks
 from kedge.policies.cost import CostModel
-from kedge.policies.eviction import VIRTUAL_STEP, EvictionPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """The host tier and how it is used. Without host blocks there are no transfers."""
-
-    host_blocks: int = 0
-    block_bytes: int = 1
-    """Bytes of KV in one block: the unit of the limits and of what is counted as moved."""
-    limits: TransferLimits = TransferLimits()
-    backup_hits: int | None = 1
-    """Hits after which a prompt without a label is backed up: 0 at once, None never. Fixed prompts always are."""
-    virtual_step: float = VIRTUAL_STEP
-    """The step at which traffic without labels competes; the policy's should be the same."""
-    prefetch_window: float = 2.0
-    """Fixed prompts that are needed within so many steps are prefetched. Below 0: none."""
-    prefetch_jobs: int = 4
-    """Prefetches that may be queued or under way."""
-    decode_reserve: int = 0
-    """Device blocks that a prefetch leaves free or evictable for running requests."""
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for negative numbers."""
-        for name in ("host_blocks", "prefetch_jobs", "decode_reserve"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "cannot be negative")
-        if self.block_bytes < 1:
-            raise ConfigError("block_bytes", self.block_bytes, "a block has at least one byte")
-        if self.backup_hits is not None and self.backup_hits < 0:
-            raise ConfigError("backup_hits", self.backup_hits, "is None, or at least 0")
+from kedge.policies.eviction import EvictionPolicy
+from kedge.settings import TierSettings
 
 
 def missing(node: Node) -> list[Node]:
@@ -84,19 +54,21 @@ class Tiers:
         settings: TierSettings,
         copier: Copier | None,
         on_lost: Callable[[Node], None],
+        block_bytes: int,
     ) -> None:
         """Begin with empty tiers; `on_lost` is called with every node that has left the device.
 
-        Raises `ConfigError` for a host tier without
-        a copier.
+        `block_bytes` is the size of one block's KV. Raises `ConfigError` for a host tier without a copier, or with
+        memory for not a single block.
         """
-        if settings.host_blocks and copier is None:
-            raise ConfigError("host_blocks", settings.host_blocks, "a host tier needs a copier")
-        self.settings = settings
+        self.host_blocks = settings.host_pool_size(block_bytes)
+        if self.host_blocks and copier is None:
+            raise ConfigError("host_blocks", self.host_blocks, "a host tier needs a copier")
+        self.settings, self.block_bytes = settings, block_bytes
         self.tree = RadixTree(block_size, policy)
-        self.pools = TierPools(self.tree, num_blocks, settings.host_blocks, on_lost)
+        self.pools = TierPools(self.tree, num_blocks, self.host_blocks, on_lost)
         self.counters = self.pools.counters
-        self.transfers = TransferQueue(copier, settings.limits, settings.block_bytes)
+        self.transfers = TransferQueue(copier, settings, block_bytes)
         self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
         self._landed: list[Transfer] = []

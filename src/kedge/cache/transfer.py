@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from kedge.cache.copies import Copied, Copier, Copy, Direction, Purpose, TransferLimits
+from kedge.cache.copies import Copied, Copier, Copy, Direction, Purpose
 from kedge.cache.node import Node, Transfer
 from kedge.errors import PlanError
+from kedge.settings import TierSettings
 
 
 class TransferQueue:
@@ -19,7 +20,7 @@ class TransferQueue:
     Speculative transfers never delay demanded ones: for a demand the limits count other demands only.
     """
 
-    def __init__(self, copier: Copier | None, limits: TransferLimits, block_bytes: int) -> None:
+    def __init__(self, copier: Copier | None, limits: TierSettings, block_bytes: int) -> None:
         self._copier, self._limits, self._block_bytes = copier, limits, block_bytes
         self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
         self._started: dict[int, Transfer] = {}
@@ -92,7 +93,7 @@ class TransferQueue:
         lane = (one for one in self._started.values() if one.copy.direction is transfer.copy.direction)
         ahead = [one.blocks for one in lane if one.demanded or not transfer.demanded]
         total = (sum(ahead) + transfer.blocks) * self._block_bytes
-        return not ahead or (len(ahead) < self._limits.jobs and total <= self._limits.bytes)
+        return not ahead or (len(ahead) < self._limits.copy_jobs and total <= self._limits.copy_bytes)
 
     def _submit(self, transfer: Transfer) -> None:
         assert self._copier is not None

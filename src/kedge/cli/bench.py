@@ -18,7 +18,7 @@ from kedge.cli.results import save
 
 if TYPE_CHECKING:
     from kedge.bench.ttft.measure import TtftResult, TtftSettings
-    from kedge.bench.workflow.cache import Times
+    from kedge.bench.workflow.cache import OperationTimes
 
 TTFT_COLUMNS = (
     "agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "x floor",
@@ -150,7 +150,7 @@ def cache(
         save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
-def _cache_table(name: str, times: list[Times], growth: dict[str, dict[str, float]]) -> Table:
+def _cache_table(name: str, times: list[OperationTimes], growth: dict[str, dict[str, float]]) -> Table:
     table = Table(title=f"microseconds by number of {name}; match and insert of 4,096 tokens", min_width=80)
     for column in ("operation", *(f"{one.size:,}" for one in times), "~ size^", "of log"):
         table.add_column(column, justify="right")

@@ -18,7 +18,7 @@ from kedge.cli.results import write
 from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kedge.bench.lab.studies.study import Row, Study, StudySettings, Trial
+    from kedge.bench.lab.studies.study import Row, SeedRows, Study, StudySettings
 
 ABOUT = {
     "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
@@ -148,7 +148,7 @@ def _run(
 
 def _measured(
     study: Study, settings: StudySettings, saved: Mapping[str, Any], file: Path | None, note: Callable[[str], None]
-) -> list[Trial]:
+) -> list[SeedRows]:
     """The trials of all seeds, those that are saved first; the file has all of them after each."""
     from kedge.bench.lab.studies.study import averaged
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from kedge.cli.results import save
 
 if TYPE_CHECKING:
-    from kedge.bench.vllm.measure import Case
+    from kedge.bench.vllm.measure import VllmCase
     from kedge.bench.vllm.team import TeamResult
 
 CASE_COLUMNS = ("engine", "s", "x stock", "hits", "waited for", "TTFT p50 ms", "p90", "tokens/s")
@@ -37,17 +37,17 @@ def vllm(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Stock vLLM with prefix caching against vLLM with Kedge's plug-in: hits, TTFT, end to end, tokens per second."""
-    from kedge.bench.vllm.measure import CASES, VllmSettings, measure
+    from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure
     from kedge.bench.vllm.team import QUICK_TEAM, TeamSettings
-    from kedge.bench.workflow.cases import QUICK, Shape
+    from kedge.bench.workflow.cases import QUICK, CaseSizes
 
     team = QUICK_TEAM if quick else TeamSettings()
-    settings = VllmSettings(
+    settings = VllmBenchSettings(
         tuple(case or CASES),
         model_size,
         trials or (3 if quick else 5),
         load_ratio,
-        QUICK if quick else Shape(),
+        QUICK if quick else CaseSizes(),
         replace(team, samples=samples or team.samples),
     )
     console = Console()
@@ -70,7 +70,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
     return table
 
 
-def _case_table(case: Case) -> Table:
+def _case_table(case: VllmCase) -> Table:
     from kedge.bench.vllm.measure import STOCK
 
     table = _table(f"{case.name}: {case.workload.name}", CASE_COLUMNS)

@@ -44,10 +44,10 @@ def workflow(
 ) -> None:
     """Policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
     from kedge.bench.plots import workflow_plot
-    from kedge.bench.workflow.cases import QUICK, Shape
+    from kedge.bench.workflow.cases import QUICK, CaseSizes
     from kedge.bench.workflow.measure import WorkflowSettings, measure
 
-    shape = QUICK if quick else Shape()
+    shape = QUICK if quick else CaseSizes()
     sizes = replace(shape.sizes, fixed=fixed or shape.sizes.fixed, output=output or shape.sizes.output)
     chosen = tuple(case for case in shape.flows if not flows or case[1] in flows)
     if not chosen:

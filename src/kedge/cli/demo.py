@@ -54,7 +54,7 @@ def _run_all(
     from kedge.bench.demo import Comparison, answer, questions
     from kedge.engine.local.engine import LocalEngine
     from kedge.errors import ConfigError, TranslationRefused
-    from kedge.settings import AnchorSettings, EngineConfig, estimator_settings
+    from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
     from kedge.types import ReuseMode
     from kedge.workloads.miniature import TASKS
 
@@ -68,7 +68,7 @@ def _run_all(
     with _progress(console) as progress:
         dense = None
         for name in estimators:
-            config = EngineConfig(model=model, anchors=AnchorSettings(**estimator_settings(name)))
+            config = EngineSettings(model=model, anchors=AnchorSettings(**estimator_settings(name)))
             with LocalEngine(config=config) as engine:
                 if engine.translation_refusal:
                     raise TranslationRefused("model", str(model), engine.translation_refusal)

@@ -310,7 +310,9 @@ def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None =
 
 
 def _tokens_with_kv(job: _Job) -> Tokens:
-    """Return what others may reuse: all but the last token, which was drawn and never read; nothing where reuse is off."""
+    """Return what others may reuse: all but the last token, which was drawn and never read; nothing where reuse is
+    off.
+    """
     return () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
 
 

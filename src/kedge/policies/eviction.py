@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from kedge.settings import TierSettings
+
 Namespace = tuple[str, str]
 """(tenant, model): KV never crosses it."""
 
@@ -59,7 +61,7 @@ def lru(node: StepView) -> EvictionKey:
     return (node.last_access,)
 
 
-VIRTUAL_STEP = 8.0
+VIRTUAL_STEP = TierSettings().virtual_step
 """The step at which traffic without labels competes."""
 
 
@@ -79,6 +81,11 @@ def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
         return (1.0, -node.step, node.last_access)
 
     return key
+
+
+def policy_of(tiers: TierSettings) -> StepPolicy:
+    """Return the eviction policy that the settings name."""
+    return lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
 
 
 def belady(next_use: Callable[[NodeView], float]) -> EvictionPolicy:

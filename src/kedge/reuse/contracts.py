@@ -181,19 +181,3 @@ class BaseNeed:
     tenant: TenantId
     tokens: Tokens
     cuts: tuple[Cut, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReusePolicy:
-    """How the planner decides.
-
-    `recompute_head` first tokens of every translated segment are computed again.
-    Values of at most `recompute_short` tokens are computed and never translated: that costs next to nothing.
-    `recompute_tail` computes the whole last segment instead of only the last token.
-    A prompt of which less than `min_translated` (of what is not exact) could be translated is prefilled densely.
-    """
-
-    recompute_head: int = 0
-    recompute_short: int = 4
-    recompute_tail: bool = False
-    min_translated: float = 0.2

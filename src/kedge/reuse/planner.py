@@ -14,13 +14,13 @@ from kedge.reuse.contracts import (
     Estimate,
     NoCosts,
     PoolKey,
-    ReusePolicy,
     SampleView,
     Slot,
 )
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
 from kedge.reuse.savings import Savings
+from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 NO_COSTS = NoCosts()
@@ -80,13 +80,15 @@ class Planner:
     """
 
     def __init__(
-        self, anchors: Anchors, bases: Bases, policy: ReusePolicy, refusal: str | None, costs: Costs = NO_COSTS
+        self, anchors: Anchors, bases: Bases, policy: PlannerSettings, refusal: str | None, costs: Costs = NO_COSTS
     ) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
         self._costs, self._savings = costs, Savings()
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
-        """Plan a request. `exact` spans tile the leading tokens that are on the device (fewer than the whole prompt)."""
+        """Plan a request. `exact` spans tile the leading tokens that are on the device (fewer than the whole
+        prompt).
+        """
         draft = self.draft(request, exact)
         self.grow(draft, request, len(request.segments))
         return self.seal(draft, request)

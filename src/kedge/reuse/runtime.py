@@ -13,13 +13,13 @@ from kedge.reuse.contracts import (
     Bases,
     Costs,
     ReadKV,
-    ReusePolicy,
     Slot,
 )
 from kedge.reuse.expected import Expected
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import NO_COSTS, Draft, Planner
+from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
@@ -34,7 +34,7 @@ class Runtime:
         self,
         anchors: Anchors,
         bases: Bases,
-        policy: ReusePolicy,
+        policy: PlannerSettings,
         refusal: str | None,
         expected: Expected | None = None,
         costs: Costs = NO_COSTS,

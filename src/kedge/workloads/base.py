@@ -1,4 +1,4 @@
-"""What every workload offers: a question, a team that answers it, and a score."""
+"""The interface of every workload: questions, a team that answers them, and a score."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import TOPOLOGIES, Topology, Wording, connect
 
 QUESTION = "user_question"
-"""The one input of every workload's workflow"""
+"""The one input of every workload's workflow."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question and its answer. `facts` is what scorers (and reference answers) need besides."""
+    """One question and its answer; `facts` is further data for scorers and reference answers."""
 
     text: str
     answer: str
@@ -26,25 +26,25 @@ class Question:
 
 
 class Workload(Protocol):
-    """A team of agents with a scorer; what the benchmarks run."""
+    """A team of agents with a scorer, as the benchmarks run it."""
 
     @property
     def name(self) -> str: ...
 
     def workflow(self, agents: int | None = None, topology: str | Topology = "fully_connected") -> Workflow:
-        """The team: the first `agents` - 1 and the last, who decides (default: all).
+        """Return the team: the first `agents` - 1 and the last, which decides (default: all).
 
-        Raises `WorkflowError` for an unknown topology or a number of agents that it does not have.
+        Raises `WorkflowError` for an unknown topology or a number of agents that the team does not have.
         """
 
     def right(self, agent: AgentId, answer: str, question: Question) -> bool | None:
-        """Whether what an agent said is right; None where it has nothing to be right about."""
+        """Return whether an agent's answer is correct; None for agents without a scored answer."""
 
     def final(self, answer: str) -> str | None:
-        """The decision in the last agent's answer, in a form that can be compared; None where there is none."""
+        """Return the decision in the last agent's answer in comparable form; None where there is none."""
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
-        """A wrong version of an agent's answer; the answer itself where nothing in it can be made wrong."""
+        """Return a wrong version of an agent's answer; the answer itself where nothing in it can be made wrong."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Team:
 
     name: str
     agents: tuple[Agent, ...]
-    """Their `user` templates are written from `wording` and the topology"""
+    """Their `user` templates are generated from `wording` and the topology."""
     wording: Wording
     stated: Callable[[str], str | None] = field(repr=False)
-    """The decision in an answer"""
+    """Answer -> the decision in it."""
     accepts: Callable[[str | None, Question], bool] = field(repr=False)
-    """Whether a decision is right"""
+    """(decision, question) -> whether the decision is correct."""
     silent: frozenset[AgentId] = frozenset()
-    """Agents that state no answer"""
+    """Agents without a scored answer."""
     wrong: Callable[[random.Random, str], str] = field(default=lambda _, answer: answer, repr=False)
 
     def workflow(self, agents: int | None = None, topology: str | Topology = "fully_connected") -> Workflow:
@@ -79,7 +79,7 @@ class Team:
         return self.wrong(rng, answer)
 
     def with_max_tokens(self, max_tokens: int) -> Team:
-        """The same team with longer or shorter answers (the paper: 512 tokens)."""
+        """Return the same team with longer or shorter answers (the paper: 512 tokens)."""
         return replace(self, agents=tuple(replace(agent, max_tokens=max_tokens) for agent in self.agents))
 
 
@@ -94,5 +94,5 @@ def _cast(name: str, agents: Sequence[Agent], count: int | None) -> list[Agent]:
 
 def _named(topology: str, agents: Sequence[Agent]) -> Topology:
     if topology not in TOPOLOGIES:
-        raise WorkflowError("topology", topology, f"not one of {', '.join(TOPOLOGIES)}")
+        raise WorkflowError("topology", topology, f"must be one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[topology](agents)

@@ -10,9 +10,9 @@ from kedge.errors import ConfigError
 from kedge.workloads import competition, gsm8k, humaneval, mmlu, peer
 from kedge.workloads.base import Question, Workload
 from kedge.workloads.miniature import TASKS, MiniatureTeam
-from kedge.workloads.rows import Source
+from kedge.workloads.rows import DatasetSource
 
-_DATASETS: Mapping[str, tuple[Workload, Source]] = {
+_DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
     "gsm8k": (gsm8k.TEAM, gsm8k.SOURCE),
     "humaneval": (humaneval.TEAM, humaneval.SOURCE),
     "mmlu": (mmlu.TEAM, mmlu.SOURCE),
@@ -27,16 +27,17 @@ NAMES = (*_GENERATED, *_DATASETS)
 
 
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, Iterable[Question]]:
-    """A workload with its questions: generated from `seed` without end, or those of a data set (of `file`, else of the
-    hub) in their own order.
+    """Return a workload with its questions: an endless stream generated from `seed`, or those of a data set in their
+    own order, read from `file` or else from the hub.
 
-    Raises `ConfigError` for an unknown name, for a file where questions are generated, and as `Source.questions` does.
+    Raises `ConfigError` for an unknown name, for a file where questions are generated, and as `DatasetSource.questions`
+    does.
     """
     if name in _DATASETS:
         team, source = _DATASETS[name]
         return team, source.questions(file)
     if name not in _GENERATED:
-        raise ConfigError("workload", name, f"is none of {', '.join(NAMES)}")
+        raise ConfigError("workload", name, f"must be one of {', '.join(NAMES)}")
     if file is not None:
         raise ConfigError("dataset", str(file), f"the questions of {name} are generated")
     workload, generate = _GENERATED[name]

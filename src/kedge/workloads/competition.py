@@ -13,16 +13,16 @@ from kedge.errors import ConfigError
 from kedge.workloads.base import Question, Team
 from kedge.workloads.math_team import SILENT, WORDING, agents
 from kedge.workloads.reading import boxed, number, other_number
-from kedge.workloads.rows import Row, Source
+from kedge.workloads.rows import DatasetSource, Row
 
 SECONDS = 5
-"""Time for reading or comparing an expression; whoever writes one that takes longer is wrong"""
+"""Time limit for parsing or comparing an expression; one that takes longer counts as wrong."""
 _BOX = r"Put the final result, and only that, into \boxed{{}}."
-_SAID = re.compile(r"answer is:?\s*(.+?)\.?\s*$", re.IGNORECASE | re.MULTILINE)
+_STATED = re.compile(r"answer is:?\s*(.+?)\.?\s*$", re.IGNORECASE | re.MULTILINE)
 
 
 def question(row: Row) -> Question:
-    """A row has `problem` and `answer`, under names in any case."""
+    """Convert a row with `problem` and `answer`, under names in any case."""
     fields = {name.lower(): value for name, value in row.items()}
     answer = str(fields["answer"]).strip()
     if not answer:
@@ -31,15 +31,15 @@ def question(row: Row) -> Question:
 
 
 def stated(text: str) -> str | None:
-    """What is boxed last, else what is said after the last `answer is`."""
+    """Return what is boxed last, else what follows the last `answer is`."""
     if (found := boxed(text)) is not None:
         return found
-    said = _SAID.findall(text)
-    return said[-1].strip("$ ") if said else None
+    results = _STATED.findall(text)
+    return results[-1].strip("$ ") if results else None
 
 
 def is_equal(stated: str | None, asked: Question) -> bool:
-    """Equal as expressions. Raises `ConfigError` without `math-verify`."""
+    """Return whether both are equal as expressions. Raises `ConfigError` without `math-verify`."""
     if not stated:
         return False
     if stated == asked.answer:
@@ -48,19 +48,19 @@ def is_equal(stated: str | None, asked: Question) -> bool:
         from math_verify import parse, verify
     except ImportError as error:
         raise ConfigError("math-verify", asked.answer, "is needed to score: pip install 'kedge[data]'") from error
-    # its time limit is a signal, which only the main thread can get
+    # math-verify's time limit is a signal, which only the main thread receives
     seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
     gold, answer = (parse(f"${text}$", parsing_timeout=seconds) for text in (asked.answer, stated))
     return bool(verify(gold, answer, timeout_seconds=seconds))
 
 
 def is_integer(stated: str | None, asked: Question) -> bool:
-    """Equal as whole numbers; AIME writes them with leading zeros."""
+    """Return whether both are equal as whole numbers; AIME writes them with leading zeros."""
     return stated is not None and number(stated) == number(asked.answer)
 
 
 def wrong(rng: random.Random, text: str) -> str:
-    """Another number in the place of what is stated; where there is none in it, one more is added to it."""
+    """Replace the number in the stated result by another; append `+ 1` to a result without a number."""
     box = boxed(text)
     if box is None:
         return other_number(rng, text)
@@ -68,8 +68,8 @@ def wrong(rng: random.Random, text: str) -> str:
     return text if not box else f"{{{changed if changed != box else f'{box} + 1'}}}".join(text.rsplit(f"{{{box}}}", 1))
 
 
-MATH500_SOURCE = Source("HuggingFaceH4/MATH-500", "test", question)
-AIME_SOURCE = Source("ChuGyouk/AIME-22-25", "train", question)
+MATH500_SOURCE = DatasetSource("HuggingFaceH4/MATH-500", "test", question)
+AIME_SOURCE = DatasetSource("ChuGyouk/AIME-22-25", "train", question)
 MATH500 = Team("math500", agents(_BOX, 512), WORDING, stated, is_equal, SILENT, wrong)
 AIME = Team(
     "aime", agents(f"{_BOX} It is a whole number from 0 to 999.", 2048), WORDING, stated, is_integer, SILENT, wrong

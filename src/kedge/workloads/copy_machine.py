@@ -1,7 +1,7 @@
-"""The paper's copy machine (KVCOMM, tables 2 and 3): agents who read everything that was said, in random tokens.
+"""The paper's copy machine (KVCOMM, tables 2 and 3): agents who read all messages before theirs, in random tokens.
 
-Every agent reads a prefix of its own, the question and the answers of all agents before it. Nothing has a meaning, so
-this is for measuring time; it makes requests itself, for there is no text that a workflow could be written in.
+Every agent reads a prefix of its own, the question and the answers of all agents before it. Tokens have no meaning, so
+this is for measuring time; it builds requests itself, because there is no text to write a workflow in.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Se
 LEAD, TAIL = 24, 16
 """Tokens of the prefix segment before an agent's answer, and of the last one."""
 TRAIL = 2
-"""With how many tokens all agents' prefix segments but the first begin alike, as templates do that end a value with a
-line break."""
+"""Tokens that begin all prefix segments but the first alike, as in templates that end a value with a line break."""
 
 
 @dataclass
@@ -39,7 +38,7 @@ class CopyMachine:
         self._lead_in = self.tokens(4)
 
     def tokens(self, size: int) -> Tokens:
-        """The next `size` random token ids."""
+        """Return the next `size` random token ids."""
         return tuple(self._rng.randrange(2, self.vocab) for _ in range(size))
 
     def _prefix_segments(self, agent: int) -> list[Tokens]:
@@ -56,7 +55,7 @@ class CopyMachine:
         *,
         produces: bool = True,
     ) -> GenerateRequest:
-        """Agent `agent`'s request when it reads `question` and `answers` of the agents before it."""
+        """Return agent `agent`'s request, which reads `question` and `answers` of the agents before it."""
         fills = [("user_question", SampleId("input_user_question@0"), question)]
         fills += [(f"agent_{i}_current", SampleId(f"agent_{i}@0"), answer) for i, answer in enumerate(answers)]
         segments = []

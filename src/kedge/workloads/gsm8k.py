@@ -5,11 +5,11 @@ from __future__ import annotations
 from kedge.workloads.base import Question, Team
 from kedge.workloads.math_team import SILENT, WORDING, agents
 from kedge.workloads.reading import number, other_number, spelled
-from kedge.workloads.rows import Row, Source
+from kedge.workloads.rows import DatasetSource, Row
 
 
 def question(row: Row) -> Question:
-    """A row has `question` and `answer`, a worked solution that ends in `#### <number>`."""
+    """Convert a row with `question` and `answer`, a worked solution that ends in `#### <number>`."""
     solution, mark, last = str(row["answer"]).rpartition("####")
     if not mark:
         raise ValueError("the answer has no ####")
@@ -17,11 +17,11 @@ def question(row: Row) -> Question:
 
 
 def accepts(stated: str | None, asked: Question) -> bool:
-    """Equal as numbers."""
+    """Return whether both are equal as numbers."""
     return stated == asked.answer
 
 
-SOURCE = Source("openai/gsm8k", "test", question, "main")
+SOURCE = DatasetSource("openai/gsm8k", "test", question, "main")
 TEAM = Team(
     "gsm8k",
     agents("End with a line that says: The answer is <number>.", 512),

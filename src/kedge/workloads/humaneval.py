@@ -11,16 +11,16 @@ from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import QUESTION, Question, Team
 from kedge.workloads.reading import code
-from kedge.workloads.rows import Row, Source
-from kedge.workloads.sandbox import Limits, run_python
+from kedge.workloads.rows import DatasetSource, Row
+from kedge.workloads.sandbox import SandboxLimits, run_python
 
-LIMITS = Limits(seconds=15.0)
+LIMITS = SandboxLimits(seconds=15.0)
 _EXAMPLE = re.compile(r"^\s*>>> (.+)\n\s*([^>\s].*)$", re.MULTILINE)
 _RETURN = re.compile(r"\breturn\b.*")
 
 
 def question(row: Row) -> Question:
-    """A row of HumanEval, or of MultiPL-E's Python version of it, which has no `canonical_solution`."""
+    """Convert a row of HumanEval, or of MultiPL-E's Python version of it, which has no `canonical_solution`."""
     prompt, entry = str(row["prompt"]), str(row["entry_point"])
     preamble, signature, _ = prompt.partition(f"def {entry}(")
     if not signature:
@@ -31,7 +31,7 @@ def question(row: Row) -> Question:
 
 
 def passes(program: str | None, asked: Question) -> bool:
-    """Whether a program passes the hidden tests, with what the prompt defines before the function."""
+    """Return whether a program passes the hidden tests, with what the prompt defines before the function."""
     if program is None:
         return False
     facts = asked.facts
@@ -41,7 +41,7 @@ def passes(program: str | None, asked: Question) -> bool:
 
 
 def run_examples(answer: str, inputs: Mapping[str, str]) -> str:
-    """The tool: the agent's code on the examples of the docstring, one line each."""
+    """Run the agent's code on the examples of the docstring and return one line each (the agent's tool)."""
     program = code(answer)
     examples = _EXAMPLE.findall(inputs[QUESTION])
     if program is None or not examples:
@@ -52,7 +52,7 @@ def run_examples(answer: str, inputs: Mapping[str, str]) -> str:
 
 
 def wrong(rng: random.Random, text: str) -> str:
-    """One of the returned values is lost."""
+    """Replace one of the returned values by None."""
     places = list(_RETURN.finditer(text))
     if not places:
         return text
@@ -94,7 +94,7 @@ _CAST = (
         f"repair what is wrong and give the final function. {_FENCED}",
     ),
 )
-SOURCE = Source("openai/openai_humaneval", "test", question)
+SOURCE = DatasetSource("openai/openai_humaneval", "test", question)
 TEAM = Team(
     "humaneval",
     tuple(

@@ -1,4 +1,4 @@
-"""The agents for mathematics, which GSM8K, MATH500 and AIME share: the roles of KVCOMM, 6.3.2, in words of our own."""
+"""The agents for mathematics in GSM8K, MATH500 and AIME: the roles of KVCOMM, 6.3.2, reworded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.reading import code
-from kedge.workloads.sandbox import Limits, run_python
+from kedge.workloads.sandbox import SandboxLimits, run_python
 
-LIMITS = Limits(seconds=5.0)
+LIMITS = SandboxLimits(seconds=5.0)
 SILENT = frozenset({AgentId("programmer")})
 WORDING = Wording(
     header="The problem:\n{user_question}",
@@ -22,13 +22,13 @@ WORDING = Wording(
 
 
 def run_program(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (a tool's signature)
-    """The tool: what the agent's program prints, or the name of its error."""
+    """Run the agent's program and return its output or the name of its error (the agent's tool)."""
     program = code(answer)
     return run_python(program, LIMITS).summary or "nothing" if program else "no code found"
 
 
 def agents(ending: str, max_tokens: int) -> tuple[Agent, ...]:
-    """The five agents; `ending` says how to state an answer. It is a template, so braces are doubled."""
+    """Return the five agents; `ending` says how to state an answer. It is a template, so braces are doubled."""
     cast = (
         (
             "solver",

@@ -11,7 +11,7 @@ from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Team
-from kedge.workloads.rows import Row, Source
+from kedge.workloads.rows import DatasetSource, Row
 
 LETTERS = "ABCD"
 _STATED = re.compile(r"answer is[\s:*(]*([A-D])\b", re.IGNORECASE)
@@ -20,7 +20,7 @@ _SOUGHT = re.compile(r"search:(.*)", re.IGNORECASE)
 
 
 def question(row: Row) -> Question:
-    """A row has `question`, four `choices` and `answer`, the index of the right one."""
+    """Convert a row with `question`, four `choices` and `answer`, the index of the correct one."""
     choices, right = list(row["choices"]), int(row["answer"])
     if len(choices) != len(LETTERS) or not 0 <= right < len(LETTERS):
         raise ValueError(f"{len(choices)} choices, answer {right}")
@@ -29,18 +29,18 @@ def question(row: Row) -> Question:
 
 
 def letter(text: str) -> str | None:
-    """The option after the last `answer is`, else that of the last line that begins with one."""
+    """Return the option after the last `answer is`, else that of the last line that begins with one."""
     found = _STATED.findall(text) or _ALONE.findall(text)
     return found[-1].upper() if found else None
 
 
 def accepts(stated: str | None, asked: Question) -> bool:
-    """The right option."""
+    """Return whether the stated option is correct."""
     return stated == asked.answer
 
 
 def wrong(rng: random.Random, text: str) -> str:
-    """Another option is stated."""
+    """Replace the stated option by another."""
     found = list(_STATED.finditer(text)) or list(_ALONE.finditer(text))
     if not found:
         return text
@@ -50,15 +50,15 @@ def wrong(rng: random.Random, text: str) -> str:
 
 @dataclass(frozen=True)
 class LookUp:
-    """The Wiki Searcher's tool: the articles whose titles stand after `Search:`, separated by semicolons.
+    """The Wiki Searcher's tool: the articles whose titles follow `Search:`, separated by semicolons.
 
-    Kedge brings no encyclopedia along. Without articles the tool finds nothing, and says so.
+    Kedge contains no encyclopedia. Without articles the tool answers that nothing was found.
     """
 
     articles: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Title in lower case -> text"""
+    """Title in lower case -> text."""
     characters: int = 600
-    """Of each article, from its beginning"""
+    """Characters of each article, from its beginning."""
 
     def __call__(self, answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG002 (a tool's signature)
         titles = [title.strip(" .").lower() for line in _SOUGHT.findall(answer) for title in line.split(";")]
@@ -67,7 +67,7 @@ class LookUp:
 
 
 def with_articles(team: Team, articles: Mapping[str, str]) -> Team:
-    """The same team with an encyclopedia: title -> text."""
+    """Return the same team with an encyclopedia: title -> text."""
     tool = LookUp({title.lower(): text for title, text in articles.items()})
     agents = (replace(agent, tool=tool) if agent.tool else agent for agent in team.agents)
     return replace(team, agents=tuple(agents))
@@ -106,7 +106,7 @@ _CAST = (
         f"in two sentences which option is right. {_END}",
     ),
 )
-SOURCE = Source("cais/mmlu", "test", question, "all")
+SOURCE = DatasetSource("cais/mmlu", "test", question, "all")
 TEAM = Team(
     "mmlu",
     tuple(

@@ -38,13 +38,13 @@ _MOVES = ("rose", "fell")
 
 @dataclass(frozen=True)
 class Peer:
-    """The team as a `Workload`: a chain in which everybody reads the question and the one before."""
+    """The team as a `Workload`: a chain in which every agent reads the question and the answer before its own."""
 
     name: str = "peer"
     max_tokens: int = 256
 
     def workflow(self, agents: int | None = None, topology: str | Topology = "chain") -> Workflow:
-        """Always all four, one after the other; raises `WorkflowError` for anything else."""
+        """Return the chain of all four agents. Raises `WorkflowError` for any other number or topology."""
         if agents not in (None, len(_CAST)) or topology not in ("chain", "fully_connected"):
             raise WorkflowError("peer", (agents, topology), "is a chain of four agents")
         cast = [Agent(name, _HOUSE + task, "", None, title, self.max_tokens) for name, title, task in _CAST]
@@ -62,12 +62,12 @@ class Peer:
 
 
 def questions(seed: int = 0) -> Iterator[Question]:
-    """An endless stream of questions; they have no answers to compare with."""
+    """Yield an endless stream of questions without reference answers."""
     rng = random.Random(f"peer/{seed}")
     while True:
         move, other = rng.sample(_MOVES, 2)
-        asked = rng.choice(_ASKS).format(
+        text = rng.choice(_ASKS).format(
             company=rng.choice(_COMPANIES), move=move, other=other, year=rng.randrange(2012, 2025),
             percent=rng.randint(1, 30),
         )  # fmt: skip
-        yield Question(asked, "")
+        yield Question(text, "")

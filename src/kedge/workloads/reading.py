@@ -1,4 +1,4 @@
-"""Reading answers: the last statement in a text, its numbers, its code."""
+"""Parsing of answers: the last stated number, code block or boxed expression in a text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _PROGRAM = re.compile(r"^(?:def |class |import |from |@)", re.MULTILINE)
 
 
 def number(text: str) -> str | None:
-    """The number after the last `answer is` (or `####`), else the last number at all, in one spelling; None without."""
+    """Return the number after the last `answer is` (or `####`), else the last number, normalized; None without one."""
     found = _STATED.findall(text) or _ANY.findall(text)
     return None if not found else spelled(found[-1])
 
 
 def spelled(digits: str) -> str:
-    """A decimal number without thousands separators and trailing zeros: `1,200.50` is `1200.5`."""
+    """Normalize a decimal number: `1,200.50` becomes `1200.5`."""
     value = Decimal(digits.replace(",", ""))
     return f"{value.normalize():f}" if value else "0"
 
 
 def other_number(rng: random.Random, text: str) -> str:
-    """`text` with another number in the place of the last one that it states."""
+    """Return `text` with another number in the place of the last one that it states."""
     found = list(_STATED.finditer(text)) or list(_ANY.finditer(text))
     if not found:
         return text
@@ -37,8 +37,9 @@ def other_number(rng: random.Random, text: str) -> str:
 
 
 def code(text: str) -> str | None:
-    """The last fenced block that is Python (if none is: the last one), else all from the first line of Python on, else
-    None."""
+    """Return the last fenced block of Python (else the last fenced block), else everything from the first line of
+    Python on, else None.
+    """
     if blocks := [block.rstrip() for block in _FENCE.findall(text)]:
         return next(filter(_is_python, reversed(blocks)), blocks[-1])
     begins = _PROGRAM.search(text)
@@ -53,7 +54,7 @@ def _is_python(block: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    """What the last `\\boxed{…}` holds, braces inside it included; None where there is none or it never ends."""
+    """Return the content of the last `\\boxed{…}`, inner braces included; None where none is closed."""
     start = text.rfind(r"\boxed{")
     depth = 0
     for at in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():

@@ -15,20 +15,20 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a data set lies on the hub, and how one of its rows becomes a question."""
+class DatasetSource:
+    """A data set on the hub, with the function that converts a row into a question."""
 
     hub: str
     split: str
     question: Callable[[Row], Question]
-    """Raises `KeyError`, `ValueError` or `TypeError` for a row of another data set"""
+    """Raises `KeyError`, `ValueError` or `TypeError` for a row of another data set."""
     config: str | None = None
 
     def questions(self, file: Path | None = None) -> list[Question]:
-        """All questions of `file`, or of the hub if None, in their order.
+        """Return all questions of `file`, or of the hub if None, in their order.
 
-        Raises `ConfigError` for a file that cannot be read, a row that is none of this data set, or where `datasets` is
-        missing or cannot get it.
+        Raises `ConfigError` for an unreadable file, a row of another data set, or where `datasets` is missing or cannot
+        load it.
         """
         rows = _of_hub(self) if file is None else _of_file(file)
         return [self._read(row, f"{file or self.hub}:{number}") for number, row in enumerate(rows, 1)]
@@ -37,7 +37,7 @@ class Source:
         try:
             return self.question(row)
         except (KeyError, ValueError, TypeError) as error:
-            raise ConfigError("dataset", where, f"is no row of {self.hub}: {error!r}") from error
+            raise ConfigError("dataset", where, f"is not a row of {self.hub}: {error!r}") from error
 
 
 def _of_file(file: Path) -> list[Row]:
@@ -52,13 +52,13 @@ def _parsed(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError("dataset", where, f"is no JSON: {error}") from error
+        raise ConfigError("dataset", where, f"is not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ConfigError("dataset", where, "is no JSON object")
+        raise ConfigError("dataset", where, "is not a JSON object")
     return row
 
 
-def _of_hub(source: Source) -> list[Row]:
+def _of_hub(source: DatasetSource) -> list[Row]:
     try:
         import datasets
     except ImportError as error:

@@ -1,18 +1,18 @@
-"""Runs Python that a model wrote, in a process of its own with limits.
+"""A sandbox for Python that a model wrote: a process of its own with limits.
 
-What holds:
+Guarantees:
 
 - Linux and macOS: an isolated interpreter with the standard library only (`-I -S`), an empty environment and an empty
   temporary working directory; limits on wall time (the whole process group is killed), CPU time, size of a file, open
   files; and an audit hook that refuses sockets, subprocesses, fork, exec, signals, ctypes, reading outside of the
   standard library and the working directory, and writing outside of the latter.
-- Linux: a limit on memory too. It ends with the process that runs it, however that ends. No new process or thread,
-  unless Kedge runs as root. Where the kernel allows
-  unprivileged user namespaces, the process has no network interface, whatever the code does.
-- Windows: nothing; it does not run there.
+- Linux: also a limit on memory. The process ends with its parent, however that ends. No new process or thread, unless
+  Kedge runs as root. Where the kernel allows unprivileged user namespaces, the process has no network interface,
+  whatever the code does.
+- Windows: none; the sandbox does not run there.
 
-The audit hook stops what a model writes by mistake or by habit. It is no wall against code made to break out of
-CPython: for hostile code run Kedge itself in a container.
+The audit hook stops what a model writes by mistake or by habit. It does not stop code made to break out of CPython:
+for hostile code run Kedge itself in a container.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How much the code may use. Raises `ConfigError` for a limit that is not above 0."""
+class SandboxLimits:
+    """The resources that code may use. Raises `ConfigError` for a limit that is not above 0."""
 
     seconds: float = 2.0
     memory_mb: int = 512
@@ -49,15 +49,15 @@ class Limits:
                 raise ConfigError(f"sandbox {key}", getattr(self, key), "must be above 0")
 
 
-DEFAULT = Limits()
+DEFAULT = SandboxLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the code printed, and the class name of the error that ended it (None where it ran to its end).
+class SandboxResult:
+    """The code's output, and the class name of the error that ended it (None where it ran to its end).
 
-    Besides Python's own names: `TimeoutError` when time ran out, `OutputTooLong` when the output was cut, the name of
-    a signal that killed it.
+    Besides Python's own names: `TimeoutError` when time ran out, `OutputTooLong` when the output was cut, the name of a
+    signal that killed it.
     """
 
     stdout: str
@@ -65,12 +65,12 @@ class Outcome:
 
     @property
     def summary(self) -> str:
-        """The error's name, or what was printed, without blank space around it."""
+        """The error's name, or the output without surrounding white space."""
         return self.error or self.stdout.strip()
 
 
-def run_python(code: str, limits: Limits = DEFAULT) -> Outcome:
-    """Runs `code` as a main module, with an empty stdin. Never raises for what the code does."""
+def run_python(code: str, limits: SandboxLimits = DEFAULT) -> SandboxResult:
+    """Run `code` as a main module, with an empty stdin. Never raises for what the code does."""
     read, write = os.pipe()
     with (
         os.fdopen(read, "rb") as report,
@@ -82,15 +82,15 @@ def run_python(code: str, limits: Limits = DEFAULT) -> Outcome:
         ended = _finish(process, code.encode("utf-8", "surrogatepass"), limits.seconds)
         stdout, cut = _output(out, limits.output_kb * 1024)
         error = _error(process, ended, report) or ("OutputTooLong" if cut else None)
-    return Outcome(stdout, error)
+    return SandboxResult(stdout, error)
 
 
 def answer_as_python(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (the signature of a tool)
-    """The tool `python` of workflow files: runs an agent's answer; its output, or its error's class name."""
+    """Run an agent's answer and return its output or its error's class name (the tool `python` of workflow files)."""
     return run_python(answer).summary
 
 
-def _start(limits: Limits, home: str, out: IO[bytes], report: int) -> subprocess.Popen[bytes]:
+def _start(limits: SandboxLimits, home: str, out: IO[bytes], report: int) -> subprocess.Popen[bytes]:
     numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, limits.file_mb << 20, report)
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD, *map(str, numbers)],
@@ -105,7 +105,7 @@ def _start(limits: Limits, home: str, out: IO[bytes], report: int) -> subprocess
 
 
 def _finish(process: subprocess.Popen[bytes], code: bytes, seconds: float) -> bool:
-    """Waits for the end and kills whatever is left of the process group; False where time ran out."""
+    """Wait for the end and kill the rest of the process group; return False where time ran out."""
     try:
         process.communicate(code, timeout=seconds)
         return True

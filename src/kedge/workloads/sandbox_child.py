@@ -1,4 +1,4 @@
-"""What the sandbox's child process runs; `kedge.workloads.sandbox` starts it as a script.
+"""The script of the sandbox's child process; `kedge.workloads.sandbox` starts it.
 
 Arguments: CPU seconds, memory in bytes, file size in bytes, the descriptor that the error's name is written to. The
 code comes by stdin. The working directory is the only place where the code may write.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # typing takes long to import
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIGKILL = 9
-"""Its number everywhere; importing signal takes half as long as Python's start."""
+"""The number on every platform; importing `signal` takes half as long as Python's start."""
 MAX_WRITES = 64
 OPEN_FILES = 32
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -54,7 +54,7 @@ def end_with_parent(report: int) -> None:
 
 
 def leave_network() -> None:
-    """Moves into a network namespace without interfaces where the kernel lets us; the audit hook stands in any case."""
+    """Move into a network namespace without interfaces where the kernel allows it; the audit hook holds in any case."""
     if sys.platform != "linux":
         return
     if hasattr(os, "unshare"):
@@ -76,7 +76,7 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
 
 
 def guard(home: str, readable: tuple[str, ...]) -> None:
-    """Installs the audit hook. It keeps what it needs in its own cells, so that code cannot patch it from outside."""
+    """Install the audit hook. It keeps what it needs in its own cells, so that code cannot patch it from outside."""
     refused, rooms, modules, changes, looks, writing = REFUSED, REFUSED_ROOMS, REFUSED_MODULES, CHANGES, LOOKS, WRITING
     getcwd, fspath, error, text, raw, kind, nothing = (
         os.getcwd,
@@ -118,7 +118,7 @@ def guard(home: str, readable: tuple[str, ...]) -> None:
 
 
 def execute(source: bytes) -> BaseException | None:
-    """Runs `source` as the main module; what it raised, and nothing for an exit with code 0."""
+    """Run `source` as the main module; return what it raised, or None for an exit with code 0."""
     module = type(sys)("__main__")
     module.__dict__.update(exit=sys.exit, quit=sys.exit)
     sys.modules["__main__"] = module

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.criteria.leverage import Length, Leverage, Spread
 from kedge.anchors.estimators.blending import Match, Token
 from kedge.anchors.keys import KeyBlock
 from kedge.anchors.store import AnchorStore
+from kedge.settings import AnchorSettings
 from tests.anchors.helpers import SLOT, filled, generator, observe, sample
 
 NONE = Calibration()
@@ -59,7 +59,7 @@ def test_leverage_needs_anchors_and_nothing_else() -> None:
 
 
 def test_leverage_looks_again_when_the_anchors_have_changed() -> None:
-    store = AnchorStore(AnchorConfig(criterion="leverage", min_anchors=1, max_leverage=1.0, weak_leverage=1e9))
+    store = AnchorStore(AnchorSettings(criterion="leverage", min_anchors=1, max_leverage=1.0, weak_leverage=1e9))
     observe(store, sample(0, tokens=6))
     value = sample(40, tokens=80)
     alone = store.estimate(SLOT, value).reason

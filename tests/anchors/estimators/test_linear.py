@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
 from kedge.anchors.estimators.ridge import Ridge
 from kedge.anchors.estimators.site import Observation
@@ -17,6 +16,7 @@ from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import SampleView
+from kedge.settings import AnchorSettings
 from tests.anchors.helpers import (
     DIM,
     HEADS,
@@ -48,7 +48,7 @@ def lawful(base: KVSegment) -> KVSegment:
 
 
 def learned(estimator: str, samples: int) -> AnchorStore:
-    store = AnchorStore(AnchorConfig(estimator=estimator, **OPEN))
+    store = AnchorStore(AnchorSettings(estimator=estimator, **OPEN))
     for seed in range(samples):
         value = sample(seed)
         store.observe(SLOT, value, lawful(value.base), PREFIX_BASE, in_context(PREFIX_BASE, seed))
@@ -65,7 +65,7 @@ def test_a_linear_law_is_learned_by_the_regressions_only(estimator: str, wrong: 
 def test_linear_is_the_regression_over_all_tokens_seen() -> None:
     store, value = filled(range(6), estimator="linear", **OPEN), sample(50)
     twin = Ridge(SHAPE, 0.005, torch.device("cpu"))
-    again = AnchorStore(AnchorConfig(**OPEN))
+    again = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(6):
         known = sample(seed)
         real = observe(again, known)
@@ -75,7 +75,7 @@ def test_linear_is_the_regression_over_all_tokens_seen() -> None:
 
 
 def test_linear_gives_the_prefix_its_mean_offset() -> None:
-    store = AnchorStore(AnchorConfig(estimator="linear", **OPEN))
+    store = AnchorStore(AnchorSettings(estimator="linear", **OPEN))
     reals = [in_context(PREFIX_BASE, seed) for seed in range(5)]
     for seed, real in enumerate(reals):
         store.observe(SLOT, sample(seed), in_context(sample(seed).base, seed), PREFIX_BASE, real)
@@ -110,7 +110,7 @@ def test_linear_token_is_the_lookup_of_what_the_regression_leaves_over() -> None
     store, value = filled(range(6), estimator="linear+token", **OPEN), sample(50)
     lookup = filled(range(6), estimator="token", **OPEN).estimate(SLOT, value)
     ridge, bases, offsets = Ridge(SHAPE, 0.005, torch.device("cpu")), [], []
-    again = AnchorStore(AnchorConfig(**OPEN))
+    again = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(6):
         known = sample(seed)
         bases.append(rows_of(known.base))
@@ -161,13 +161,13 @@ def test_what_cannot_be_kept_changes_nothing(kind: type) -> None:
 @pytest.mark.parametrize("estimator", ["linear", "linear+token"])
 def test_half_models_and_bounds_of_memory(estimator: str) -> None:
     value = sample(0, dtype=torch.bfloat16)
-    store = AnchorStore(AnchorConfig(estimator=estimator, **OPEN))
+    store = AnchorStore(AnchorSettings(estimator=estimator, **OPEN))
     for seed in range(3):
         known = sample(seed, dtype=torch.bfloat16)
         store.observe(SLOT, known, in_context(known.base, seed))
     estimate = store.estimate(SLOT, value)
     assert estimate.phi_table.blend(estimate.phi).dtype == torch.bfloat16
-    tight = AnchorStore(AnchorConfig(estimator=estimator, max_bytes=10_000, **OPEN))
+    tight = AnchorStore(AnchorSettings(estimator=estimator, max_bytes=10_000, **OPEN))
     for seed in range(10):
         observe(tight, sample(seed))
         assert tight.nbytes() <= 10_000

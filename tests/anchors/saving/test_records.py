@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.saving.records import PoolView, Record, TemplateView, names, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, Slot
+from kedge.settings import AnchorSettings
 from kedge.types import TenantId
 from tests.anchors.helpers import (
     BOTH,
@@ -54,7 +54,7 @@ def restored(records: Iterable[Record], anchors: AnchorStore) -> Restored:
 def brought_back(
     anchors: AnchorStore, bases: BaseStore | None = None, **settings: Any
 ) -> tuple[AnchorStore, BaseStore]:
-    new, new_bases = AnchorStore(AnchorConfig(**settings)), BaseStore(1 << 20)
+    new, new_bases = AnchorStore(AnchorSettings(**settings)), BaseStore(1 << 20)
     restored(records(anchors, bases or BaseStore(1)), new).install(new, new_bases)
     new.check_integrity()
     new_bases.check_integrity()
@@ -113,7 +113,7 @@ def test_base_kv_of_templates() -> None:
     for index in (1, 3):
         bases.put_prefix(mine, "t", index, random_kv(4 + index, index))
     bases.put_content(mine, (1, 2), (), random_kv(2, 9))
-    _, new = brought_back(AnchorStore(AnchorConfig()), bases)
+    _, new = brought_back(AnchorStore(AnchorSettings()), bases)
     assert new.stats().values == 0
     assert new.prefixes(TenantId("b"), "t") is None
     parts = new.prefixes(mine, "t")

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.saving.records import Record
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
+from kedge.settings import AnchorSettings
 from kedge.types import TenantId
 from tests.anchors.helpers import DIM, HEADS, LAYERS, OPEN, filled, observe, random_kv, sample
 from tests.anchors.saving.test_records import NO_TOKENS, OTHER, records
@@ -33,16 +33,16 @@ def pool_record() -> Record:
 def template_record(layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> Record:
     bases = BaseStore(1 << 20)
     bases.put_prefix(TenantId("a"), "t", 1, random_kv(2, 1, dtype, layers))
-    return records(AnchorStore(AnchorConfig()), bases)[0]
+    return records(AnchorStore(AnchorSettings()), bases)[0]
 
 
 def refuses(record: Record) -> None:
     """The record is refused by name, and the one after it is restored all the same."""
-    store, bases = AnchorStore(AnchorConfig(**OPEN)), BaseStore(1 << 20)
+    store, bases = AnchorStore(AnchorSettings(**OPEN)), BaseStore(1 << 20)
     found = Restored(store, NO_TOKENS)
     with pytest.raises(StateDamaged, match="makes no sense"):
         found.add(record)
-    other = AnchorStore(AnchorConfig(**OPEN))
+    other = AnchorStore(AnchorSettings(**OPEN))
     observe(other, sample(1, pool=OTHER_POOL))
     found.add(records(other, BaseStore(1))[0])
     found.install(store, bases)
@@ -157,7 +157,7 @@ def test_whatever_a_record_says_it_is_restored_or_refused(
         {"anchors": record.data["anchors"], "slots": [slot]},
         {**record.data, "slots": [{**record.data["slots"][0], "observations": observations}]},
     ):
-        store = AnchorStore(AnchorConfig(**OPEN))
+        store = AnchorStore(AnchorSettings(**OPEN))
         found = Restored(store, NO_TOKENS)
         try:
             found.add(replace(record, data=data))
@@ -171,4 +171,4 @@ def test_whatever_a_record_says_it_is_restored_or_refused(
 def test_the_shape_of_the_model_decides() -> None:
     wide = KVSegment(torch.empty(LAYERS, 0, HEADS, 2 * DIM), torch.empty(LAYERS, 0, HEADS, 2 * DIM))
     with pytest.raises(StateDamaged):
-        Restored(AnchorStore(AnchorConfig()), wide).add(pool_record())
+        Restored(AnchorStore(AnchorSettings()), wide).add(pool_record())

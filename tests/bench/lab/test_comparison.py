@@ -13,7 +13,7 @@ from kedge.bench.lab.methods import METHODS, load_model, method_named, open_engi
 from kedge.bench.lab.pairs import MethodRuns
 from kedge.bench.lab.probe import Probe
 from kedge.errors import ConfigError
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Source
 from kedge.workloads.miniature import TASKS, MiniatureTeam
 from tests.engine.local.test_translation import request, tokens
@@ -99,11 +99,11 @@ def test_nothing_is_written_past_a_methods_assembler() -> None:
         preassembled = bench.engine.inspect()["preassembly"]
     assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)
     assert not any(preassembled.values())
-    assert not bench.probe.eyes
+    assert not bench.probe.probes
 
 
 def test_a_probe_forces_reads_and_teaches() -> None:
-    loaded = load_model(None, EngineConfig(device="cpu"))
+    loaded = load_model(None, EngineSettings(device="cpu"))
     probe = Probe()
     with open_engine(METHODS["token"], loaded, OPEN, parts=probe.parts, **CPU) as engine:
         natural = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), kv=True).result()
@@ -124,7 +124,7 @@ def test_a_probe_forces_reads_and_teaches() -> None:
         engine.wait_idle(60)
         again = probe.submit(engine, request(tokens(53, 30))).result()
         assert again.completion.receipt.translated > 0
-        assert not probe.eyes
+        assert not probe.probes
 
 
 def test_methods_have_names() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.bench.lab.fidelity import Layers, compare, compare_logits, consistency, cosines, relative_error, shuffled
-from kedge.bench.lab.probe import Sight
+from kedge.bench.lab.probe import ProbeResult
 from kedge.kv.segment import KVSegment
 from kedge.types import GenerateRequest, SampleId, Segment
 
@@ -67,9 +67,9 @@ def request(answers: list[tuple[int, ...]]) -> GenerateRequest:
     return GenerateRequest(tuple(segments))
 
 
-def sight(rows: int, seed: int, with_kv: bool = True) -> Sight:
+def sight(rows: int, seed: int, with_kv: bool = True) -> ProbeResult:
     drawn = torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))
-    return Sight(request([]), None, drawn, kv(seed) if with_kv else None)  # type: ignore[arg-type]
+    return ProbeResult(request([]), None, drawn, kv(seed) if with_kv else None)  # type: ignore[arg-type]
 
 
 def test_only_what_comes_after_the_first_prefix_counts() -> None:

@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.bench.load.measure import LoadSettings, Record, Run, Selection, load, measure, percentile
+from kedge.bench.load.measure import LoadRecord, LoadSettings, Selection, TeamRun, load, measure, percentile
 from kedge.bench.load.teams import (
     AGENTS,
     OPEN,
     PREFIX,
-    Shape,
-    Team,
+    LoadTeam,
+    TeamSizes,
     case_names,
     nano_team,
     random_flow,
     random_team,
     team,
 )
-from kedge.bench.load.watch import Call, WindowEngine, now
+from kedge.bench.load.watch import TimedCall, WindowEngine, now
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
 from kedge.runner.run import compiled
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import (
     Completion,
     FinishReason,
@@ -43,7 +43,7 @@ from kedge.types import (
     Span,
 )
 
-TINY = Shape(question=40, answer=6)
+TINY = TeamSizes(question=40, answer=6)
 FIGURES = {
     "teams_per_min", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "batch_mean",
     "batch_mean_last_third", "translated_share",
@@ -55,21 +55,21 @@ LONG = LoadSettings(seconds=600, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def nano() -> Team:
+def nano() -> LoadTeam:
     return nano_team("cpu", 0)
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Team:
+def tiny() -> LoadTeam:
     return random_team("tiny", TINY, "cpu", 0)
 
 
-def call(run: str, began: float, ended: float, ttft: float = 1.0, translated: int = 0) -> Call:
+def call(run: str, began: float, ended: float, ttft: float = 1.0, translated: int = 0) -> TimedCall:
     """A call of 10 prompt tokens, some of them translated."""
     spans = (Span(0, translated, Source.TRANSLATED), Span(translated, 10, Source.COMPUTED))
     receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
     done = Completion(RequestId("r"), "", (), FinishReason.STOP, receipt, ttft, 1.0)
-    return Call(RunId(run), began, ended, done)
+    return TimedCall(RunId(run), began, ended, done)
 
 
 def test_a_random_team_has_prompts_and_answers_of_the_sizes_that_it_is_named_for() -> None:
@@ -82,7 +82,7 @@ def test_a_random_team_has_prompts_and_answers_of_the_sizes_that_it_is_named_for
     assert random_flow(16384, 64) == asked.flow
 
 
-def test_all_that_is_translated_has_the_trail_that_templates_share(tiny: Team) -> None:
+def test_all_that_is_translated_has_the_trail_that_templates_share(tiny: LoadTeam) -> None:
     for prompt in compiled(tiny.flow, tiny.tokenizer).values():
         assert [trail[:2] for trail in prompt.trails] == [prompt.trails[0][:2]] * len(prompt.trails)
 
@@ -97,7 +97,7 @@ def test_a_client_has_the_same_questions_every_time_and_no_other_client_has_them
 
 
 def test_calls_count_by_the_share_of_their_time_that_lies_within_the_window() -> None:
-    record = Record(began=100.0, seconds=60.0, calls_per_run=2)
+    record = LoadRecord(began=100.0, seconds=60.0, calls_per_run=2)
     record.calls += [call("a", 100, 110), call("a", 110, 120), call("b", 140, 180), call("c", 150, 160)]
     figures = record.as_json()
     assert figures["teams_per_min"] == 3.5 / 2
@@ -106,12 +106,12 @@ def test_calls_count_by_the_share_of_their_time_that_lies_within_the_window() ->
 
 
 def test_the_calls_of_a_run_that_failed_do_not_count_but_its_error_does() -> None:
-    record = Record(began=0.0, seconds=60.0, calls_per_run=1)
+    record = LoadRecord(began=0.0, seconds=60.0, calls_per_run=1)
     record.calls += [call("a", 0, 10), call("b", 10, 20)]
     record.runs += [
-        Run(RunId("a"), 10, 10),
-        Run(RunId("b"), 20, 10, "ToolError"),
-        Run(RunId("c"), 61, 10, "EngineClosed"),
+        TeamRun(RunId("a"), 10, 10),
+        TeamRun(RunId("b"), 20, 10, "ToolError"),
+        TeamRun(RunId("c"), 61, 10, "EngineClosed"),
     ]
     figures = record.as_json()
     assert (figures["teams_per_min"], figures["runs"], figures["latency_p50_s"]) == (1.0, 1, 10)
@@ -119,20 +119,22 @@ def test_the_calls_of_a_run_that_failed_do_not_count_but_its_error_does() -> Non
 
 
 def test_shares_are_of_all_prompt_tokens_and_add_up_to_one() -> None:
-    record = Record(began=0.0, seconds=60.0, calls_per_run=1, calls=[call("a", 0, 9, translated=5), call("b", 0, 9)])
+    record = LoadRecord(
+        began=0.0, seconds=60.0, calls_per_run=1, calls=[call("a", 0, 9, translated=5), call("b", 0, 9)]
+    )
     figures = record.as_json()
     assert (figures["translated_share"], figures["exact_share"], figures["computed_share"]) == (0.25, 0.0, 0.75)
 
 
 def test_the_batch_is_averaged_over_parts_of_the_window() -> None:
-    record = Record(began=0.0, seconds=12.0, calls_per_run=1, batch=[(at + 0.5, at) for at in range(12)])
+    record = LoadRecord(began=0.0, seconds=12.0, calls_per_run=1, batch=[(at + 0.5, at) for at in range(12)])
     figures = record.as_json()
     assert figures["batch_over_time"] == list(range(12))
     assert (figures["batch_mean"], figures["batch_mean_last_third"]) == (5.5, 9.5)
 
 
 def test_nothing_that_ended_has_no_percentiles() -> None:
-    figures = Record(began=0.0, seconds=1.0, calls_per_run=5).as_json()
+    figures = LoadRecord(began=0.0, seconds=1.0, calls_per_run=5).as_json()
     assert figures["teams_per_min"] == 0
     assert {figures[name] for name in FIGURES - {"teams_per_min"}} == {None}
 
@@ -141,13 +143,13 @@ def test_percentiles_are_values_of_the_nearest_rank() -> None:
     assert [percentile(list(map(float, range(101))), share, 1) for share in (0.0, 0.5, 0.99)] == [0.0, 50.0, 99.0]
 
 
-def some(asked: Team, count: int) -> Team:
+def some(asked: LoadTeam, count: int) -> LoadTeam:
     """The same team with so many questions for each client: then the clients end, whatever the clock says."""
     return replace(asked, questions=lambda client: islice(asked.questions(client), count))
 
 
 @pytest.mark.parametrize("mode", ReuseMode)
-def test_two_clients_run_the_team_of_the_bundled_model(nano: Team, mode: ReuseMode) -> None:
+def test_two_clients_run_the_team_of_the_bundled_model(nano: LoadTeam, mode: ReuseMode) -> None:
     figures = load(some(nano, 2), LONG, 2, mode).as_json()
     assert set(figures) >= FIGURES
     assert (figures["runs"], figures["calls"], figures["errors"]) == (4, 4 * 5, 0)
@@ -157,12 +159,12 @@ def test_two_clients_run_the_team_of_the_bundled_model(nano: Team, mode: ReuseMo
     assert (shares["exact"] > 0) == (mode is not ReuseMode.OFF)
 
 
-def test_random_weights_are_translated_once_enough_has_been_learned(tiny: Team) -> None:
+def test_random_weights_are_translated_once_enough_has_been_learned(tiny: LoadTeam) -> None:
     figures = load(some(tiny, 12), LONG, 1, ReuseMode.TRANSLATE).as_json()
     assert figures["translated_share"] > 0
 
 
-def test_all_modes_are_asked_the_same(tiny: Team) -> None:
+def test_all_modes_are_asked_the_same(tiny: LoadTeam) -> None:
     heard: list[list[str]] = []
     for mode in ReuseMode:
         questions: list[str] = []
@@ -173,7 +175,7 @@ def test_all_modes_are_asked_the_same(tiny: Team) -> None:
     assert len(set(heard[0])) == 4
 
 
-def heard_questions(asked: Team, heard: list[str], client: str) -> Iterator[str]:
+def heard_questions(asked: LoadTeam, heard: list[str], client: str) -> Iterator[str]:
     for question in asked.questions(client):
         heard.append(question)
         yield question
@@ -183,7 +185,7 @@ def test_what_is_done_is_not_measured_again_and_loads_no_model() -> None:
     assert not list(measure(LoadSettings(), Selection(("32m",), (1,)), done=lambda _: True))
 
 
-def test_a_run_that_fails_is_counted_and_its_client_goes_on(tiny: Team) -> None:
+def test_a_run_that_fails_is_counted_and_its_client_goes_on(tiny: LoadTeam) -> None:
     def asked(client: str) -> Iterator[str]:
         return chain([" "], islice(tiny.questions(client), 1), [" "])
 
@@ -192,7 +194,7 @@ def test_a_run_that_fails_is_counted_and_its_client_goes_on(tiny: Team) -> None:
     assert (figures["errors"], figures["runs"], figures["calls"]) == (4, 2, 2 * AGENTS)
 
 
-def test_a_bug_in_a_client_is_not_hidden(tiny: Team) -> None:
+def test_a_bug_in_a_client_is_not_hidden(tiny: LoadTeam) -> None:
     def asked(client: str) -> Iterator[str]:
         yield next(tiny.questions(client))
         raise ValueError(client)
@@ -201,8 +203,8 @@ def test_a_bug_in_a_client_is_not_hidden(tiny: Team) -> None:
         load(replace(tiny, questions=asked), LONG, 1, ReuseMode.OFF)
 
 
-def test_no_call_is_taken_after_the_window(tiny: Team) -> None:
-    calls: list[Call] = []
+def test_no_call_is_taken_after_the_window(tiny: LoadTeam) -> None:
+    calls: list[TimedCall] = []
     with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
         watched = WindowEngine(inner, now(), calls)
         with pytest.raises(EngineClosed, match="window"):
@@ -211,8 +213,8 @@ def test_no_call_is_taken_after_the_window(tiny: Team) -> None:
     assert not calls
 
 
-def test_of_a_window_the_calls_that_end_well_are_kept(tiny: Team) -> None:
-    calls: list[Call] = []
+def test_of_a_window_the_calls_that_end_well_are_kept(tiny: LoadTeam) -> None:
+    calls: list[TimedCall] = []
     request = GenerateRequest((Segment((1, 2, 3), "p0"),), SamplingParams(2), run=RunId("r"))
     with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
         watched = WindowEngine(inner, now() + 600, calls)
@@ -250,8 +252,8 @@ def test_what_cannot_be_measured_is_refused_by_name(settings: LoadSettings, sele
 def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:
     settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB", base_memory="5GiB").engine(OPEN)
     wanted = OPEN.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 5 << 30})
-    assert settings == EngineConfig(kv_memory=3 << 30, anchors=wanted)
-    assert LoadSettings().engine(OPEN) == EngineConfig(anchors=OPEN)
+    assert settings == EngineSettings(kv_memory=3 << 30, anchors=wanted)
+    assert LoadSettings().engine(OPEN) == EngineSettings(anchors=OPEN)
 
 
 def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:

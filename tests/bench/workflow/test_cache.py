@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kedge.bench.workflow.cache import CacheSettings, Times, growth, measure
+from kedge.bench.workflow.cache import CacheSettings, OperationTimes, growth, measure
 from kedge.cli.main import app
 
 SMALL = CacheSettings(blocks=(1_000, 4_000), agents=(10, 40), repeats=5)
@@ -26,7 +26,7 @@ def test_every_operation_is_measured_at_every_size() -> None:
 
 @pytest.mark.parametrize(("micros", "exponent", "to_log"), [((2, 2, 2), 0, 0.333), ((1, 10, 100), 1, 33.333)])
 def test_growth_is_fitted(micros: tuple[float, ...], exponent: float, to_log: float) -> None:
-    times = [Times(size, {"x": time}) for size, time in zip((10, 100, 1000), micros, strict=True)]
+    times = [OperationTimes(size, {"x": time}) for size, time in zip((10, 100, 1000), micros, strict=True)]
     assert growth(times) == {"x": {"exponent": exponent, "to_log": to_log}}
 
 

@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.bench.shapes import random_runner
-from kedge.bench.workflow.cases import Shape, cases, controls
-from kedge.bench.workflow.figures import Sizes, Workload, branching, cycle, random_order, single_flow
-from kedge.bench.workflow.lane import POLICIES, Lane, Oracle, Trial, Wrong
-from kedge.bench.workflow.measure import Case, WorkflowSettings, measure, spread
+from kedge.bench.workflow.cases import CaseSizes, cases, controls
+from kedge.bench.workflow.figures import FlowWorkload, Sizes, branching, cycle, random_order, single_flow
+from kedge.bench.workflow.lane import POLICIES, Lane, LaneTrial, Oracle, WrongHints
+from kedge.bench.workflow.measure import CaseResult, WorkflowSettings, measure, spread
 from kedge.bench.workflow.peer import ROLES, peer
 from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -30,7 +30,7 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 SMALL = Sizes(64, 16, 3)
-TINY = Shape(sizes=SMALL, rooms=(4,), flows=((48, 3),), new=16, said=16, room=10 * 80, answer=3, questions=1)
+TINY = CaseSizes(sizes=SMALL, rooms=(4,), flows=((48, 3),), new=16, reply=16, room=10 * 80, answer=3, questions=1)
 KEYS = {"latency_s", "hit_tokens", "bytes_h2d", "stall_s", "wasted_prefetch", "p50", "p99"}
 VOCAB = 1000
 
@@ -40,7 +40,7 @@ def tiny() -> tuple[ModelRunner, HFTokenizer]:
     return random_runner("tiny", "cpu")
 
 
-def trials(workload: Workload, name: str, count: int = 2) -> Iterator[Trial]:
+def trials(workload: FlowWorkload, name: str, count: int = 2) -> Iterator[LaneTrial]:
     with Lane(POLICIES[name], workload, *tiny(), throttle=0.0) as lane:
         lane.warm()
         for _ in range(count):
@@ -107,10 +107,10 @@ def test_the_full_policy_loads_ahead_what_the_others_wait_for() -> None:
 
 
 def test_speedups_are_of_trials_that_belong_together() -> None:
-    def of(*seconds: float) -> list[Trial]:
-        return [Trial(one, (), {}) for one in seconds]
+    def of(*seconds: float) -> list[LaneTrial]:
+        return [LaneTrial(one, (), {}) for one in seconds]
 
-    case = Case(
+    case = CaseResult(
         single_flow(SMALL, VOCAB, 0),
         1.0,
         0.0,
@@ -185,10 +185,10 @@ def test_as_many_hints_are_wrong_as_was_asked_for() -> None:
     flow = single_flow(SMALL, VOCAB, 0).flows[0]
     changes = {AgentKey(*flow.run, AgentId(str(i))): NextRun(100.0) for i in range(2000)}
     for share in (0.0, 0.3, 1.0):
-        told = Wrong(share, 10, 0)(changes)
+        told = WrongHints(share, 10, 0)(changes)
         wrong = sum(next_run != NextRun(100.0) for next_run in told.values())
         assert wrong == pytest.approx(2000 * share, abs=80 if 0 < share < 1 else 0)
-    assert Wrong(1.0, 10, 0)(dict.fromkeys(changes)) == dict.fromkeys(changes)
+    assert WrongHints(1.0, 10, 0)(dict.fromkeys(changes)) == dict.fromkeys(changes)
 
 
 def test_the_oracle_looks_forward_from_the_turn_that_runs() -> None:

@@ -25,7 +25,7 @@ from transformers import (
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where tests run that say something about a GPU, where there is one; all others run on the CPU"""
@@ -76,7 +76,7 @@ def tiny_tokenizer() -> HFTokenizer:
 def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     """An engine that translates whatever it can: on models as small as these, computing is always cheaper."""
     fixed = {"num_blocks": 256, "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
-    config = EngineConfig(**{**fixed, **settings})
+    config = EngineSettings(**{**fixed, **settings})
     return LocalEngine.from_runner(checked_runner(model), tiny_tokenizer(), config)
 
 

@@ -17,7 +17,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_model, tiny_tokenizer
 from tests.engine.local.test_translation import OPEN
@@ -63,7 +63,7 @@ class Stepped:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "EngineCosts", costs)
             self.core: EngineCore
-            self.core, _ = build.core(runner(), EngineConfig(**{**defaults, **settings}))
+            self.core, _ = build.core(runner(), EngineSettings(**{**defaults, **settings}))
         self.passes: list[list[Work]] = []
         """All passes so far"""
         schedule = self.core.scheduler.schedule

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.engine.local.components import Parts, Translating
 from kedge.engine.local.sampler import Sampler
 from kedge.errors import GenerationFailed
+from kedge.settings import AnchorSettings
 from kedge.types import FinishReason, ReuseMode
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import SETTINGS, request, tokens
@@ -58,7 +58,7 @@ def test_parts_are_built_from_the_settings_and_used() -> None:
             built.append(f"{request.agent} {plan.translates}")
             return super().assemble(request, table, plan)
 
-    def anchors(config: AnchorConfig, host: HostBound) -> AnchorStore:
+    def anchors(config: AnchorSettings, host: HostBound) -> AnchorStore:
         built.append(f"capacity {config.capacity}")
         return AnchorStore(config, host)
 

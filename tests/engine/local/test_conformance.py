@@ -10,7 +10,7 @@ pytest.register_assert_rewrite("kedge.engine.conformance")
 
 from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.local.engine import LocalEngine  # noqa: E402
-from kedge.settings import TierConfig  # noqa: E402
+from kedge.settings import TierSettings  # noqa: E402
 from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
 
@@ -40,7 +40,7 @@ class TestLocalEngine(LocalConformance):
 class TestLocalEngineWithAHostTier(LocalConformance):
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
-        tiers = TierConfig(host_blocks=64, backup_hits=0, throttle=1e-4)
+        tiers = TierSettings(host_blocks=64, backup_hits=0, throttle=1e-4)
         with engine_of(tiny_model("llama"), num_blocks=70, tiers=tiers) as engine:
             yield engine
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kedge.engine.local.attention.paged import SequenceSlice, _attend
 from kedge.kv.storage import PagedStorage
-from kedge.settings import AnchorSettings, TierConfig
+from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt, request
@@ -24,7 +24,7 @@ from tests.engine.local.test_translation import tokens as drawn
 
 LENGTHS = (5, 70, 200)
 ON_GPU = DEVICE.type == "cuda"
-NARROW = {"num_blocks": 32, "tiers": TierConfig(host_blocks=200, backup_hits=0)}
+NARROW = {"num_blocks": 32, "tiers": TierSettings(host_blocks=200, backup_hits=0)}
 
 
 @pytest.mark.parametrize("room", [{}, NARROW], ids=["device", "tiers"])

@@ -24,7 +24,7 @@ from kedge.engine.local.scheduler import AHEAD_CHUNK
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, TierSettings
 from kedge.types import (
     AgentId,
     ClientId,
@@ -88,7 +88,7 @@ class Stage:
 
     def __init__(self, **settings: object) -> None:
         defaults = {"num_blocks": 128, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": PLANNER}
-        config = EngineConfig(**{**defaults, **settings})
+        config = EngineSettings(**{**defaults, **settings})
         self.core: EngineCore
         self.core, _ = build.core(model(), config)
         self.answer: Tokens = ()
@@ -612,7 +612,7 @@ def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
 
 
 def test_a_demanded_load_without_room_gets_the_blocks() -> None:
-    stage = Stage(num_blocks=12, tiers=TierConfig(host_blocks=100, backup_hits=0))
+    stage = Stage(num_blocks=12, tiers=TierSettings(host_blocks=100, backup_hits=0))
     known = GenerateRequest((Segment(tokens(5, 150), "p0"),), SamplingParams(2, ignore_eos=True), ReuseMode.EXACT)
     stage.serve(known)
     stage.prepare(prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT))
@@ -658,7 +658,7 @@ def _raising(error: Exception) -> Callable[..., Any]:
 def test_random_hints_change_no_token(seed: int) -> None:
     """Hints in any order, right, wrong and half known, with little room: answers are those of dense prefill."""
     rng = random.Random(seed)
-    stage = Stage(num_blocks=26, tiers=TierConfig(host_blocks=30, backup_hits=0))
+    stage = Stage(num_blocks=26, tiers=TierSettings(host_blocks=30, backup_hits=0))
     plain = Stage(num_blocks=200)
     agents, questions, answers = ("a", "bb", "ccc"), (tokens(1, 30), tokens(2, 45)), (tokens(3, 12), tokens(4, 20), ())
     live: list[RequestSequence] = []

@@ -18,7 +18,7 @@ from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
 from kedge.kv.copy import TorchCopier
-from kedge.settings import TierConfig
+from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
     ClientId,
@@ -81,7 +81,7 @@ def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> G
 def engine_with(**tiers: object) -> Iterator[LocalEngine]:
     """An engine with little room; when it is left, its books are right."""
     blocks = tiers.pop("num_blocks", ROOM)
-    with engine_of(model(), num_blocks=blocks, block_size=BLOCK, tiers=TierConfig(**tiers)) as engine:
+    with engine_of(model(), num_blocks=blocks, block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
         yield engine
         settle(engine)
 
@@ -334,7 +334,7 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 def test_closing_while_copies_are_under_way() -> None:
     with engine_of(
-        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierConfig(host_blocks=AMPLE, throttle=60)
+        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=60)
     ) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(30)
@@ -443,7 +443,7 @@ def test_the_size_of_the_host_tier() -> None:
         stats = figures(engine)["cache"]
         assert stats["host_free_blocks"] == (1 << 20) // (engine.kv_spec.bytes_per_token * BLOCK)
     with pytest.raises(ConfigError, match=r"engine\.tiers\.host_memory=5"):
-        engine_of(model(), tiers=TierConfig(host_memory=5))
+        engine_of(model(), tiers=TierSettings(host_memory=5))
 
 
 def test_a_policy_of_ones_own() -> None:

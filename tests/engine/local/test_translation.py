@@ -15,7 +15,7 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.kv.segment import KVSegment
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, TierConfig
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, TierSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -69,7 +69,7 @@ class Driver:
     """The engine without its thread, so that a test can look at the KV of a request that still runs."""
 
     def __init__(self, **settings: object) -> None:
-        config = EngineConfig(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
+        config = EngineSettings(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
         self.runner = checked_runner(tiny_model("llama").to(config.device))
         self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
@@ -129,7 +129,7 @@ def test_receipts_account_for_every_token_and_name_the_misses() -> None:
 
 
 @pytest.mark.parametrize(
-    "room", [{}, {"num_blocks": 24, "tiers": TierConfig(host_blocks=100, backup_hits=0)}], ids=["device", "tiers"]
+    "room", [{}, {"num_blocks": 24, "tiers": TierSettings(host_blocks=100, backup_hits=0)}], ids=["device", "tiers"]
 )
 def test_translated_blocks_never_reach_another_request(room: dict[str, object]) -> None:
     with engine_of(tiny_model("llama"), **SETTINGS, **room) as engine:

@@ -21,7 +21,7 @@ from kedge.engine.process.engine import ProcessEngine
 from kedge.engine.process.local import LocalProcessEngine
 from kedge.engine.process.messages import portable
 from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, RequestError
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, TenantId, is_owned
 from tests.engine.local.conftest import engine_of, tiny_model
 
@@ -139,7 +139,7 @@ def test_signals_to_the_group_leave_the_process_to_its_program(echo: ProcessEngi
 
 def test_an_engine_that_cannot_be_made_raises_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="config.json") as caught:
-        LocalProcessEngine(partial(LocalEngine, tmp_path, EngineConfig()))
+        LocalProcessEngine(partial(LocalEngine, tmp_path, EngineSettings()))
     assert caught.value.key == "model"
 
 

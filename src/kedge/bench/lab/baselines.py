@@ -1,4 +1,4 @@
-"""What the paper compares with, on the same engine: reuse without offsets, and the ablations of Table 5.
+"""The paper's baselines on Kedge's engine: reuse without offsets, and the ablations of Table 5.
 
 An ablation changes the plan of a request before it is written; planning, pools and everything after are Kedge's own.
 """
@@ -26,7 +26,7 @@ from kedge.types import GenerateRequest, RunId, SampleId, TenantId
 
 
 class NoAnchors(AnchorStore):
-    """Shares whatever has base KV, and knows no offsets: its translations are only rotated (`without_offsets`)."""
+    """An anchor store without offsets: every value with base KV is shareable, and its keys are only rotated."""
 
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate:  # noqa: ARG002
         table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
@@ -34,17 +34,17 @@ class NoAnchors(AnchorStore):
         return Estimate(True, "", learnable=False, phi=nothing, prefix=nothing, phi_table=table, prefix_table=table)
 
     def prepare(self, sample: SampleView) -> None:
-        """Nothing can be looked up ahead of time."""
+        """Do nothing: there is nothing to look up ahead of time."""
 
     def use(self, estimate: Estimate) -> None:  # noqa: ARG002
         self._used += 1
 
     def observe(self, slot: Slot, sample: SampleView, *_: KVSegment | None) -> None:
-        """Nothing is learned."""
+        """Do nothing: no offsets are learned."""
 
 
 def without_offsets(item: Translation) -> Translation:
-    """Base KV as it is, rotated to its position."""
+    """Return the translation with its base KV unchanged but for the rotation."""
     return replace(item, blend=_no_offsets(item.base, item.table))
 
 
@@ -55,29 +55,29 @@ def _no_offsets(base: KVSegment, table: OffsetTable) -> Blend:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """Which of KVCOMM's three steps of alignment are taken (Table 5)."""
+    """A choice of KVCOMM's three steps of alignment (Table 5)."""
 
     rotation: bool = True
-    """Keys are rotated to where the segment stands now"""
+    """Whether keys are rotated to the segment's new position."""
     values: bool = True
-    """Placeholders get their offsets"""
+    """Whether offsets are added to placeholders."""
     prefixes: bool = True
-    """The prefix segments after them get theirs"""
+    """Whether offsets are added to the prefix segments after them."""
 
     def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _Ablated(self, runner.rotary, Translator(storage))
+        return _AblatedAssembler(self, runner.rotary, Translator(storage))
 
 
 @dataclass(slots=True)
-class _Ablated:
-    """Remembers where base KV came from, for keys that are to stay as they were rotated there."""
+class _AblatedAssembler:
+    """An assembler that leaves out steps. Without rotation, keys keep the rotation of where base KV was computed."""
 
     works_ahead: ClassVar[bool] = False
     steps: Ablation
     rotary: Rotary
     translator: Translator
     prompts: dict[tuple[TenantId, RunId, SampleId], int] = field(default_factory=dict)
-    """Tokens of the prompt that an answer followed"""
+    """Tokens of the prompt before an answer."""
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         if request.produces is not None:
@@ -96,8 +96,9 @@ class _Ablated:
         return self._left_there(item, self._origin(request, placed, here) + item.start - here.start)
 
     def _origin(self, request: GenerateRequest, placed: tuple[Placed, ...], here: Placed) -> int:
-        """The position at which base KV of a segment was computed: after its producer's prompt, after a lead-in, or
-        in the template with the placeholders' names as text."""
+        """Return the position at which a segment's base KV was computed: after its producer's prompt, after a lead-in,
+        or in the template with the placeholders' names as text.
+        """
         segment = here.segment
         if segment.sample is not None:
             return self.prompts.get((request.tenant, request.run, segment.sample), len(segment.lead_in))
@@ -106,7 +107,7 @@ class _Ablated:
         )
 
     def _left_there(self, item: Translation, origin: int) -> Translation:
-        """Turned back by what the translator is going to rotate too far: the keys stay rotated as at `origin`."""
+        """Undo in advance the translator's rotation, so that the keys stay rotated as at `origin`."""
         count = item.base.tokens
         there = torch.empty_like(item.base.keys)
         self.rotary.rotate(item.base.keys, slice(origin, origin + count), out=there)

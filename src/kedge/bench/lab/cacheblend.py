@@ -1,11 +1,12 @@
-"""CacheBlend on this engine: base KV is reused as it is, and the tokens that deviate most are computed again.
+"""CacheBlend on this engine: base KV is reused unchanged, and the tokens that deviate most are computed again.
 
 Yao et al., *CacheBlend*, EuroSys 2025, section 4; KVCOMM compares with it at 20 % (Table 1). From the second layer on
-(the first sees no context) a token's KV is computed and compared with what was reused; those that deviate most go on to
-the next layer, a few less in each (gradual filtering), until `ratios` ends; these are computed in all layers above.
+(the first sees no context) a token's KV is computed and compared with the reused KV. The tokens that deviate most go on
+to the next layer, fewer in each (gradual filtering), until `ratios` ends; these are computed in all layers above.
 
-What is chosen, and every K and V, are what the paper's layerwise forward gives. Its time is not: the chosen tokens run
-through the first layers a second time, with the same result, because the engine then computes them like any others.
+The choice of tokens, and every K and V, are those of the paper's layerwise forward pass. The time is not: the chosen
+tokens run through the first layers a second time, with the same result, because the engine then computes them like any
+others.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ RATIOS = (0.3, 0.25, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class CacheBlend:
-    """`ratios`: share of the reused tokens that is computed again, from the second layer on; the last one holds for all
-    layers above. A model with fewer layers takes the last ratios. Raises `ConfigError` where they grow or leave (0, 1].
+    """The shares of reused tokens to compute again, from the second layer on.
+
+    The last ratio holds for all layers above; a model with fewer layers takes the last ratios. Raises `ConfigError` for
+    ratios that grow or lie outside (0, 1].
     """
 
     ratios: tuple[float, ...] = RATIOS
@@ -48,10 +51,12 @@ class CacheBlend:
             raise ConfigError("cacheblend.ratios", self.ratios, "must be in (0, 1] and never grow")
 
     def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _Blending(runner, storage, self.ratios[-(runner.spec.layers - 1) :])
+        return _CacheBlendAssembler(runner, storage, self.ratios[-(runner.spec.layers - 1) :])
 
 
-class _Blending:
+class _CacheBlendAssembler:
+    """An assembler that reuses base KV and marks the deviating tokens as computed."""
+
     works_ahead: ClassVar[bool] = False
 
     def __init__(self, runner: ModelRunner, storage: PagedStorage, ratios: tuple[float, ...]) -> None:
@@ -69,11 +74,11 @@ class _Blending:
 
     @torch.inference_mode()
     def _choose(self, request: GenerateRequest, table: SlotTable, sources: Many[Source]) -> list[int]:
-        """Positions to compute; the KV of those that were dropped on the way stays as it was computed."""
+        """Return the positions to compute. KV of positions that were dropped on the way stays as it was computed."""
         sequence = Sequence(request.request_id, request.tenant, list(request.tokens), table)
         rows = [p for p, source in enumerate(sources) if source in (Source.TRANSLATED, Source.COMPUTED)]
         reused = torch.tensor([sources[p] is Source.TRANSLATED for p in rows])
-        filtering = _Filtering(self._storage, reused)
+        filtering = _FilteredStorage(self._storage, reused)
         tokens = torch.tensor([sequence.tokens[p] for p in rows], device=self._storage.keys.device)
         hidden = self._model.embed_tokens(tokens[None])
         for layer, ratio in zip(self._model.layers, (1.0, *self._ratios), strict=False):
@@ -87,16 +92,16 @@ class _Blending:
         return rows
 
 
-class _Filtering(PagedStorage):
-    """The same memory, of which a pass may only overwrite what deviates most: `keep` of the `reused` rows."""
+class _FilteredStorage(PagedStorage):
+    """A view of a storage in which a pass may overwrite only the `keep` reused rows that deviate most."""
 
     def __init__(self, storage: PagedStorage, reused: Tensor) -> None:
-        """`reused`: bool [rows], on the CPU; rows that are not reused are always written and always go on."""
+        """Take `reused`, bool [rows] on the CPU. Rows that are not reused are always written and always kept."""
         self.keys, self.values = storage.keys, storage.values
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
         self.keep = 0
         self.kept = torch.ones_like(reused)
-        """bool [rows] of the pass that was stored last, on the CPU"""
+        """bool [rows] of the layer that was stored last, on the CPU."""
         self._reused = reused
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -110,5 +115,5 @@ class _Filtering(PagedStorage):
 
 
 def _distance(before: Tensor, after: Tensor) -> Tensor:
-    """float32 [tokens]: squared L2 over heads and dimensions."""
+    """Return the squared L2 distance over heads and dimensions, float32 [tokens]."""
     return (before.float() - after.float()).square().sum((1, 2))

@@ -1,12 +1,12 @@
 """Every question answered by dense prefill and by other methods, on engines that share one model.
 
-Per question and method, each in a tenant of its own so that none learns from another:
+Each method's requests have tenants of their own, so that none learns from another:
 
-- forced: every agent reads what it reads with dense prefill and is forced to the answer that it gave there. The KV of
-  an answer is what its own decoding left behind, so producers pass translated KV on, as in use.
-- closed: the team answers by itself; everyone reads what the others said by the same method.
-- judged: some of the answers are made wrong, then the last agent reads all of them in a shuffled order; what it chooses
-  is compared with its choice from the same prompt by dense prefill.
+- forced: every agent reads the prompt of dense prefill and is forced to the answer that it gave there. The KV of an
+answer is what its own decoding left behind, so producers pass translated KV on, as in use. - closed: the team answers
+by itself; every agent reads the others' answers by the same method. - judged: some of the answers are made wrong, then
+the last agent reads all of them in a shuffled order; its choice is compared with its choice from the same prompt by
+dense prefill.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from typing import Any, Self
 from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
-from kedge.bench.lab.probe import Probe, Recorder, Sight
+from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
 from kedge.runner.run import RunResult, run
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Workload
 
 FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
 WRONG = 0.5
-"""How often a candidate is made wrong before it is judged"""
+"""Share of candidates that are made wrong before they are judged."""
 AT_ONCE = 8
-"""Questions that dense prefill answers side by side: it learns nothing, so their order does not matter to it"""
+"""Questions that dense prefill answers side by side: it learns nothing, so their order has no effect."""
 
 
 @dataclass(frozen=True)
 class LabSettings:
-    """What is asked for. `anchors`, `planner` and `engine` are settings that win over the methods' own."""
+    """The team, the measures and the seed. `anchors`, `planner` and `engine` override the methods' own settings."""
 
     agents: int | None = None
     topology: str = "fully_connected"
     model: Path | None = None
     taught: int = 0
-    """Questions that come first and do not count: every method prefills them densely and learns from them, so that all
-    pools hold the same samples. 0: pools fill as they do in use"""
+    """First questions, which do not count: every method prefills them densely and learns from them, so that all pools
+    hold the same samples. With 0, pools fill as they do in use."""
     taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
-    """What the team is while it is taught"""
+    """The team of the taught questions, made from the team of the others."""
     forced: bool = True
     kv: bool = True
-    """Whether the KV of forced requests is compared"""
+    """Whether the KV of forced requests is compared."""
     closed: bool = True
     judged: bool = False
     seed: int = 0
@@ -68,24 +68,24 @@ def run_pairs(
     settings: LabSettings = LabSettings(),  # noqa: B008 (it is frozen)
     on_question: Callable[[int], None] = lambda _: None,
 ) -> dict[str, MethodRuns]:
-    """All methods on the same questions, next to dense prefill; the method `dense` is the ceiling of all measures.
+    """Run all methods on the same questions, next to dense prefill; the method `dense` is the ceiling of all measures.
 
-    `on_question` is told the number of each question that is done. Raises `ConfigError` for an unknown method.
+    `on_question` is called with the number of the last answered question. Raises `ConfigError` for an unknown method.
     """
     chosen = methods if isinstance(methods, Mapping) else {name: method_named(name) for name in methods}
     with Lab(workload, chosen, settings) as lab:
-        asked = iter(questions)
-        for question in islice(asked, settings.taught):
+        rest = iter(questions)
+        for question in islice(rest, settings.taught):
             lab.teach(question)
-        numbered = enumerate(asked)
+        numbered = enumerate(rest)
         while some := list(islice(numbered, AT_ONCE)):
             lab.ask(some)
             on_question(some[-1][0])
     return lab.runs
 
 
-class Bench:
-    """One method's engine, and eyes for its requests."""
+class MethodBench:
+    """One method's engine with a probe on its requests."""
 
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
         self.probe, self.reuse = Probe(method.parts), method.reuse
@@ -95,8 +95,8 @@ class Bench:
 
     def look(
         self, request: GenerateRequest, tenant: TenantId, run_id: RunId, answer: Tokens = (), *, kv: bool = False
-    ) -> Sight:
-        """The request served in this method's mode, for another tenant and run; forced to `answer` if there is one."""
+    ) -> ProbeResult:
+        """Serve a request in this method's mode, for another tenant and run; force it to `answer` if there is one."""
         moved = replace(request, request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse)
         return self.probe.submit(self.engine, moved, answer, kv=kv).result()
 
@@ -107,17 +107,17 @@ class Lab:
     def __init__(self, workload: Workload, methods: Mapping[str, Method], settings: LabSettings) -> None:
         self._workload, self._settings = workload, settings
         self._flow = workload.workflow(settings.agents, settings.topology)
-        self._school = settings.taught_as(self._flow)
+        self._taught_flow = settings.taught_as(self._flow)
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
-        loaded = load_model(settings.model, EngineConfig(**settings.engine))
+        loaded = load_model(settings.model, EngineSettings(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
         self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
         self._asked = count(1)
         self.runs = {name: MethodRuns() for name in methods}
 
-    def _open(self, method: Method, loaded: Loaded) -> Bench:
-        bench = Bench(method, loaded, self._settings)
+    def _open(self, method: Method, loaded: Loaded) -> MethodBench:
+        bench = MethodBench(method, loaded, self._settings)
         self._stack.enter_context(bench.engine)
         return bench
 
@@ -128,90 +128,90 @@ class Lab:
         self._stack.close()
 
     def teach(self, question: Question) -> None:
-        """All methods learn from dense prefills of a question; nothing is counted."""
+        """Let all methods learn from dense prefills of a question; nothing is counted."""
         for bench in self._benches.values():
             bench.probe.teaching = True
-        self._serve([(0, question)], self._school)
+        self._serve([(0, question)], self._taught_flow)
         for bench in self._benches.values():
             bench.probe.teaching = False
 
     def ask(self, questions: Sequence[tuple[int, Question]]) -> None:
-        """Questions that count, with their numbers, at most `AT_ONCE`."""
+        """Answer numbered questions that count, at most `AT_ONCE`."""
         for name, runs in self._serve(questions, self._flow):
             self.runs[name].add(runs)
 
     def _serve(self, questions: Sequence[tuple[int, Question]], flow: Workflow) -> list[tuple[str, MethodRuns]]:
-        shown = list(self._pool.map(partial(self._show, flow), questions))
+        asked = list(self._pool.map(partial(self._answer_densely, flow), questions))
         served = []
         for name, bench in self._benches.items():
             each = self._pool.map if bench.reuse is ReuseMode.OFF else map
-            served += [(name, runs) for runs in each(partial(self._compare, bench, flow), shown)]
+            served += [(name, runs) for runs in each(partial(self._compare, bench, flow), asked)]
         return served
 
-    def _show(self, flow: Workflow, numbered: tuple[int, Question]) -> Shown:
+    def _answer_densely(self, flow: Workflow, numbered: tuple[int, Question]) -> DenseAnswers:
         number, question = numbered
         run_id = RunId(f"question-{next(self._asked)}")
         recorder = Recorder(self._dense.engine, self._dense.probe, kv=self._settings.kv and self._settings.forced)
         dense = _run(recorder, flow, question, ReuseMode.OFF, TenantId("dense"))
-        sights = [pending.result() for pending in recorder.pending]
-        judge = self._judge(sights, question, run_id) if self._settings.judged else None
+        results = [pending.result() for pending in recorder.pending]
+        judge = self._judge(results, question, run_id) if self._settings.judged else None
         choice = self._choice(judge, self._dense) if judge else None
-        return Shown(number, question, run_id, dense, sights, judge, choice)
+        return DenseAnswers(number, question, run_id, dense, results, judge, choice)
 
-    def _compare(self, bench: Bench, flow: Workflow, shown: Shown) -> MethodRuns:
+    def _compare(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
         runs = MethodRuns()
         if self._settings.forced:
-            runs.forced += self._force(bench, shown)
+            runs.forced += self._force(bench, asked)
         if self._settings.closed:
-            self._close_loop(bench, flow, shown, runs)
-        if shown.judge:
-            runs.choices.append((shown.choice, self._choice(shown.judge, bench)))
+            self._close_loop(bench, flow, asked, runs)
+        if asked.judge:
+            runs.choices.append((asked.choice, self._choice(asked.judge, bench)))
         return runs
 
-    def _force(self, bench: Bench, shown: Shown) -> list[ForcedPair]:
+    def _force(self, bench: MethodBench, asked: DenseAnswers) -> list[ForcedPair]:
         pairs = []
-        for dense in shown.sights:
+        for dense in asked.results:
             answer, kv = dense.completion.tokens, self._settings.kv
-            other = bench.look(dense.request, FORCED, shown.run_id, answer, kv=kv)
+            other = bench.look(dense.request, FORCED, asked.run_id, answer, kv=kv)
             receipt = other.completion.receipt
-            pairs.append(ForcedPair(shown.number, dense.request.agent, receipt, compare(dense, other)))
-        bench.engine.end_run(FORCED, shown.run_id)
+            pairs.append(ForcedPair(asked.number, dense.request.agent, receipt, compare(dense, other)))
+        bench.engine.end_run(FORCED, asked.run_id)
         bench.engine.wait_idle()
         return pairs
 
-    def _close_loop(self, bench: Bench, flow: Workflow, shown: Shown, runs: MethodRuns) -> None:
+    def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
-        result = _run(recorder, flow, shown.question, bench.reuse, CLOSED)
+        result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
         for pending in recorder.pending:
             pending.result()
         right, final = self._workload.right, self._workload.final
-        for ours, theirs in zip(shown.dense.results, result.results, strict=True):
-            rights = (right(one.agent, one.text, shown.question) for one in (ours, theirs))
-            runs.answers.append(AnswerPair(shown.number, ours.agent, ours, theirs, *rights))
-        runs.finals.append((final(shown.dense.text), final(result.text)))
+        for ours, theirs in zip(asked.dense.results, result.results, strict=True):
+            rights = (right(one.agent, one.text, asked.question) for one in (ours, theirs))
+            runs.answers.append(AnswerPair(asked.number, ours.agent, ours, theirs, *rights))
+        runs.finals.append((final(asked.dense.text), final(result.text)))
         bench.engine.wait_idle()
 
-    def _judge(self, sights: list[Sight], question: Question, run_id: RunId) -> Judge:
+    def _judge(self, results: list[ProbeResult], question: Question, run_id: RunId) -> JudgeQuestion:
         rng = random.Random(f"{self._settings.seed}/{question.text}")
         encode = self._dense.engine.tokenizer.encode
-        last = next(s.request for s in sights if s.request.agent == self._flow.agents[-1].id)
+        last = next(one.request for one in results if one.request.agent == self._flow.agents[-1].id)
         read = {segment.sample for segment in last.segments if segment.is_answer}
         candidates = {}
-        for sight in (s for s in sights if s.request.produces in read):
-            said = sight.completion
-            wrong = self._workload.corrupt(rng, said.text) if rng.random() < WRONG else said.text
-            tokens = said.tokens if wrong == said.text else encode(wrong, special=False)
-            candidates[sight.request] = tokens
-        return Judge(candidates, shuffled(_reading(last, candidates), rng), run_id)
+        for result in (one for one in results if one.request.produces in read):
+            done = result.completion
+            wrong = self._workload.corrupt(rng, done.text) if rng.random() < WRONG else done.text
+            tokens = done.tokens if wrong == done.text else encode(wrong, special=False)
+            candidates[result.request] = tokens
+        return JudgeQuestion(candidates, shuffled(_reading(last, candidates), rng), run_id)
 
-    def _choice(self, judge: Judge, bench: Bench) -> str | None:
+    def _choice(self, judge: JudgeQuestion, bench: MethodBench) -> str | None:
         for producer, answer in judge.candidates.items():
             bench.look(producer, JUDGED, judge.run_id, answer)
-        sight = bench.look(judge.request, JUDGED, judge.run_id)
+        result = bench.look(judge.request, JUDGED, judge.run_id)
         bench.engine.end_run(JUDGED, judge.run_id)
         bench.engine.wait_idle()
-        return self._workload.final(sight.completion.text)
+        return self._workload.final(result.completion.text)
 
 
 def _run(engine: Any, flow: Workflow, question: Question, reuse: ReuseMode, tenant: TenantId) -> RunResult:
@@ -219,22 +219,22 @@ def _run(engine: Any, flow: Workflow, question: Question, reuse: ReuseMode, tena
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A question, and how it went with dense prefill."""
+class DenseAnswers:
+    """A question with its answers by dense prefill."""
 
     number: int
     question: Question
     run_id: RunId
     dense: RunResult
-    sights: list[Sight]
-    judge: Judge | None
+    results: list[ProbeResult]
+    judge: JudgeQuestion | None
     choice: str | None
-    """The judge's"""
+    """The judge's, by dense prefill."""
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What the last agent is to choose from: who says what, and the request that reads it in another order."""
+class JudgeQuestion:
+    """The candidates for the last agent's choice, and the request that reads them in a shuffled order."""
 
     candidates: Mapping[GenerateRequest, Tokens]
     request: GenerateRequest
@@ -242,10 +242,10 @@ class Judge:
 
 
 def _reading(request: GenerateRequest, candidates: Mapping[GenerateRequest, Tokens]) -> GenerateRequest:
-    """`request` where every producer has given its candidate for an answer."""
-    said = {producer.produces: answer for producer, answer in candidates.items()}
+    """Return `request` with every producer's candidate in the place of its answer."""
+    answers = {producer.produces: answer for producer, answer in candidates.items()}
     segments = tuple(
-        replace(segment, tokens=said[segment.sample]) if segment.is_answer and segment.sample in said else segment
+        replace(segment, tokens=answers[segment.sample]) if segment.is_answer and segment.sample in answers else segment
         for segment in request.segments
     )
     return replace(request, segments=segments)

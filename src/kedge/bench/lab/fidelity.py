@@ -1,6 +1,6 @@
-"""How near an answer's distributions and a prompt's KV are to those of dense prefill.
+"""Distance of an answer's distributions and a prompt's KV from those of dense prefill.
 
-Measures of what was seen (`kedge.bench.lab.probe`); none of them runs a model. A dense request that is run again,
+Measures of probed requests (`kedge.bench.lab.probe`); none of them runs a model. A dense request that is run again,
 compared with itself, is the ceiling of each.
 """
 
@@ -14,7 +14,7 @@ from statistics import fmean
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kedge.bench.lab.probe import Sight
+from kedge.bench.lab.probe import ProbeResult
 from kedge.kv.segment import KVSegment
 from kedge.types import GenerateRequest
 
@@ -28,7 +28,7 @@ class Layers:
 
     @classmethod
     def mean(cls, items: Sequence[Layers]) -> Layers:
-        """Layer by layer (at least one item)."""
+        """Return the mean of at least one item, layer by layer."""
         return cls(
             *(tuple(map(fmean, zip(*(getattr(i, part) for i in items), strict=True))) for part in ("keys", "values"))
         )
@@ -36,20 +36,20 @@ class Layers:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """One request, forced to the answer that dense prefill gave, against that."""
+    """One request, forced to the answer of dense prefill, compared with dense prefill."""
 
     kl: float
-    """Mean KL(dense ‖ other) in nats, over the first tokens of the answer"""
+    """Mean KL(dense ‖ other) in nats, over the first tokens of the answer."""
     top1: float
-    """Share of these tokens at which both put the same token first"""
+    """Share of these tokens at which both have the same argmax."""
     error: Layers | None
-    """‖other - dense‖ / ‖dense‖ over everything from the first placeholder on"""
+    """‖other - dense‖ / ‖dense‖ over all tokens from the first placeholder on."""
     cosine: Layers | None
-    """Mean over the same tokens of the cosine between other and dense, all heads side by side"""
+    """Mean cosine between other and dense over the same tokens, heads concatenated."""
 
 
-def compare(dense: Sight, other: Sight) -> Fidelity:
-    """The measures of one pair; those of KV where both have it."""
+def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
+    """Measure one pair; KV is compared where both have it."""
     rows = min(len(dense.logits), len(other.logits))
     kl, top1 = compare_logits(dense.logits[:rows], other.logits[:rows])
     if dense.kv is None or other.kv is None:
@@ -60,14 +60,14 @@ def compare(dense: Sight, other: Sight) -> Fidelity:
 
 
 def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:
-    """Mean KL(dense ‖ other) in nats and share of equal first choices, of logits [rows, vocab]."""
+    """Return the mean KL(dense ‖ other) in nats and the share of equal argmax, for logits [rows, vocab]."""
     log_p, log_q = dense.double().log_softmax(1), other.double().log_softmax(1)
     kl = (log_p.exp() * (log_p - log_q)).sum(1).mean()
     return float(kl), float((dense.argmax(1) == other.argmax(1)).double().mean())
 
 
 def relative_error(dense: KVSegment, other: KVSegment) -> Layers:
-    """By layer, over all tokens."""
+    """Return ‖other - dense‖ / ‖dense‖ by layer, over all tokens."""
     return Layers(*(_errors(a, b) for a, b in ((dense.keys, other.keys), (dense.values, other.values))))
 
 
@@ -77,7 +77,7 @@ def _errors(dense: Tensor, other: Tensor) -> tuple[float, ...]:
 
 
 def cosines(dense: KVSegment, other: KVSegment) -> Layers:
-    """By layer, mean over tokens."""
+    """Return the cosine by layer, mean over tokens."""
     return Layers(*(_cosines(a, b) for a, b in ((dense.keys, other.keys), (dense.values, other.values))))
 
 
@@ -98,7 +98,7 @@ def _first_placeholder(request: GenerateRequest) -> int:
 
 
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
-    """The judge's request with the other agents' answers in another order; everything else stays where it is."""
+    """Return the judge's request with the other agents' answers in a random order; the rest stays in place."""
     places = [i for i, segment in enumerate(request.segments) if segment.is_answer]
     order = rng.sample(places, len(places))
     segments = list(request.segments)
@@ -109,6 +109,6 @@ def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
 
 
 def consistency(choices: Iterable[tuple[str | None, str | None]]) -> float:
-    """Share of pairs with the same choice; whoever chose nothing agrees with nobody. 1 for no pairs."""
+    """Return the share of pairs with the same choice, 1 for no pairs. None matches nothing."""
     same = [a == b and a is not None for a, b in choices]
     return fmean(same) if same else 1.0

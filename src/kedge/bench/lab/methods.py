@@ -16,28 +16,28 @@ from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
 from kedge.types import ReuseMode
 
 _PAPER: Mapping[str, Any] = {"recompute_head": 0, "recompute_short": 0, "trail": 0, "min_translated": 0.0}
-"""The paper recomputes one token, keeps values without what follows them, and knows no least share"""
+"""The paper recomputes one token, keeps no trail behind values, and has no least share."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How requests are served: the mode, settings that differ from the engine's own, and replaced parts."""
+    """A way to serve requests: the mode, settings that differ from the engine's defaults, and replaced components."""
 
     reuse: ReuseMode
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
     parts: Parts = Parts()
 
-    def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineConfig:
-        """Settings of an engine that serves like this; what is given here wins.
+    def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
+        """Return the settings of an engine that serves this way; the arguments override the method's own.
 
-        Methods are compared at what they translate, so that nothing is computed because that would cost less.
+        Cost-based choices are off: methods are compared by what they translate.
         """
-        return EngineConfig(
+        return EngineSettings(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
             planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
             **engine,
@@ -45,13 +45,13 @@ class Method:
 
 
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
-    """KVCOMM as published, with some of its three steps left out (Table 5)."""
+    """Return KVCOMM as published without some of its three steps (Table 5)."""
     steps = Ablation(rotation, values, prefixes)
     return Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER, Parts(assembler=steps))
 
 
 def cacheblend(*ratios: float) -> Method:
-    """CacheBlend with these shares of recomputed tokens."""
+    """Return CacheBlend with these shares of recomputed tokens."""
     return Method(ReuseMode.TRANSLATE, planner=_PAPER, parts=Parts(NoAnchors, CacheBlend(ratios)))
 
 
@@ -68,21 +68,21 @@ METHODS: Mapping[str, Method] = {
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
     **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name)) for name in ESTIMATORS},
 }
-"""`kvcomm` is the paper's design as published; an estimator's own name is that estimator in Kedge as it is set up"""
+"""`kvcomm` is the paper's design as published; an estimator's name is that estimator with Kedge's defaults."""
 
 
 def method_named(name: str) -> Method:
-    """Raises `ConfigError` for a name that no method has."""
+    """Return the method of this name. Raises `ConfigError` for an unknown one."""
     if name not in METHODS:
-        raise ConfigError("method", name, f"is none of {', '.join(METHODS)}")
+        raise ConfigError("method", name, f"must be one of {', '.join(METHODS)}")
     return METHODS[name]
 
 
 Loaded = tuple[ModelRunner, HFTokenizer]
 
 
-def load_model(model: Path | None, config: EngineConfig) -> Loaded:
-    """A model (None: the bundled one) that several engines can share, as long as only one of them works at a time."""
+def load_model(model: Path | None, config: EngineSettings) -> Loaded:
+    """Load a model (None: the bundled one) for several engines, of which only one may work at a time."""
     path = build.model_path(model)
     return build.load_runner(path, config), HFTokenizer.load(path)
 
@@ -95,8 +95,9 @@ def open_engine(
     parts: Parts | None = None,
     **engine: Any,
 ) -> LocalEngine:
-    """An engine that serves by `method`; `anchors`, `planner` and `engine` are settings that win over the method's, and
-    `parts` replace its parts."""
+    """Open an engine that serves by `method`; `anchors`, `planner` and `engine` override its settings, `parts` its
+    components.
+    """
     runner, tokenizer = loaded
     config = method.config(anchors or {}, planner or {}, **engine)
     return LocalEngine.from_runner(runner, tokenizer, config, parts=parts or method.parts)

@@ -1,4 +1,4 @@
-"""Answers in pairs, by dense prefill and by a method, and what follows from many of them."""
+"""Answers in pairs, by dense prefill and by a method, with their summary."""
 
 from __future__ import annotations
 
@@ -12,73 +12,74 @@ from kedge.runner.run import AgentResult
 from kedge.types import AgentId, Receipt
 
 Choice = tuple[str | None, str | None]
-"""Decisions of the last agent, by dense prefill and by the method; None is no decision"""
+"""Decisions of the last agent, by dense prefill and by the method; None is no decision."""
 
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """One agent's answer to one question: by dense prefill, and by a method among agents that use it too."""
+    """One agent's answer to one question: by dense prefill, and by a method in a team that uses it throughout."""
 
     question: int
     agent: AgentId
     dense: AgentResult
     other: AgentResult
     dense_right: bool | None
-    """None where this agent has nothing to be right about"""
+    """None for agents without a scored answer."""
     right: bool | None
 
 
 @dataclass(frozen=True)
 class ForcedPair:
-    """One agent's request, forced to the answer that dense prefill gave, against dense prefill."""
+    """One agent's request, forced to the answer of dense prefill and compared with dense prefill."""
 
     question: int
     agent: AgentId
     receipt: Receipt
-    """The method's"""
+    """The method's."""
     fidelity: Fidelity
 
 
 @dataclass
 class MethodRuns:
-    """What one method did, over all questions that count."""
+    """One method's results over all questions that count."""
 
     answers: list[AnswerPair] = field(default_factory=list)
     forced: list[ForcedPair] = field(default_factory=list)
     finals: list[Choice] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    """The last agent's, from shuffled candidates"""
+    """Choices of the last agent from shuffled candidates."""
 
     def add(self, more: MethodRuns) -> None:
-        """What it did on further questions."""
+        """Append the results of further questions."""
         self.answers += more.answers
         self.forced += more.forced
         self.finals += more.finals
         self.choices += more.choices
 
     def summary(self) -> Summary:
+        """Return the means over all questions."""
         return Summary.of(self)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over all questions; None where nothing of the kind was asked for."""
+    """Means over all questions; None where nothing of the kind was measured."""
 
     questions: int
     accuracy_dense: float | None
-    """Of the last agent"""
+    """The last agent's."""
     accuracy: float | None
     agents_dense: dict[str, float | None]
     agents: dict[str, float | None]
     same_final_answer: float | None
     reuse_rate: float | None
-    """Share of calls that translated (the paper's definition)"""
+    """Share of calls that translated (the paper's definition)."""
     reused_tokens: float | None
-    """Share of prompt tokens that were not computed"""
+    """Share of prompt tokens that were not computed."""
     forced_reuse_rate: float | None
-    """Share of forced calls that translated"""
+    """Share of forced calls that translated."""
     forced_reused_tokens: float | None
-    """Share of their prompt tokens that were not computed"""
+    """Share of their prompt tokens that were not computed."""
     kl: float | None
     top1: float | None
     error: Layers | None
@@ -87,6 +88,7 @@ class Summary:
 
     @classmethod
     def of(cls, runs: MethodRuns) -> Summary:
+        """Compute the means."""
         names = list(dict.fromkeys(pair.agent for pair in runs.answers))
         of_agent = {name: [pair for pair in runs.answers if pair.agent == name] for name in names}
         dense = {str(name): _mean(pair.dense_right for pair in pairs) for name, pairs in of_agent.items()}

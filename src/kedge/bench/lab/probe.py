@@ -1,4 +1,4 @@
-"""Looks into an engine while it serves: logits, and the KV of a prompt, of requests that may be forced to an answer."""
+"""Observation of an engine's requests, which may be forced to an answer: logits and the KV of the prompt."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from kedge.types import Completion, GenerateRequest, RequestId, RunId, Source, T
 from kedge.workflow.forecast import AgentKey, Changes
 
 ROWS = 32
-"""Tokens of an answer whose distributions are kept"""
+"""Tokens of an answer whose logits are kept."""
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What was seen of one request."""
+class ProbeResult:
+    """The observations of one request."""
 
     request: GenerateRequest
     completion: Completion
     logits: Tensor
-    """float32 [up to `ROWS`, vocab], on the CPU: before each token of the answer"""
+    """float32 [up to `ROWS`, vocab] on the CPU, one row per token of the answer."""
     kv: KVSegment | None
-    """The prompt's KV as the first token was drawn, keys unrotated; None where it was not asked for"""
+    """The prompt's KV when the first token was drawn, keys unrotated; None unless requested."""
 
 
 @dataclass
-class _Eye:
-    """Draws for one request, and keeps what it sees. The engine's thread is the only one that calls it."""
+class _RequestProbe:
+    """A draw function that also records logits and KV of one request. Only the engine's thread calls it."""
 
     draw: Draw
     wants_kv: bool
@@ -58,56 +58,58 @@ class _Eye:
 
 
 class Probe:
-    """Eyes for the requests of one engine, which is to be built with `probe.parts`.
+    """The observer of one engine, which has to be built with `probe.parts`.
 
-    While `teaching`, that engine prefills everything densely and learns from it, whatever has been planned.
+    While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
     """
 
     def __init__(self, parts: Parts = Parts()) -> None:  # noqa: B008 (it is frozen)
-        self.eyes: dict[RequestId, _Eye] = {}
+        self.probes: dict[RequestId, _RequestProbe] = {}
         self.teaching = False
         self.parts = replace(parts, assembler=partial(self._assembler, parts))
 
     def _assembler(self, parts: Parts, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _Watching(parts.assembler(runner, storage), storage, self)
+        return _ProbingAssembler(parts.assembler(runner, storage), storage, self)
 
     def submit(
         self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
-    ) -> Pending:
-        """Submits a request; `forced` is the answer that it gives whatever the logits say (teacher forcing)."""
+    ) -> ProbedRequest:
+        """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
         if forced:
             sampling = replace(request.sampling, max_tokens=len(forced), ignore_eos=True, stop=())
             request = replace(request, sampling=sampling)
-        eye = _Eye(_forcing(forced) if forced else Sampler(request.sampling), kv)
-        self.eyes[request.request_id] = eye
-        return Pending(request, engine.submit(request, eye), eye, partial(self.eyes.pop, request.request_id, None))
+        probe = _RequestProbe(_forcing(forced) if forced else Sampler(request.sampling), kv)
+        self.probes[request.request_id] = probe
+        return ProbedRequest(
+            request, engine.submit(request, probe), probe, partial(self.probes.pop, request.request_id, None)
+        )
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A request that is being looked at."""
+class ProbedRequest:
+    """A submitted request under observation."""
 
     request: GenerateRequest
     stream: LocalStream
-    _eye: _Eye
+    _probe: _RequestProbe
     _close: Callable[[], object]
 
-    def result(self, timeout: float | None = None) -> Sight:
-        """Waits for the end; raises the request's error."""
+    def result(self, timeout: float | None = None) -> ProbeResult:
+        """Wait for the end. Raises the request's error."""
         try:
             completion = self.stream.result(timeout)
         finally:
             self._close()
-        return Sight(self.request, completion, torch.stack(self._eye.logits), self._eye.kv)
+        return ProbeResult(self.request, completion, torch.stack(self._probe.logits), self._probe.kv)
 
 
 class Recorder:
-    """An `Engine` that looks at every request of a run."""
+    """An `Engine` that observes every request of a run."""
 
     def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
         self._engine, self._probe, self._kv = engine, probe, kv
-        self.pending: list[Pending] = []
-        """In the order in which they were submitted"""
+        self.pending: list[ProbedRequest] = []
+        """In the order of submission."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -127,12 +129,12 @@ class Recorder:
         self._engine.forecast(changes, prompts)
 
     def close(self) -> None:
-        """Whoever opened the engine closes it."""
+        """Do nothing: the engine's owner closes it."""
 
 
 @dataclass(frozen=True)
-class _Watching:
-    """Tells the eye of a request where its KV lies."""
+class _ProbingAssembler:
+    """An assembler that gives each request's probe access to its KV."""
 
     works_ahead: ClassVar[bool] = False
     inner: Assembler
@@ -140,13 +142,13 @@ class _Watching:
     probe: Probe
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        if eye := self.probe.eyes.get(request.request_id):
-            eye.read = partial(self.storage.read, table, 0, request.prompt_tokens)
+        if probe := self.probe.probes.get(request.request_id):
+            probe.read = partial(self.storage.read, table, 0, request.prompt_tokens)
         return self.inner.assemble(request, table, _densely(plan) if self.probe.teaching else plan)
 
 
 def _densely(plan: ReusePlan) -> ReusePlan:
-    """The same exact tokens; what would have been translated is computed."""
+    """Return the plan with the same exact tokens and all others computed."""
     sources = [span.source for span in plan.spans for _ in range(len(span))]
     computed = (Source.COMPUTED if source is Source.TRANSLATED else source for source in sources)
     return ReusePlan(spans_of(computed), misses=plan.misses)

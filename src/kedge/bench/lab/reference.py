@@ -1,4 +1,4 @@
-"""Transformers' own `generate` up to its first token: what the dense path is measured against."""
+"""Transformers' own `generate` up to its first token: the reference for dense prefill."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kedge.engine.local import build
 from kedge.types import Tokens
 
 
-class Generate:
-    """The model of `random_engine`, as Transformers runs it by itself. Raises `ConfigError` for an unknown size."""
+class ReferenceGenerate:
+    """The model of `random_engine`, run by Transformers alone. Raises `ConfigError` for an unknown size."""
 
     def __init__(self, size: str, device: str) -> None:
         chosen = build.pick_device(device)
@@ -21,7 +21,7 @@ class Generate:
         self._model = build.apart(partial(random_llama, size, chosen, dtype))
 
     def ttft_ms(self, prompt: Tokens) -> float:
-        """Milliseconds from the prompt to its first greedy token. On a thread that ends, as `build.apart` says why."""
+        """Return milliseconds from the prompt to its first greedy token, on a thread of its own (`build.apart`)."""
         return build.apart(partial(self._time, prompt))
 
     def _time(self, prompt: Tokens) -> float:

@@ -1,14 +1,13 @@
 """Teams of agents under load: closed-loop clients for a fixed time, one reuse mode after the other.
 
 Every client runs its team again and again, each time with a new question; the next run begins when the last one has
-ended. A client's questions depend on its number alone, so that all modes are asked the same. Each combination of case,
-number of clients and mode has an engine of its own, with nothing cached and nothing learned, around the same weights.
-The clock starts with the first request: whatever a mode has to learn, it learns within the measured time. Only the
-process is warmed up, by one team without reuse before the first measurement.
+ended. A client's questions depend on its number alone, so all modes answer the same. Each combination of case, number
+of clients and mode has a fresh engine around the same weights. The clock starts with the first request, so a mode's
+learning counts as measured time. Only the process is warmed up, by one team without reuse before the first measurement.
 
-Each call counts as its share of a team, and one that the end of the window finds under way counts by the share of its
-time that lies within: whole runs alone would lose as many as there are clients. For that, calls under way then are
-waited for, as long as the window was; no new ones are taken. Calls of runs that failed do not count.
+Each call counts as its share of a team, and a call under way at the end of the window counts by the share of its time
+within the window: whole runs alone would lose as many as there are clients. The measurement waits for such calls for as
+long as the window was; no new ones are accepted. Calls of failed runs do not count.
 """
 
 from __future__ import annotations
@@ -25,46 +24,46 @@ from typing import Any
 
 import torch
 
-from kedge.bench.load.teams import Team, case_names, team
-from kedge.bench.load.watch import Call, WindowEngine, now
+from kedge.bench.load.teams import LoadTeam, case_names, team
+from kedge.bench.load.watch import TimedCall, WindowEngine, now
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.types import ReuseMode, RunId
 from kedge.workloads.base import QUESTION
 
 PERIOD = 0.2
-"""Seconds between two looks at how many requests run."""
+"""Seconds between two samples of the number of running requests."""
 BINS = 12
-"""Parts of the window over which the batch is averaged, so that its course can be seen."""
+"""Parts of the window over which the batch is averaged."""
 
 Key = tuple[str, int, ReuseMode]
-"""A case, how many clients, and their mode."""
+"""A case, the number of clients, and their mode."""
 
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What a measurement depends on, whatever else is measured beside it."""
+    """The settings that all combinations of a measurement share."""
 
     seconds: float = 120.0
-    """Of each combination of case, clients and mode."""
+    """Window of each combination of case, clients and mode."""
     kv_memory: str | None = None
-    """None: the engine's default, here and in both below."""
+    """Size of the device tier; None is the engine's default, here and in both below."""
     anchor_memory: str | None = None
-    """Of all pools of anchors."""
+    """Size of all pools of anchors."""
     base_memory: str | None = None
-    """Of all base KV."""
+    """Size of all base KV."""
     model_size: str = "32m"
-    """Of the random model."""
+    """Size of the random model."""
     device: str = "auto"
     seed: int = 0
 
-    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineConfig:  # noqa: B008 (it is frozen)
+    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineSettings:  # noqa: B008 (it is frozen)
         """Return the settings of an engine. Raises `ConfigError`."""
         bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
         settings = _given(device=self.device, kv_memory=self.kv_memory)
-        return EngineConfig.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
+        return EngineSettings.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
 
 
 def _given(**settings: str | None) -> dict[str, str]:
@@ -73,20 +72,20 @@ def _given(**settings: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is measured: every mode with every number of clients in every case."""
+    """The combinations to measure: every mode with every number of clients in every case."""
 
     cases: tuple[str, ...]
     clients: tuple[int, ...] = (1, 8, 32)
     modes: tuple[ReuseMode, ...] = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.TRANSLATE)
 
     def of(self, case: str) -> list[Key]:
-        """The combinations of one case, in the order in which they are measured."""
+        """Return the combinations of one case, in the order of measurement."""
         return [(case, clients, mode) for clients, mode in product(self.clients, self.modes)]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run that ended: when, after how many seconds, and by which error, if it failed."""
+class TeamRun:
+    """A finished run: its end, its duration and, if it failed, the error."""
 
     id: RunId
     ended: float
@@ -95,14 +94,14 @@ class Run:
 
 
 @dataclass
-class Record:
-    """What was seen of one combination. Times are on the clock of `load_watch.now`."""
+class LoadRecord:
+    """The observations of one combination. Times are on the clock of `kedge.bench.load.watch.now`."""
 
     began: float
     seconds: float
     calls_per_run: int
-    calls: list[Call] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    calls: list[TimedCall] = field(default_factory=list)
+    runs: list[TeamRun] = field(default_factory=list)
     batch: list[tuple[float, int]] = field(default_factory=list)
     """When it was looked, and how many requests were running."""
 
@@ -111,7 +110,7 @@ class Record:
         return self.began + self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures of what ended within the window; None where nothing did."""
+        """Return the figures of the calls and runs within the window; None where there are none."""
         runs = [one for one in self.runs if one.ended <= self.deadline]
         failed = Counter(one.error for one in runs if one.error)
         spoiled = {one.id for one in runs if one.error}
@@ -136,27 +135,27 @@ class Record:
             "errors_by_kind": dict(failed),
         }
 
-    def _teams_per_min(self, calls: list[Call], start: float) -> float:
-        """Return the rate within the window from a share `start` of it on."""
+    def _teams_per_min(self, calls: list[TimedCall], start: float) -> float:
+        """Return the rate from a share `start` of the window to its end."""
         first = self.began + start * self.seconds
         done = sum(_overlap(one, first, self.deadline) for one in calls)
         return 60 * done / self.calls_per_run / (self.deadline - first)
 
     def _batch(self, start: float, stop: float) -> float | None:
-        """The mean within a part of the window, given by shares of it."""
+        """Return the mean batch within a part of the window, given as shares of it."""
         first, last = (self.began + share * self.seconds for share in (start, stop))
         seen = [running for at, running in self.batch if first <= at < last]
         return round(fmean(seen), 3) if seen else None
 
 
-def _overlap(call: Call, start: float, stop: float) -> float:
+def _overlap(call: TimedCall, start: float, stop: float) -> float:
     """Return the share of a call's time that lies between two moments."""
     within = min(call.ended, stop) - max(call.began, start)
     return max(0.0, within) / (call.ended - call.began)
 
 
-def _shares(calls: list[Call]) -> dict[str, float | None]:
-    """Return where the tokens of the calls' prompts came from."""
+def _shares(calls: list[TimedCall]) -> dict[str, float | None]:
+    """Return the share of the calls' prompt tokens by source."""
     receipts = [one.completion.receipt for one in calls]
     tokens = sum(receipt.prompt_tokens for receipt in receipts)
     sources = {name: sum(getattr(one, name) for one in receipts) for name in ("translated", "exact", "computed")}
@@ -164,7 +163,7 @@ def _shares(calls: list[Call]) -> dict[str, float | None]:
 
 
 def percentile(values: list[float], share: float, digits: int) -> float | None:
-    """Return the value that so many are at or below (nearest rank); None of no values."""
+    """Return the nearest-rank percentile; None of no values."""
     ordered = sorted(values)
     return round(ordered[int(share * (len(ordered) - 1) + 0.5)], digits) if ordered else None
 
@@ -182,20 +181,20 @@ def measure(
         if not keys:
             continue
         progress(f"{case}: loading and warming up")
-        asked = team(case, settings.model_size, settings.device, settings.seed)
-        with _threads(asked.threads):
-            _warm(asked, settings)
+        loaded = team(case, settings.model_size, settings.device, settings.seed)
+        with _threads(loaded.threads):
+            _warm(loaded, settings)
             for key in keys:
                 progress(f"{case}: {key[1]} clients, {key[2]}")
-                _free(asked)
-                yield key, load(asked, settings, key[1], key[2]).as_json()
+                _free(loaded)
+                yield key, load(loaded, settings, key[1], key[2]).as_json()
 
 
 def _check(settings: LoadSettings, selection: Selection) -> None:
     known = case_names(settings.model_size)
     for case in selection.cases:
         if case not in known:
-            raise ConfigError("case", case, f"not one of {', '.join(known)}")
+            raise ConfigError("case", case, f"must be one of {', '.join(known)}")
     for clients in selection.clients:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
@@ -204,7 +203,7 @@ def _check(settings: LoadSettings, selection: Selection) -> None:
 
 @contextmanager
 def _threads(wanted: int | None) -> Iterator[None]:
-    """Have new threads compute with so many threads of their own."""
+    """Limit the threads of one operation on a CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or before)
     try:
@@ -213,31 +212,31 @@ def _threads(wanted: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _warm(asked: Team, settings: LoadSettings) -> None:
+def _warm(loaded: LoadTeam, settings: LoadSettings) -> None:
     """Run one team without reuse, for the first use of kernels, memory and tools."""
-    with _engine(asked, settings) as engine:
-        inputs = {QUESTION: next(asked.questions("warm-up"))}
-        run(engine, asked.flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
+    with _engine(loaded, settings) as engine:
+        inputs = {QUESTION: next(loaded.questions("warm-up"))}
+        run(engine, loaded.flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
 
 
-def _engine(asked: Team, settings: LoadSettings) -> LocalEngine:
+def _engine(loaded: LoadTeam, settings: LoadSettings) -> LocalEngine:
     """Return an engine that has cached and learned nothing."""
-    return LocalEngine.from_runner(asked.runner, asked.tokenizer, settings.engine(asked.anchors))
+    return LocalEngine.from_runner(loaded.runner, loaded.tokenizer, settings.engine(loaded.anchors))
 
 
-def _free(asked: Team) -> None:
-    """Free the KV of the engines before: each is a circle of objects, and CUDA graphs hold the storage of theirs."""
-    asked.runner.graphs = None
+def _free(loaded: LoadTeam) -> None:
+    """Free the KV of earlier engines, which are reference cycles; CUDA graphs keep the storage of theirs."""
+    loaded.runner.graphs = None
     gc.collect()
 
 
-def load(asked: Team, settings: LoadSettings, clients: int, mode: ReuseMode) -> Record:
+def load(loaded: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode) -> LoadRecord:
     """Measure one combination on an engine of its own."""
     with ThreadPoolExecutor(clients, "kedge-client") as pool:
-        with _engine(asked, settings) as inner:
-            record = Record(now(), settings.seconds, len(asked.flow.steps))
+        with _engine(loaded, settings) as inner:
+            record = LoadRecord(now(), settings.seconds, len(loaded.flow.steps))
             engine = WindowEngine(inner, record.deadline, record.calls)
-            loops = [pool.submit(_client, engine, asked, f"client-{i}", mode, record) for i in range(clients)]
+            loops = [pool.submit(_client, engine, loaded, f"client-{i}", mode, record) for i in range(clients)]
             _look(engine, record, loops)
             wait(loops, timeout=record.deadline - now() + settings.seconds)
         for loop in loops:
@@ -245,8 +244,8 @@ def load(asked: Team, settings: LoadSettings, clients: int, mode: ReuseMode) -> 
     return record
 
 
-def _look(engine: WindowEngine, record: Record, clients: list[Future[None]]) -> None:
-    """Note at regular times how many requests run, until the window, the clients or the engine end."""
+def _look(engine: WindowEngine, record: LoadRecord, clients: list[Future[None]]) -> None:
+    """Record the batch at regular times, until the window, the clients or the engine end."""
     due = record.began
     with suppress(EngineClosed):
         while (due := max(due + PERIOD, now())) < record.deadline:
@@ -256,22 +255,22 @@ def _look(engine: WindowEngine, record: Record, clients: list[Future[None]]) -> 
             record.batch.append((now(), running))
 
 
-def _client(engine: WindowEngine, asked: Team, name: str, mode: ReuseMode, record: Record) -> None:
-    """Run the team with one question after the other until the window ends; one that fails is only counted."""
-    for number, question in enumerate(asked.questions(name)):
+def _client(engine: WindowEngine, loaded: LoadTeam, name: str, mode: ReuseMode, record: LoadRecord) -> None:
+    """Run the team with one question after the other until the window ends; failed runs are counted."""
+    for number, question in enumerate(loaded.questions(name)):
         began, run_id = now(), RunId(f"{name}-{number}")
         if began >= record.deadline:
             return
-        error = _run(engine, asked, question, run_id, mode)
-        record.runs.append(Run(run_id, now(), now() - began, type(error).__name__ if error else None))
+        error = _run(engine, loaded, question, run_id, mode)
+        record.runs.append(TeamRun(run_id, now(), now() - began, type(error).__name__ if error else None))
         if isinstance(error, EngineClosed):
             return
 
 
-def _run(engine: WindowEngine, asked: Team, question: str, run_id: RunId, mode: ReuseMode) -> KedgeError | None:
-    """Run the team once; what it failed by, if it did."""
+def _run(engine: WindowEngine, loaded: LoadTeam, question: str, run_id: RunId, mode: ReuseMode) -> KedgeError | None:
+    """Run the team once; return the error of a failed run."""
     try:
-        run(engine, asked.flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")
+        run(engine, loaded.flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")
     except KedgeError as error:
         return error
     return None

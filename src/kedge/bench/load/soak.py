@@ -1,4 +1,4 @@
-"""A long run of new questions: whether anything grows with the number of past messages."""
+"""A long run of new questions, to see whether anything grows with the number of past messages."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any
 from kedge.bench.shapes import random_engine
 from kedge.bench.ttft.measure import TtftSettings, ask, workload_of
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from kedge.types import RunId, TenantId, Tokens
 from kedge.workloads.copy_machine import CopyMachine
 
 
 @dataclass(frozen=True)
 class SoakSettings:
-    """Every question is new and random, so hardly anything is shareable and every prompt is learned from."""
+    """The size of a soak. Every question is new and random, so hardly any is shareable and all are learned from."""
 
     questions: int = 2000
     capacity: int = 5
     every: int = 100
-    """Questions between two looks."""
+    """Questions between two samples."""
     workload: TtftSettings = TtftSettings(model_size="tiny", question=24, prefix=16, output=12, agents=3)
 
 
-def soak(settings: SoakSettings, on_look: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Runs all questions; what is stored and the process's peak memory, every so many questions."""
-    config = EngineConfig(
+def soak(settings: SoakSettings, on_sample: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Run all questions; return what is stored and the process's peak memory at regular intervals."""
+    config = EngineSettings(
         num_blocks=256,
         anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20),
         planner=PlannerSettings(by_cost=False),
     )
-    looks = []
+    samples = []
     with random_engine(settings.workload.model_size, config) as engine:
         workload = workload_of(settings.workload)
-        for asked in range(1, settings.questions + 1):
-            _ask_all(engine, workload, settings.workload, f"run-{asked}")
-            if asked % settings.every == 0:
+        for answered in range(1, settings.questions + 1):
+            _ask_all(engine, workload, settings.workload, f"run-{answered}")
+            if answered % settings.every == 0:
                 engine.wait_idle()
-                looks.append(_look(engine, asked))
-                on_look(looks[-1])
-    return looks
+                samples.append(_sample(engine, answered))
+                on_sample(samples[-1])
+    return samples
 
 
 def _ask_all(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str) -> None:
@@ -53,10 +53,10 @@ def _ask_all(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings,
     engine.end_run(TenantId("default"), RunId(run))
 
 
-def _look(engine: LocalEngine, asked: int) -> dict[str, Any]:
+def _sample(engine: LocalEngine, answered: int) -> dict[str, Any]:
     figures: Any = engine.inspect()
     return {
-        "questions": asked,
+        "questions": answered,
         "anchors": figures["anchors"]["anchors"],
         "anchor_bytes": figures["anchors"]["nbytes"],
         "base_values": figures["base_kv"]["values"],

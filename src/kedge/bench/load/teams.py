@@ -17,7 +17,7 @@ from kedge.bench.shapes import SHAPES, random_runner
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads.miniature import TASKS, workflow
@@ -25,20 +25,20 @@ from kedge.workloads.miniature import TASKS, workflow
 NANO = "nano"
 LONG = "-long"
 PREFIX, LEAD, TAIL = 512, 24, 16
-"""Tokens of a random agent's own beginning, before each answer that it reads, and behind all of them."""
+"""Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
 LEAD_IN, TRAIL = 4, 2
 """Tokens of the line before the question, and those with which everything behind a value begins."""
 AGENTS = 5
 OPEN = AnchorSettings(gamma=2.0, max_error=1e9, weak_error=1e9)
-"""Thresholds for random weights, which have no meaning to keep; the criterion's work stays in the clock."""
+"""Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
 
 Questions = Callable[[str], Iterator[str]]
-"""The endless questions of a client, by its name: the same whenever they are asked for."""
+"""Client name -> its endless questions, the same on every call."""
 
 
 @dataclass(frozen=True)
-class Team:
-    """A workflow, the model that runs it, and what it is asked."""
+class LoadTeam:
+    """A workflow with its model and its questions."""
 
     runner: ModelRunner
     tokenizer: HFTokenizer
@@ -46,11 +46,11 @@ class Team:
     questions: Questions
     anchors: AnchorSettings = AnchorSettings()
     threads: int | None = None
-    """Threads of one operation on a CPU; None: as many as torch takes by itself."""
+    """Threads of one operation on a CPU; None is torch's default."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class TeamSizes:
     """Tokens of a random team's question and of each of its answers."""
 
     question: int
@@ -62,32 +62,32 @@ def case_names(model_size: str) -> tuple[str, ...]:
     return NANO, model_size, f"{model_size}{LONG}"
 
 
-def team(case: str, model_size: str, device: str, seed: int) -> Team:
+def team(case: str, model_size: str, device: str, seed: int) -> LoadTeam:
     """Return the team of a case. Raises `ConfigError` for an unknown case or size."""
     if case not in case_names(model_size):
-        raise ConfigError("case", case, f"not one of {', '.join(case_names(model_size))}")
+        raise ConfigError("case", case, f"must be one of {', '.join(case_names(model_size))}")
     if case == NANO:
         return nano_team(device, seed)
-    return random_team(model_size, Shape(1000, 32) if case.endswith(LONG) else Shape(500, 64), device, seed)
+    return random_team(model_size, TeamSizes(1000, 32) if case.endswith(LONG) else TeamSizes(500, 64), device, seed)
 
 
-def nano_team(device: str, seed: int) -> Team:
-    """Return the math team of the bundled model, which is too small for two threads: they would wait for each other."""
-    runner, tokenizer = load_model(None, EngineConfig(device=device))
-    return Team(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
+def nano_team(device: str, seed: int) -> LoadTeam:
+    """Return the math team of the bundled model, on one thread: the model is too small for two."""
+    runner, tokenizer = load_model(None, EngineSettings(device=device))
+    return LoadTeam(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
 
 
-def random_team(model_size: str, shape: Shape, device: str, seed: int) -> Team:
-    """Return five agents around random weights, whose prompts and answers have exactly the sizes of `shape`."""
+def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
+    """Return five agents around random weights, whose prompts and answers have exactly the given sizes."""
     runner, _ = random_runner(model_size, device)
     runner.eos_token_ids = frozenset()
     vocab = SHAPES[model_size]["vocab_size"]
     questions = partial(_words, vocab, shape, seed)
-    return Team(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
+    return LoadTeam(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
-    """Return a tokenizer of `vocab` words, so that a text has as many tokens as words; an unknown one is the first."""
+    """Return a tokenizer of `vocab` words: one token per word, 0 for an unknown word."""
     raw = Tokenizer(WordLevel({_word(token): token for token in range(vocab)}, unk_token=_word(0)))
     raw.pre_tokenizer = WhitespaceSplit()
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
@@ -115,7 +115,7 @@ def _word_problems(seed: int, client: str) -> Iterator[str]:
     return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
 
 
-def _words(vocab: int, shape: Shape, seed: int, client: str) -> Iterator[str]:
+def _words(vocab: int, shape: TeamSizes, seed: int, client: str) -> Iterator[str]:
     rng = Random(f"load/{seed}/{client}")
     while True:
         yield _text(rng, vocab, shape.question)

@@ -1,4 +1,4 @@
-"""An engine that takes calls until a window ends, keeps what came of each, and tells how many run at a time."""
+"""An engine that accepts calls until a window ends and records those that succeed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ now: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call that ended well, of which run, and from when to when it took."""
+class TimedCall:
+    """A successful call with its run and its times."""
 
     run: RunId
     began: float
@@ -27,9 +27,9 @@ class Call:
 
 
 class CallLog(Watcher):
-    """A watcher that keeps every call that ends well."""
+    """A watcher that records every successful call."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[TimedCall]) -> None:
         self._calls = calls
         self._begun: dict[RequestId, tuple[RunId, float]] = {}
 
@@ -39,16 +39,16 @@ class CallLog(Watcher):
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:  # noqa: ARG002
         begun = self._begun.pop(request_id, None)
         if begun and completion:
-            self._calls.append(Call(*begun, now(), completion))
+            self._calls.append(TimedCall(*begun, now(), completion))
 
 
 class WindowEngine(WatchedEngine):
-    """An `Engine` that hands everything on to another one and keeps every call that ends well.
+    """An `Engine` in front of another that records every successful call.
 
-    From `deadline` on it is closed for calls; those that it has taken go on.
+    It accepts no calls after `deadline`; those under way go on.
     """
 
-    def __init__(self, engine: LocalEngine, deadline: float, calls: list[Call]) -> None:
+    def __init__(self, engine: LocalEngine, deadline: float, calls: list[TimedCall]) -> None:
         super().__init__(engine, CallLog(calls))
         self._deadline = deadline
 
@@ -58,7 +58,7 @@ class WindowEngine(WatchedEngine):
         return super().submit(request)
 
     def running(self) -> int:
-        """Return how many requests run now, between two steps."""
+        """Return the number of requests that run now, between two steps."""
         assert isinstance(self.watched, Inspectable)
         figures: Any = self.watched.inspect()
         return int(figures["scheduler"]["running"])

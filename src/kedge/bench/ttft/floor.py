@@ -1,8 +1,8 @@
-"""The least time in which a translated prompt's first token could come: the bytes that must move, over the bandwidth.
+"""A lower bound of a translated prompt's TTFT: the bytes that must move, over the bandwidth.
 
-Counted is what no implementation can leave out: base KV and each row of offsets are read once, translated KV is written
-once, and the pass reads the model's weights and the KV of the whole prompt. Key vectors that are compared, activations
-and all arithmetic are left out.
+Counted is what no implementation can avoid: base KV and each row of offsets are read once, translated KV is written
+once, and the pass reads the model's weights and the KV of the whole prompt. Compared key vectors, activations and all
+arithmetic are left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kedge.reuse.plan import ReusePlan, Translation
 from kedge.types import GenerateRequest, RequestId
 
 _COPIED = {"cpu": 256 << 20, "cuda": 1 << 30}
-"""Bytes of the copy that is timed: more than any cache holds"""
+"""Bytes of the timed copy: more than any CPU or GPU cache holds."""
 _COPIES = 10
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy within `device` moves, read and written ones; the best of some copies."""
+    """Measure the bytes per second of a large copy within `device`, read and written; the best of several copies."""
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / min(_copy_seconds(source, target) for _ in range(_COPIES))
@@ -48,33 +48,34 @@ def _wait(tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedBytes:
     """Bytes that must move until the first token of one translated prompt."""
 
     base: int
-    """Base KV that is read"""
+    """Base KV that is read."""
     offsets: int
-    """Distinct rows of offsets that are read"""
+    """Distinct rows of offsets that are read."""
     written: int
-    """Translated KV"""
+    """Translated KV."""
     context: int
-    """KV of the whole prompt that the pass reads"""
+    """KV of the whole prompt, which the pass reads."""
     weights: int
-    """Of the model, which the pass reads"""
+    """The model's weights, which the pass reads."""
 
     def floor_ms(self, bandwidth: float) -> float:
+        """Return milliseconds at `bandwidth` bytes per second."""
         return sum(asdict(self).values()) / bandwidth * 1e3
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a pass reads: all but the table of embeddings, where the output has its own."""
+    """Return the bytes of weights that a pass reads: all but the embedding table, unless the output shares it."""
     table = model.get_input_embeddings().weight
     unread = 0 if model.get_output_embeddings().weight is table else table.nbytes
     return sum(weight.nbytes for weight in model.parameters()) - unread
 
 
-class Watch:
-    """Replaces an engine's assembler by one that also remembers what it translates, in microseconds."""
+class WatchingAssembler:
+    """An assembler that also records what it translates, which takes microseconds."""
 
     works_ahead: ClassVar[bool] = True
 
@@ -82,7 +83,7 @@ class Watch:
         self._seen: dict[RequestId, tuple[Translation, ...]] = {}
         self._weights, self._spec = 0, KVSpec(0, 0, 0, 0, torch.float32)
 
-    def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Watch:
+    def __call__(self, runner: ModelRunner, storage: PagedStorage) -> WatchingAssembler:
         self._inner = Translating(runner, storage)
         self._weights, self._spec = weight_bytes(runner.model), runner.spec
         return self
@@ -91,11 +92,11 @@ class Watch:
         self._seen[request.request_id] = plan.translations
         return self._inner.assemble(request, table, plan)
 
-    def moved(self, request: GenerateRequest) -> Moved | None:
-        """Of a request that has been answered; None where nothing was translated. Forgets it."""
+    def moved(self, request: GenerateRequest) -> MovedBytes | None:
+        """Return and forget the bytes of an answered request; None where nothing was translated."""
         items, token = self._seen.pop(request.request_id, ()), self._spec.bytes_per_token
         if not items:
             return None
         kv = sum(item.base.tokens for item in items) * token
         offsets = sum(item.blend.rows.unique().numel() * item.table.row_bytes for item in items)
-        return Moved(kv, offsets, kv, request.prompt_tokens * token, self._weights)
+        return MovedBytes(kv, offsets, kv, request.prompt_tokens * token, self._weights)

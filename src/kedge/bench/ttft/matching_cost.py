@@ -1,7 +1,7 @@
-"""What matching a value and blending its offsets cost, by estimator (KVCOMM, Table A.5).
+"""The cost of matching a value and blending its offsets, by estimator (KVCOMM, Table A.5).
 
-Random base KV of a model's shape, pools filled to `samples`; every repeat asks for a value that nobody has seen. Only
-work with tokens and memory matters here: the criterion's thresholds are opened, its work stays in the clock.
+Random base KV of a model's shape, with pools of `samples` anchors; every repeat matches a new value. The criterion's
+thresholds are opened, because random KV has no meaning; its work stays in the clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.registry import ESTIMATORS
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import CHUNK
@@ -22,7 +21,7 @@ from kedge.bench.shapes import SHAPES
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
-from kedge.settings import estimator_settings
+from kedge.settings import AnchorSettings, estimator_settings
 from kedge.types import TenantId, WorkflowId
 
 _POOL = PoolKey(TenantId("bench"), WorkflowId("matching-cost"), "agent_0_current")
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MatchingSettings:
-    """The shape of the KV, the pool and the value (tokens)."""
+    """The shape of the KV, the size of the pool and the length of the value (tokens)."""
 
     model_size: str = "32m"
     samples: int = 20
@@ -41,15 +40,15 @@ class MatchingSettings:
 
 
 def measure(settings: MatchingSettings) -> dict[str, dict[str, float]]:
-    """Milliseconds (medians, and the 90th percentile of the sum) by estimator: match with verdict, blend, and both.
+    """Measure matching with its verdict, blending, and both, by estimator.
 
-    Raises `ConfigError` for an unknown model size.
+    Returns milliseconds: medians, and the 90th percentile of the sum. Raises `ConfigError` for an unknown model size.
     """
     if settings.model_size not in SHAPES:
-        raise ConfigError("model-size", settings.model_size, f"known sizes are {', '.join(SHAPES)}")
+        raise ConfigError("model-size", settings.model_size, f"must be one of {', '.join(SHAPES)}")
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in ESTIMATORS}
     stores = {name: _filled(name, settings) for name in ESTIMATORS}
-    for i in range(settings.repeats + 1):  # estimators take turns, so that a noisy moment hits all of them
+    for i in range(settings.repeats + 1):  # in turns, so that other load on the machine hits all of them
         for name, store in stores.items():
             rounds[name].append(_once(store, _value(settings, 10_000 + i)))
     return {name: _summary(times[1:]) for name, times in rounds.items()}
@@ -57,7 +56,7 @@ def measure(settings: MatchingSettings) -> dict[str, dict[str, float]]:
 
 def _filled(name: str, settings: MatchingSettings) -> AnchorStore:
     store = AnchorStore(
-        AnchorConfig(
+        AnchorSettings(
             **estimator_settings(name), capacity=settings.samples, min_anchors=1, gamma=2.0, max_error=1e9,
             weak_error=1e9, max_bytes=16 << 30,
         )

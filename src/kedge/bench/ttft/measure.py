@@ -1,10 +1,10 @@
 """TTFT of every agent, dense and translated, on the same engine in the same run (KVCOMM, tables 2 and 3).
 
 The workload is the paper's copy machine: every agent reads a prefix of its own, the question and the answers of all
-agents before it, and answers with a fixed number of tokens. Weights and tokens are random, so nothing is said about
-quality: the criterion's thresholds are opened, its work stays in the clock. Everything from the arrival of a request
-to its first token counts. Beside each time stands its floor: the bytes that must move, over the bandwidth of this
-device as a copy of the same run measures it.
+agents before it, and answers with a fixed number of tokens. Weights and tokens are random, so nothing follows about
+quality: the criterion's thresholds are opened, its work stays in the clock. Everything from the arrival of a request to
+its first token counts. Beside each time stands its floor: the bytes that must move, over the bandwidth of this device
+as a copy of the same run measures it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from kedge.bench.lab.reference import Generate
+from kedge.bench.lab.reference import ReferenceGenerate
 from kedge.bench.shapes import SHAPES, random_engine
-from kedge.bench.ttft.floor import Moved, Watch, bandwidth
+from kedge.bench.ttft.floor import MovedBytes, WatchingAssembler, bandwidth
 from kedge.engine.local import build
 from kedge.engine.local.components import Parts
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, EngineConfig, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
 ONE_PASS = 16384
-"""Tokens of one pass on a GPU: there dense prefill is fastest in one piece"""
+"""Tokens of one pass on a GPU, where dense prefill is fastest in one piece."""
 
 
 @dataclass(frozen=True)
 class TtftSettings:
-    """The workload (tokens) and how often it is measured."""
+    """The workload (tokens) and the number of repeats."""
 
     model_size: str = "32m"
     question: int = 1000
@@ -56,24 +56,24 @@ class AgentTimes:
     dense: list[float] = field(default_factory=list)
     translated: list[float] = field(default_factory=list)
     generate: list[float] = field(default_factory=list)
-    """Of Transformers' own `generate`."""
+    """Times of Transformers' own `generate`."""
     parts: list[dict[str, float]] = field(default_factory=list)
     mode: str = "dense"
-    moved: Moved | None = None
-    """Of the last repeat, where it was translated"""
+    moved: MovedBytes | None = None
+    """Bytes of the last repeat, if it was translated."""
 
     @property
     def speedup(self) -> float:
         return statistics.median(self.dense) / statistics.median(self.translated)
 
     def parts_ms(self) -> dict[str, float]:
-        """Median of every part over the repeats."""
+        """Return the median of every part over the repeats."""
         names = {name for parts in self.parts for name in parts}
         medians = {name: statistics.median(parts.get(name, 0.0) for parts in self.parts) for name in sorted(names)}
         return {name: round(median, 3) for name, median in medians.items()}
 
     def as_json(self, bandwidth: float) -> dict[str, Any]:
-        """`bandwidth` in bytes per second."""
+        """Return the medians and all times. `bandwidth` in bytes per second."""
         floor = self.moved.floor_ms(bandwidth) if self.moved else None
         return {
             "agent": self.agent,
@@ -95,14 +95,14 @@ class AgentTimes:
 
 @dataclass(frozen=True)
 class TtftResult:
-    """All agents' times, and what the anchors weigh once the pools are full."""
+    """All agents' times, and the memory of the anchors once the pools are full."""
 
     agents: list[AgentTimes]
     anchor_bytes: int
     message_bytes: int
     """The anchored messages' own KV."""
     bandwidth: float
-    """Bytes per second that a copy within the device moves"""
+    """Bytes per second of a copy within the device."""
 
     @property
     def memory_ratio(self) -> float:
@@ -120,16 +120,16 @@ class TtftResult:
 
 
 def workload_of(settings: TtftSettings) -> CopyMachine:
-    """The copy machine of these settings, in token ids of the model."""
+    """Return the copy machine of these settings, in token ids of the model."""
     return CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
 
 
 def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
-    """Fills the pools, then measures every agent `repeats` times, translated and dense."""
+    """Fill the pools, then measure every agent `repeats` times, translated and dense."""
     workload = workload_of(settings)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
-    generate = Generate(settings.model_size, settings.device)
-    watch = Watch()
+    generate = ReferenceGenerate(settings.model_size, settings.device)
+    watch = WatchingAssembler()
     with random_engine(settings.model_size, engine_config(settings), Parts(assembler=watch)) as engine:
         runs = (f"run-{i}" for i in count())
         _warm(engine, generate, workload, settings, runs)
@@ -147,8 +147,8 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token, speed)
 
 
-def engine_config(settings: TtftSettings) -> EngineConfig:
-    """Thresholds open (random weights have no meaning to keep), pools as large as the samples.
+def engine_config(settings: TtftSettings) -> EngineSettings:
+    """Return settings with open thresholds (random weights have no meaning to keep) and pools as large as the samples.
 
     Translation is measured even where computing would cost less.
     """
@@ -163,7 +163,7 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
         weak_error=1e9,
     )
     longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
-    return EngineConfig(
+    return EngineSettings(
         device=settings.device,
         num_blocks=settings.agents * longest // 16 + 64,
         max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
@@ -173,19 +173,19 @@ def engine_config(settings: TtftSettings) -> EngineConfig:
 
 
 def _warm(
-    engine: LocalEngine, generate: Generate, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]
+    engine: LocalEngine, generate: ReferenceGenerate, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]
 ) -> None:
-    """First use of kernels and memory costs nobody."""
+    """Run one request first, so that no measurement pays for the first use of kernels and memory."""
     request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
     ask(engine, request, 2)
     generate.ttft_ms(request.tokens)
 
 
 def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
-    """One sample in every pool: given answers instead of decoded ones, so that filling takes minutes, not hours.
+    """Put one sample into every pool, with given answers instead of decoded ones: minutes instead of hours.
 
     Each sample is a little longer than the one before: by Eq. 5 such a value is never shareable, so every sample is
-    prefilled densely and becomes an anchor, long enough for what is measured later.
+    prefilled densely and becomes an anchor, long enough for the later measurements.
     """
     question = workload.tokens(settings.question + extra)
     answers = [workload.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
@@ -195,26 +195,27 @@ def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run
 
 
 def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
-    """The answer to a request, exactly `max_tokens` long."""
+    """Return the answer to a request, exactly `max_tokens` long."""
     return engine.submit(of_length(request, max_tokens)).result()
 
 
 def of_length(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
-    """The request with an answer of exactly `max_tokens`."""
+    """Return the request with an answer of exactly `max_tokens`."""
     return replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def _measure_once(
     engine: LocalEngine,
-    generate: Generate,
-    watch: Watch,
+    generate: ReferenceGenerate,
+    watch: WatchingAssembler,
     workload: CopyMachine,
     settings: TtftSettings,
     run: str,
     times: list[AgentTimes],
 ) -> None:
-    """One question through all agents, each answering in full; then the same prompts once more without any reuse, and
-    through Transformers' own `generate`."""
+    """Send one question through all agents, each answering in full; then the same prompts without any reuse, and
+    through Transformers' own `generate`.
+    """
     question = workload.tokens(settings.question)
     answers: list[Tokens] = []
     for agent, record in enumerate(times):

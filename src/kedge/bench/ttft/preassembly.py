@@ -1,9 +1,9 @@
-"""What assembling prompts before their requests arrive is worth: TTFT of every agent but the first, by how it was told.
+"""The gain from assembling prompts before their requests arrive: TTFT of every agent but the first, by hint.
 
 The workload is that of `kedge.bench.ttft.measure`. The agents run in three ways, each on questions of its own: without
-any hint; with the hint that the next agent is going to read the answer, whose request comes at once with it; and
-with the same hint and a request that comes when what can be done ahead is done. What a TTFT cannot be below is the
-pass over one token: the mean time of a decoded token behind the same prompt.
+any hint; with the hint that the next agent is going to read the answer, whose request follows at once; and with the
+same hint and a request that follows when the work ahead is done. The lower bound of a TTFT is the pass over one token:
+the mean time of a decoded token behind the same prompt.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ WAYS: Final = ("no_hint", "at_once", "ahead")
 
 
 @dataclass
-class AheadTimes:
+class PreassemblyTimes:
     """One agent's times in milliseconds, one entry per repeat."""
 
     agent: int
     prompt_tokens: int = 0
     ttft: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     step: list[float] = field(default_factory=list)
-    """Of one decoded token behind the prompt that was ready, over its answer."""
+    """Times of one decoded token behind the prepared prompt, mean over its answer."""
     preassembled: int = 0
-    """Tokens that were ready when the request came after the work ahead."""
+    """Prepared tokens when the request followed the work ahead."""
 
     @property
     def ratios(self) -> list[float]:
-        """TTFT of the prompt that was ready over its own decode step, by repeat."""
+        """TTFT of the prepared prompt over its own decode step, by repeat."""
         return [ttft / step for ttft, step in zip(self.ttft["ahead"], self.step, strict=True)]
 
     def note(self, way: str, done: Completion) -> None:
-        """Takes a completion of one of `WAYS`."""
+        """Record a completion of one of `WAYS`."""
         self.ttft[way].append(done.ttft_ms)
         if way == "ahead":
             self.step.append((done.total_ms - done.ttft_ms) / (len(done.tokens) - 1))
@@ -60,10 +60,10 @@ class AheadTimes:
         }
 
 
-def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> list[AheadTimes]:
-    """Fills the pools, then takes every way through all agents `repeats` times; agents from the second on."""
+def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> list[PreassemblyTimes]:
+    """Fill the pools, then run all agents in every way, `repeats` times; return the agents from the second on."""
     workload = workload_of(settings)
-    times = [AheadTimes(agent) for agent in range(1, settings.agents)]
+    times = [PreassemblyTimes(agent) for agent in range(1, settings.agents)]
     runs = (f"run-{i}" for i in count())
     with random_engine(settings.model_size, engine_config(settings)) as engine:
         for i in range(settings.samples):
@@ -77,9 +77,14 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
 
 
 def _measure_once(
-    engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, way: str, times: list[AheadTimes]
+    engine: LocalEngine,
+    workload: CopyMachine,
+    settings: TtftSettings,
+    run: str,
+    way: str,
+    times: list[PreassemblyTimes],
 ) -> None:
-    """One question through all agents, each answering in full."""
+    """Send one question through all agents, each answering in full."""
     question = workload.tokens(settings.question)
     answers: list[Tokens] = []
     for agent in range(settings.agents):

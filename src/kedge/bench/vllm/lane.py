@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own, with the plug-in or without, and the clients that drive it.
 
-vLLM is imported where an engine is started: the environment of its processes has to be there before.
+vLLM is imported where an engine is started: the environment of its processes has to be set before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kedge.bench.workflow.figures import Flow, Workload
+from kedge.bench.workflow.figures import Flow, FlowWorkload
 from kedge.integrations.follower import Follower
 from kedge.types import Tokens
 
@@ -30,20 +30,20 @@ _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class Room:
-    """What both engines get: tokens of KV, and of the longest prompt with its answer."""
+class KvRoom:
+    """The room of both engines in tokens: all KV, and the longest prompt with its answer."""
 
     tokens: int
     longest: int
 
     @property
     def blocks(self) -> int:
-        """vLLM keeps one block for itself."""
+        """Blocks of KV; vLLM keeps one of them for itself."""
         return -(-max(self.tokens, self.longest) // BLOCK) + 1
 
 
 @dataclass(frozen=True)
-class Call:
+class VllmCall:
     """One answered request, as its client saw it."""
 
     prompt: Tokens
@@ -57,29 +57,29 @@ class Call:
 
     @property
     def waited(self) -> int:
-        """Of `cached`, what was loaded from the host while the request waited."""
+        """The part of `cached` that was loaded from the host while the request waited."""
         return self.receipt["tokens"]["host"] if self.receipt else 0
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What all flows did in one trial."""
+class VllmTrial:
+    """All flows' calls in one trial."""
 
     seconds: float
     """From the start of the first call to the end of the last one."""
-    calls: tuple[Call, ...]
+    calls: tuple[VllmCall, ...]
 
 
 class VllmLane(AbstractContextManager["VllmLane"]):
-    """An engine. Lanes take turns; each goes on where it was."""
+    """A vLLM engine. Lanes take turns and keep their state."""
 
-    def __init__(self, model: Path, room: Room, plugin: Mapping[str, Any] | None) -> None:
-        """`plugin`: the plug-in's settings; None is stock vLLM."""
+    def __init__(self, model: Path, room: KvRoom, plugin: Mapping[str, Any] | None) -> None:
+        """Start the engine. `plugin`: the plug-in's settings; None is stock vLLM."""
         self.plugged = plugin is not None
         self._engine = start(model, room, plugin)
 
-    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> Call:
-        """A greedy answer of exactly `max_tokens`; `hints` go to the plug-in."""
+    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> VllmCall:
+        """Return a greedy answer of exactly `max_tokens`; `hints` go to the plug-in."""
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": {"kedge": dict(hints)}} if hints is not None else None
@@ -87,18 +87,20 @@ class VllmLane(AbstractContextManager["VllmLane"]):
             max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra
         )
         began, name = time.perf_counter(), f"bench-{next(_ids)}"
-        asked = self._engine.generate({"prompt_token_ids": list(prompt)}, params, name)
-        steps = [(time.perf_counter() - began, output) async for output in asked]
+        outputs = self._engine.generate({"prompt_token_ids": list(prompt)}, params, name)
+        steps = [(time.perf_counter() - began, output) async for output in outputs]
         seconds, last = steps[-1]
-        said = (last.kv_transfer_params or {}).get("kedge")
-        return Call(prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, said)
+        receipt = (last.kv_transfer_params or {}).get("kedge")
+        return VllmCall(
+            prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, receipt
+        )
 
     async def forget(self) -> None:
-        """Empties vLLM's prefix cache."""
+        """Empty vLLM's prefix cache."""
         await self._engine.reset_prefix_cache()
 
     async def prefill_s(self, prompt: Tokens) -> float:
-        """Seconds to compute `prompt` while the engine has nothing else to do."""
+        """Return seconds to compute `prompt` on the otherwise idle engine."""
         seconds = []
         for _ in range(CALIBRATIONS):
             await self.forget()
@@ -114,8 +116,8 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         del self._engine
 
 
-def start(model: Path, room: Room, plugin: Mapping[str, Any] | None) -> AsyncLLM:
-    """An engine; a prompt is one chunk. In all but the plug-in, every lane's engine is the same."""
+def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None) -> AsyncLLM:
+    """Start an engine; a prompt is one chunk. All lanes' engines differ in the plug-in alone."""
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 
     prepare_environment()
@@ -140,50 +142,50 @@ def start(model: Path, room: Room, plugin: Mapping[str, Any] | None) -> AsyncLLM
     return AsyncLLM.from_engine_args(arguments)
 
 
-class Client:
-    """Calls the agents of one flow one after the other; where it gives hints, each call says who runs and who will."""
+class VllmFlowClient:
+    """A client that calls the agents of one flow one after the other, if hinted with the run's forecast."""
 
     def __init__(self, lane: VllmLane, flow: Flow, hinted: bool) -> None:
         self._lane, self._flow, self._answer = lane, flow, Tokens()
         run = flow.run
         self._follower = Follower(flow.graph.name, flow.graph, run.run_id, run.client_id) if hinted else None
 
-    async def call(self, turn: int) -> Call:
-        """The call of one turn, to its end."""
+    async def call(self, turn: int) -> VllmCall:
+        """Make the call of one turn and wait for its end."""
         agent, prompt = self._flow.agent(turn), self._flow.request(turn, self._answer).tokens
         if self._follower is None:
             done = await self._lane.ask(prompt, self._flow.output)
         else:
             with self._follower.calling(agent) as hints:
-                told = {**hints, "reuse": "exact", "fixed_tokens": len(self._flow.fixed[agent])}
-                done = await self._lane.ask(prompt, self._flow.output, told)
+                extended = {**hints, "reuse": "exact", "fixed_tokens": len(self._flow.fixed[agent])}
+                done = await self._lane.ask(prompt, self._flow.output, extended)
         self._answer = done.tokens
         return done
 
 
-class Crowd:
+class VllmClients:
     """All clients of a workload on one engine."""
 
-    def __init__(self, lane: VllmLane, workload: Workload, hinted: bool) -> None:
+    def __init__(self, lane: VllmLane, workload: FlowWorkload, hinted: bool) -> None:
         self._workload, self._turn = workload, 0
-        self._clients = [Client(lane, flow, hinted and lane.plugged) for flow in workload.flows]
+        self._clients = [VllmFlowClient(lane, flow, hinted and lane.plugged) for flow in workload.flows]
 
     async def warm(self) -> None:
-        """Every agent is called once."""
+        """Call every agent once."""
         await self._drive(max(len(flow.fixed) for flow in self._workload.flows))
 
-    async def trial(self) -> Trial:
-        """The next calls of all flows, at once; the clock starts when every flow has its lead behind it."""
+    async def trial(self) -> VllmTrial:
+        """Run the next calls of all flows at once; the clock starts when every flow has made its lead calls."""
         await self._drive(self._workload.lead)
         began = time.perf_counter()
         calls = await self._drive(self._workload.calls)
-        return Trial(time.perf_counter() - began, tuple(calls))
+        return VllmTrial(time.perf_counter() - began, tuple(calls))
 
-    async def _drive(self, size: int) -> Sequence[Call]:
+    async def _drive(self, size: int) -> Sequence[VllmCall]:
         turns = range(self._turn, self._turn + size)
         self._turn += size
 
-        async def one(client: Client) -> list[Call]:
+        async def one(client: VllmFlowClient) -> list[VllmCall]:
             return [await client.call(turn) for turn in turns]
 
         return list(itertools.chain.from_iterable(await asyncio.gather(*map(one, self._clients))))

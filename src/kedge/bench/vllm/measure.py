@@ -2,8 +2,8 @@
 
 Both are engines in processes of their own, with prefix caching on and the same room for KV, and take turns trial by
 trial, each time in another order. A case has trials with new dynamic parts; fixed prompts are warm. Copies from the
-host are slowed down until loading a prompt costs the wanted share of computing it, as stock vLLM does it here. Where
-nothing can be gained, stock vLLM runs a second time, started last: what that differs by is no engine's doing.
+host are slowed down until loading a prompt costs the wanted share of computing it, as measured on stock vLLM. In
+controls, where nothing can be gained, stock vLLM runs a second time, started last: its difference is noise.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kedge.bench.vllm.lane import BLOCK, Crowd, Room, Trial, VllmLane
+from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmClients, VllmLane, VllmTrial
 from kedge.bench.vllm.team import TeamResult, TeamSettings, measure_team
-from kedge.bench.workflow.cases import Shape
-from kedge.bench.workflow.figures import Workload, many_flows, single_flow, unpressed
+from kedge.bench.workflow.cases import CaseSizes
+from kedge.bench.workflow.figures import FlowWorkload, many_flows, single_flow, unpressed
 from kedge.bench.workflow.measure import spread
 from kedge.bench.workflow.peer import peer
 from kedge.errors import ConfigError
@@ -30,47 +30,47 @@ STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
 TEAM = "team"
 CASES = ("cycle", "no-hints", "no-pressure", "flows", "peer", TEAM)
 CONTROLS = ("no-hints", "no-pressure")
-"""Cases in which nothing can be gained"""
+"""Cases in which nothing can be gained."""
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class VllmSettings:
-    """What is measured, and how often."""
+class VllmBenchSettings:
+    """The cases, the model and the number of trials."""
 
     cases: Sequence[str] = CASES
     model_size: str = "32m"
     trials: int = 5
-    """Of each engine in each case."""
+    """Trials of each engine in each case."""
     load_ratio: float = 0.43
     """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
-    shape: Shape = field(default_factory=Shape)
+    shape: CaseSizes = field(default_factory=CaseSizes)
     team: TeamSettings = field(default_factory=TeamSettings)
     seed: int = 0
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.cases if name not in CASES]:
-            raise ConfigError("case", unknown, f"the cases are {', '.join(CASES)}")
+            raise ConfigError("case", unknown, f"must be of {', '.join(CASES)}")
 
 
 @dataclass(frozen=True)
-class Case:
+class VllmCase:
     """The trials of all engines in one case."""
 
     name: str
-    workload: Workload
+    workload: FlowWorkload
     prefill_s: float
-    """Seconds that stock vLLM takes to compute the longest fixed prompt."""
-    trials: Mapping[str, Sequence[Trial]]
+    """Seconds of stock vLLM to compute the longest fixed prompt."""
+    trials: Mapping[str, Sequence[VllmTrial]]
 
     @property
     def tokens_identical(self) -> bool:
         """Whether all engines gave the same answers."""
-        said = ([call.tokens for trial in trials for call in trial.calls] for trials in self.trials.values())
-        return all(one == other for one, other in pairwise(said))
+        answers = ([call.tokens for trial in trials for call in trial.calls] for trials in self.trials.values())
+        return all(one == other for one, other in pairwise(answers))
 
     def speedups(self, engine: str = KEDGE) -> dict[str, float]:
-        """Stock vLLM's seconds over another engine's, trial by trial."""
+        """Return stock vLLM's seconds over another engine's: median, minimum and maximum over the trials."""
         pairs = zip(self.trials[STOCK], self.trials[engine], strict=True)
         return spread((stock.seconds / other.seconds for stock, other in pairs), 3)
 
@@ -87,8 +87,8 @@ class Case:
         }
 
 
-def summary(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Hit rates are shares of all prompt tokens; those that a request waited for are in both. Times are medians."""
+def summary(trials: Sequence[VllmTrial]) -> dict[str, Any]:
+    """Return medians of times, and hit rates as shares of all prompt tokens, those waited for included in both."""
     calls = [call for trial in trials for call in trial.calls]
     prompt = sum(len(call.prompt) for call in calls)
     firsts = sorted(call.ttft_s for call in calls)
@@ -106,17 +106,17 @@ def summary(trials: Sequence[Trial]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VllmResult:
-    """All cases of workflow-aware caching, and the team whose messages are translated, where it was asked for."""
+    """All cases of workflow-aware caching and, if measured, the team with translated messages."""
 
-    cases: Sequence[Case]
+    cases: Sequence[VllmCase]
     team: TeamResult | None
 
     def as_json(self) -> dict[str, Any]:
         return {"cases": [case.as_json() for case in self.cases], TEAM: self.team and self.team.as_json()}
 
 
-def measure(settings: VllmSettings, progress: Progress = lambda _: None) -> VllmResult:
-    """All cases that are asked for. Raises `ConfigError` where vLLM is not installed, or for an unknown size."""
+def measure(settings: VllmBenchSettings, progress: Progress = lambda _: None) -> VllmResult:
+    """Measure the chosen cases. Raises `ConfigError` where vLLM is not installed, or for an unknown size."""
     require_vllm()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
@@ -124,7 +124,7 @@ def measure(settings: VllmSettings, progress: Progress = lambda _: None) -> Vllm
         return asyncio.run(_measure(settings, model, vocab, progress))
 
 
-async def _measure(settings: VllmSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
+async def _measure(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
     names = [name for name in settings.cases if name != TEAM]
     cases = [await _case(name, workload(name, settings, vocab), settings, model, progress) for name in names]
     team = await measure_team(settings.team, model, vocab, progress) if TEAM in settings.cases else None
@@ -132,7 +132,7 @@ async def _measure(settings: VllmSettings, model: Path, vocab: int, progress: Pr
 
 
 def require_vllm() -> None:
-    """Raises `ConfigError` where vLLM is not installed."""
+    """Raise `ConfigError` where vLLM is not installed."""
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -140,7 +140,7 @@ def require_vllm() -> None:
 
 
 def save_model(size: str, folder: Path) -> int:
-    """Writes a Llama with random weights; returns the size of its vocabulary."""
+    """Save a Llama with random weights; return the size of its vocabulary."""
     import torch
 
     from kedge.bench.shapes import SHAPES, random_llama
@@ -149,14 +149,14 @@ def save_model(size: str, folder: Path) -> int:
     return SHAPES[size]["vocab_size"]
 
 
-def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
-    """The calls of a case."""
+def workload(name: str, settings: VllmBenchSettings, vocab: int) -> FlowWorkload:
+    """Return the calls of a case."""
     shape, seed = settings.shape, settings.seed
     if name == "no-pressure":
         return unpressed(shape.sizes, vocab, seed)
     if name == "flows":
         fixed, flows = shape.flows[0]
-        sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.said)
+        sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.reply)
         return many_flows(sizes, flows, shape.room, vocab, seed)
     if name == "peer":
         from kedge.engine.common.tokenizer import HFTokenizer
@@ -167,9 +167,11 @@ def workload(name: str, settings: VllmSettings, vocab: int) -> Workload:
     return single_flow(shape.sizes, vocab, seed, room=shape.rooms[0])
 
 
-async def _case(name: str, work: Workload, settings: VllmSettings, model: Path, progress: Progress) -> Case:
-    """All trials of one case; stock vLLM says what computing costs, and so how slow the plug-in's copies have to be."""
-    room, longest = Room(work.room, longest_call(work)), max(work.prompts, key=len)
+async def _case(
+    name: str, work: FlowWorkload, settings: VllmBenchSettings, model: Path, progress: Progress
+) -> VllmCase:
+    """Run all trials of one case; the plug-in's copies are slowed down by stock vLLM's measured cost of computing."""
+    room, longest = KvRoom(work.room, longest_call(work)), max(work.prompts, key=len)
     with ExitStack() as stack:
         progress(f"{name}: starting vLLM")
         stock = stack.enter_context(VllmLane(model, room, None))
@@ -177,17 +179,19 @@ async def _case(name: str, work: Workload, settings: VllmSettings, model: Path, 
         throttle = settings.load_ratio * prefill / -(-len(longest) // BLOCK)
         progress(f"{name}: starting vLLM with the plug-in")
         ours = stack.enter_context(VllmLane(model, room, plugin(work, throttle)))
-        crowds = {STOCK: Crowd(stock, work, False), KEDGE: Crowd(ours, work, name != "no-hints")}
+        crowds = {STOCK: VllmClients(stock, work, False), KEDGE: VllmClients(ours, work, name != "no-hints")}
         if name in CONTROLS:
             progress(f"{name}: starting stock vLLM again")
-            crowds[AGAIN] = Crowd(stack.enter_context(VllmLane(model, room, None)), work, False)
+            crowds[AGAIN] = VllmClients(stack.enter_context(VllmLane(model, room, None)), work, False)
         for crowd in crowds.values():
             await crowd.warm()
-        return Case(name, work, prefill, await _trials(name, crowds, settings.trials, progress))
+        return VllmCase(name, work, prefill, await _trials(name, crowds, settings.trials, progress))
 
 
-async def _trials(name: str, crowds: Mapping[str, Crowd], count: int, progress: Progress) -> dict[str, list[Trial]]:
-    trials: dict[str, list[Trial]] = {engine: [] for engine in crowds}
+async def _trials(
+    name: str, crowds: Mapping[str, VllmClients], count: int, progress: Progress
+) -> dict[str, list[VllmTrial]]:
+    trials: dict[str, list[VllmTrial]] = {engine: [] for engine in crowds}
     order = list(crowds)
     for number in range(count):
         for engine in order:
@@ -197,8 +201,8 @@ async def _trials(name: str, crowds: Mapping[str, Crowd], count: int, progress: 
     return trials
 
 
-def longest_call(work: Workload) -> int:
-    """Tokens of the longest prompt with its answer."""
+def longest_call(work: FlowWorkload) -> int:
+    """Return the tokens of the longest prompt with its answer."""
     return (
         max(
             max(map(len, flow.fixed.values())) + len(flow.dynamic(turn)) + (1 + flow.reads_answer) * flow.output
@@ -209,7 +213,7 @@ def longest_call(work: Workload) -> int:
     )
 
 
-def plugin(work: Workload, throttle: float) -> dict[str, Any]:
-    """The plug-in's settings: the host has room for twice what is fixed."""
+def plugin(work: FlowWorkload, throttle: float) -> dict[str, Any]:
+    """Return the plug-in's settings: the host holds all fixed prompts twice."""
     host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in work.prompts)
     return {"reuse": "exact", "tiers": {"host_blocks": host, "throttle": throttle}}

@@ -1,8 +1,8 @@
-"""Five agents who read everything that was said, on stock vLLM and with the plug-in (KVCOMM, tables 2 and 3).
+"""Five agents who read all messages before theirs, on stock vLLM and with the plug-in (KVCOMM, tables 2 and 3).
 
-The workload is the paper's copy machine, in random tokens on random weights, so nothing is said about quality: the
-criterion's thresholds are opened, its work stays in the clock. Stock vLLM is measured twice: as it is, with the agents'
-own prefixes in its cache, and with an empty cache, which is dense prefill.
+The workload is the paper's copy machine, in random tokens on random weights, so nothing follows about quality: the
+criterion's thresholds are opened, its work stays in the clock. Stock vLLM is measured twice: with the agents' own
+prefixes in its cache, and with an empty cache, which is dense prefill.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kedge.bench.vllm.lane import Call, Room, VllmLane
+from kedge.bench.vllm.lane import KvRoom, VllmCall, VllmLane
 from kedge.integrations.vllm.plugin.hints import segment_hints
 from kedge.types import GenerateRequest, Tokens
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
 OPEN = {"gamma": 2.0, "max_error": 1e9}
-"""Random weights have no meaning to keep."""
+"""Thresholds that share everything: random weights have no meaning to keep."""
 LEARNING_S = 0.25
-"""Seconds that the plug-in gets to learn from a prompt before the next one comes."""
+"""Seconds between two prompts, in which the plug-in learns."""
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TeamSettings:
-    """The workload (tokens) and how often it is measured."""
+    """The workload (tokens) and the number of repeats."""
 
     question: int = 1000
     prefix: int = 512
@@ -42,10 +42,10 @@ class TeamSettings:
     seed: int = 0
 
     @property
-    def room(self) -> Room:
-        """Room for everybody's prompts and answers: nothing is ever evicted."""
+    def room(self) -> KvRoom:
+        """Room for all prompts and answers: nothing is ever evicted."""
         longest = self.prefix + self.question + self.agents * (self.output + 1 + self.samples + LEAD) + TAIL
-        return Room(3 * self.agents * longest, longest)
+        return KvRoom(3 * self.agents * longest, longest)
 
     @property
     def plugin(self) -> dict[str, Any]:
@@ -55,17 +55,17 @@ class TeamSettings:
 
 
 QUICK_TEAM = TeamSettings(question=400, prefix=256, output=128, samples=4, repeats=2)
-"""The same on fewer tokens."""
+"""Fewer tokens and repeats."""
 
 
 @dataclass
-class AgentTimes:
+class VllmAgentTimes:
     """One agent's seconds to the first token, one entry per repeat."""
 
     agent: int
     prompt_tokens: int = 0
     translated_tokens: int = 0
-    """The fewest of all repeats"""
+    """Minimum of all repeats."""
     dense: list[float] = field(default_factory=list)
     stock: list[float] = field(default_factory=list)
     kedge: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class TeamResult:
     """All agents' times, and the seconds of a whole question on either engine, base prefills included."""
 
     settings: TeamSettings
-    agents: list[AgentTimes]
+    agents: list[VllmAgentTimes]
     seconds: dict[str, list[float]]
 
     def as_json(self) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class TeamResult:
 
 
 async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> TeamResult:
-    """Fills the pools, then measures every agent `repeats` times on both engines."""
+    """Fill the pools, then measure every agent `repeats` times on both engines."""
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
         stock = stack.enter_context(VllmLane(model, settings.room, None))
         ours = stack.enter_context(VllmLane(model, settings.room, settings.plugin))
-        team = _Team(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
+        team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
         for number in range(settings.samples):
             progress(f"team: sample {number + 1} of {settings.samples}")
             await team.fill(ours, number)
@@ -119,17 +119,20 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     return TeamResult(settings, team.times, team.seconds)
 
 
-class _Team:
-    """The agents, and what was measured of them."""
+class _VllmTeam:
+    """The agents with their measurements."""
 
     def __init__(self, settings: TeamSettings, machine: CopyMachine) -> None:
         self._settings, self._machine = settings, machine
-        self.times = [AgentTimes(agent) for agent in range(settings.agents)]
+        self.times = [VllmAgentTimes(agent) for agent in range(settings.agents)]
         self.seconds: dict[str, list[float]] = {"stock": [], "kedge": []}
 
     async def fill(self, lane: VllmLane, number: int) -> None:
-        """One sample in every pool, from given answers instead of decoded ones. Too few anchors are there to translate
-        from, so every prompt is prefilled densely; later samples are longer, so that all cover what is measured."""
+        """Put one sample into every pool, from given answers instead of decoded ones.
+
+        There are too few anchors to translate from, so every prompt is prefilled densely; later samples are longer, so
+        that all cover what is measured.
+        """
         settings, tokens = self._settings, self._machine.tokens
         question = tokens(settings.question + number)
         answers = [tokens(settings.output + number) for _ in range(settings.agents - 1)]
@@ -138,8 +141,8 @@ class _Team:
             await self._ask(lane, request, 1)
             await asyncio.sleep(LEARNING_S)
 
-    async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> Call:
-        """The answer; then the base prefills that its receipt asks for."""
+    async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
+        """Return the answer, after the base prefills that its receipt asks for."""
         hints = {
             "workflow": request.workflow, "run": request.run, "agent": request.agent, "reuse": request.reuse.value,
             "produces": request.produces, "segments": segment_hints(request),
@@ -150,34 +153,35 @@ class _Team:
         return done
 
     async def measure(self, stock: VllmLane, ours: VllmLane, number: int) -> None:
-        """One question through all agents, each answering in full, on either engine; then the same prompts densely.
+        """Send one question through all agents, each answering in full, on either engine; then the same prompts
+        densely.
 
-        What was asked before has left stock vLLM's cache without the agents' own prefixes, so they are put there first.
+        Earlier requests have evicted the agents' own prefixes from stock vLLM's cache, so they are put there first.
         """
         question = self._machine.tokens(self._settings.question)
         for agent in range(self._settings.agents):
             await stock.ask(self._machine.request("", agent, question, []).segments[0].tokens, 1)
-        asked = await self._question(stock, "stock", f"question-{number}", question)
-        for times, call in zip(self.times, asked, strict=True):
+        plain = await self._question(stock, "stock", f"question-{number}", question)
+        for times, call in zip(self.times, plain, strict=True):
             times.stock.append(call.ttft_s)
-        told = await self._question(ours, "kedge", f"question-{number}", question)
-        for times, call in zip(self.times, told, strict=True):
+        hinted = await self._question(ours, "kedge", f"question-{number}", question)
+        for times, call in zip(self.times, hinted, strict=True):
             self._note(times, call)
-        for times, call in zip(self.times, asked, strict=True):
+        for times, call in zip(self.times, plain, strict=True):
             await stock.forget()
             times.dense.append((await stock.ask(call.prompt, 1)).ttft_s)
 
     @staticmethod
-    def _note(times: AgentTimes, call: Call) -> None:
+    def _note(times: VllmAgentTimes, call: VllmCall) -> None:
         assert call.receipt is not None
         translated = call.receipt["tokens"]["translated"]
         times.translated_tokens = min(translated, times.translated_tokens) if times.kedge else translated
         times.prompt_tokens = len(call.prompt)
         times.kedge.append(call.ttft_s)
 
-    async def _question(self, lane: VllmLane, name: str, run: str, question: Tokens) -> Sequence[Call]:
-        """The last token of an answer has no KV, so nobody reads it."""
-        began, calls, answers = time.perf_counter(), list[Call](), list[Tokens]()
+    async def _question(self, lane: VllmLane, name: str, run: str, question: Tokens) -> Sequence[VllmCall]:
+        """Run one question; the last token of an answer has no KV, so no agent reads it."""
+        began, calls, answers = time.perf_counter(), list[VllmCall](), list[Tokens]()
         for agent in range(self._settings.agents):
             request = self._machine.request(run, agent, question, answers)
             wanted = self._settings.output + 1
@@ -188,5 +192,5 @@ class _Team:
         return calls
 
     @staticmethod
-    async def _plain(lane: VllmLane, request: GenerateRequest, max_tokens: int) -> Call:
+    async def _plain(lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
         return await lane.ask(request.tokens, max_tokens)

@@ -1,6 +1,4 @@
-"""The cache's policy alone, without a model: what a look-up, an insert, an eviction and a forecast cost, and how that
-grows with the blocks and the agents.
-"""
+"""The cost of the cache's own operations without a model, and its growth with the number of blocks and agents."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ from time import perf_counter
 from typing import Any
 
 from kedge.bench.workflow.figures import cycle
-from kedge.cache import CacheManager, Changes, Copied, Copy, TierSettings, steps_to_execution
+from kedge.cache import CacheManager, Changes, Copied, Copy, steps_to_execution
+from kedge.settings import TierSettings
 from kedge.types import AgentId, RequestId, RunId, TenantId
 from kedge.workflow import AgentKey, ForecastBoard, RunKey, RunProgress
 
@@ -31,7 +30,7 @@ SPACE = ("tenant", "model")
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What is measured, and how often."""
+    """The sizes to measure and the number of repeats."""
 
     blocks: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
     agents: tuple[int, ...] = (10, 100, 1_000, 10_000)
@@ -43,7 +42,7 @@ QUICK = CacheSettings(blocks=(1_000, 10_000), agents=(10, 100, 1_000), repeats=2
 
 
 @dataclass(frozen=True)
-class Times:
+class OperationTimes:
     """Median microseconds of each operation at one size."""
 
     size: int
@@ -57,8 +56,8 @@ class Times:
 class CacheResult:
     """Times by number of blocks and by number of agents."""
 
-    blocks: list[Times]
-    agents: list[Times]
+    blocks: list[OperationTimes]
+    agents: list[OperationTimes]
 
     def as_json(self) -> dict[str, Any]:
         sizes = {"blocks": self.blocks, "agents": self.agents}
@@ -69,7 +68,7 @@ class CacheResult:
 
 
 class NoCopier:
-    """Copies end at once; nobody reads them."""
+    """A copier whose copies end at once without copying."""
 
     def __init__(self) -> None:
         self._ended: list[Copied] = []
@@ -78,15 +77,15 @@ class NoCopier:
         self._ended.append(Copied(copy.copy_id, ok=True))
 
     def hurry(self, copy_id: int) -> None:
-        """It has ended already."""
+        """Do nothing: the copy has ended already."""
 
     def drain(self) -> list[Copied]:
         ended, self._ended = self._ended, []
         return ended
 
 
-class Filled:
-    """A cache with requests that never ran: its blocks have numbers and no KV."""
+class FilledCache:
+    """A cache with requests that never ran: its blocks are numbers without KV."""
 
     def __init__(self, num_blocks: int, seed: int, host_blocks: int = 0) -> None:
         tiers = TierSettings(host_blocks=host_blocks)
@@ -98,15 +97,17 @@ class Filled:
         return RequestId(str(next(self._ids)))
 
     def tokens(self, size: int) -> list[int]:
+        """Return random token ids."""
         return array("i", self._rng.randbytes(4 * size)).tolist()
 
     def serve(self, tokens: Sequence[int]) -> None:
+        """Admit and finish a request."""
         request = self.request_id()
         self.cache.admit(request, SPACE, tokens, len(tokens), len(tokens))
         self.cache.finish(request, tokens)
 
     def fill(self, agents: int) -> None:
-        """As many prompts as there is room for, of so many agents with an own fixed part each."""
+        """Fill the cache with prompts of `agents` agents, each with a fixed part of its own."""
         self.cache.on_forecast({agent: (float(agent % 10), 1.0) for agent in range(agents)})
         fixed = [self.tokens(PROMPT // 2) for _ in range(agents)]
         for prompt in range(self.cache.num_blocks // (PROMPT // BLOCK)):
@@ -117,13 +118,13 @@ class Filled:
         self.take_the_rest()
 
     def take_the_rest(self) -> None:
-        """No block is free any more."""
+        """Fill the blocks that are still free."""
         if free := self.cache.stats().free_blocks:
             self.serve(self.tokens(free * BLOCK))
 
 
 def measure(settings: CacheSettings, progress: Callable[[str], None] = lambda _: None) -> CacheResult:
-    """All operations at all sizes."""
+    """Measure all operations at all sizes."""
     blocks, agents = [], []
     for size in settings.blocks:
         progress(f"{size:,} blocks")
@@ -134,11 +135,11 @@ def measure(settings: CacheSettings, progress: Callable[[str], None] = lambda _:
     return CacheResult(blocks, agents)
 
 
-def growth(times: Sequence[Times]) -> dict[str, dict[str, float]]:
-    """How each operation grows from the least to the greatest size.
+def growth(times: Sequence[OperationTimes]) -> dict[str, dict[str, float]]:
+    """Return the growth of each operation from the smallest to the largest size.
 
-    `exponent`: p of the fit time ~ size^p (0 is flat, 1 is linear). `to_log`: time over that of logarithmic growth
-    from the least size on, so that up to 1 is no worse than logarithmic.
+    `exponent`: p of the fit time ~ size^p (0 is flat, 1 is linear). `to_log`: time over that of logarithmic growth from
+    the smallest size on; up to 1 is no worse than logarithmic.
     """
     return {name: _growth([(one.size, one.micros[name]) for one in times]) for name in times[0].micros}
 
@@ -151,8 +152,8 @@ def _growth(points: Sequence[tuple[int, float]]) -> dict[str, float]:
     return {"exponent": round(slope, 3), "to_log": round(last / first / (math.log(most) / math.log(least)), 3)}
 
 
-def _at_blocks(num_blocks: int, settings: CacheSettings) -> Times:
-    filled = Filled(num_blocks, settings.seed)
+def _at_blocks(num_blocks: int, settings: CacheSettings) -> OperationTimes:
+    filled = FilledCache(num_blocks, settings.seed)
     filled.fill(agents=min(1_000, num_blocks // 128))
     cache, repeats = filled.cache, settings.repeats
     known = filled.tokens(LONG)
@@ -164,11 +165,11 @@ def _at_blocks(num_blocks: int, settings: CacheSettings) -> Times:
         "evict a run, per block": _evict_runs(filled, repeats),
         "insert": _insert(filled, repeats),
     }
-    return Times(num_blocks, {**micros, "evict, per block": _evict_one_by_one(filled, repeats)})
+    return OperationTimes(num_blocks, {**micros, "evict, per block": _evict_one_by_one(filled, repeats)})
 
 
-def _insert(filled: Filled, repeats: int) -> float:
-    """The tree takes over a lease of 4,096 tokens that it does not know."""
+def _insert(filled: FilledCache, repeats: int) -> float:
+    """Measure the insertion of a lease of 4,096 unknown tokens."""
     times = []
     for _ in range(repeats):
         tokens, request = filled.tokens(LONG), filled.request_id()
@@ -177,8 +178,8 @@ def _insert(filled: Filled, repeats: int) -> float:
     return statistics.median(times)
 
 
-def _evict_runs(filled: Filled, repeats: int) -> float:
-    """Room for 4,096 tokens at a time, all of which has to be evicted."""
+def _evict_runs(filled: FilledCache, repeats: int) -> float:
+    """Measure evicting room for 4,096 tokens at a time, per evicted block."""
     times = []
     for _ in range(repeats):
         tokens, request = filled.tokens(LONG), filled.request_id()
@@ -189,8 +190,8 @@ def _evict_runs(filled: Filled, repeats: int) -> float:
     return statistics.median(times)
 
 
-def _evict_one_by_one(filled: Filled, repeats: int) -> float:
-    """A running request grows by a block at a time, each of which has to be evicted."""
+def _evict_one_by_one(filled: FilledCache, repeats: int) -> float:
+    """Measure growing a request by one block at a time, each of which has to be evicted."""
     request = filled.request_id()
     filled.cache.admit(request, SPACE, [], 0, 0)
     steps = min(20 * repeats, filled.cache.num_blocks // 2)
@@ -201,11 +202,13 @@ def _evict_one_by_one(filled: Filled, repeats: int) -> float:
     return statistics.median(times)
 
 
-def _at_agents(agents: int, settings: CacheSettings) -> Times:
-    """Every agent has its own block behind one that all share; there is room for every fifth on the device, though
-    three of ten are near: so the plan has many candidates that find no room.
+def _at_agents(agents: int, settings: CacheSettings) -> OperationTimes:
+    """Measure updates of the forecast.
+
+    Every agent has its own block behind one that all share. There is room for every fifth on the device, though three
+    of ten are near, so the prefetch plan has many candidates that find no room.
     """
-    filled = Filled(agents // 5 + 2, settings.seed, host_blocks=agents + 1)
+    filled = FilledCache(agents // 5 + 2, settings.seed, host_blocks=agents + 1)
     cache, system = filled.cache, filled.tokens(BLOCK)
     cache.on_forecast({agent: (float(agent % 10), 1.0) for agent in range(agents)})
     prompts = [system + filled.tokens(BLOCK) for _ in range(agents)]
@@ -218,7 +221,9 @@ def _at_agents(agents: int, settings: CacheSettings) -> Times:
     update = statistics.median(_time(cache.on_forecast, change) for change in changes)
     planned = statistics.median(_time(_update_and_plan, cache, change) for change in changes)
     ended = _end_agents(cache, prompts, settings)
-    return Times(agents, {"forecast of one agent": update, "the same, and a plan": planned, "an agent ends": ended})
+    return OperationTimes(
+        agents, {"forecast of one agent": update, "the same, and a plan": planned, "an agent ends": ended}
+    )
 
 
 def _update_and_plan(cache: CacheManager, change: Changes) -> None:
@@ -227,7 +232,9 @@ def _update_and_plan(cache: CacheManager, change: Changes) -> None:
 
 
 def _end_agents(cache: CacheManager, prompts: Sequence[Sequence[int]], settings: CacheSettings) -> float:
-    """An agent of one of many runs of ten ends: the steps of its run are computed, published, taken and planned by."""
+    """Measure the end of an agent in one of many runs of ten: its run's steps are computed, published, applied and
+    planned for.
+    """
     board, rng = ForecastBoard(), random.Random(settings.seed)
     keys = [RunKey(TenantId("tenant"), "client", RunId(str(i))) for i in range(len(prompts) // RING)]
     runs = [RunProgress(cycle(RING), key, board) for key in keys]
@@ -244,7 +251,7 @@ def _end_agents(cache: CacheManager, prompts: Sequence[Sequence[int]], settings:
 
 
 def _time(call: Callable[..., object], *arguments: object) -> float:
-    """Microseconds of one call, without the garbage collector."""
+    """Return the microseconds of one call, without the garbage collector."""
     gc.disable()
     began = perf_counter()
     call(*arguments)

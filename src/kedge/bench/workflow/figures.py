@@ -1,4 +1,4 @@
-"""The workloads of KVFlow's figures 5, 6 and 8 as data: who is called after whom, with which prompts."""
+"""The workloads of KVFlow's figures 5, 6 and 8 as data: the order of calls and their prompts."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from kedge.workflow.forecast import RunKey
 from kedge.workflow.step_graph import Node, StepGraph
 
 TENANT = TenantId("default")
-Path = Callable[[int], str]
+CallPath = Callable[[int], str]
 """Turn -> the agent that is called in it."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """One client's workflow: its agents' fixed prompts, who is called when, and what they are called with."""
+    """One client's workflow: its agents' fixed prompts, the order of its calls, and each call's new tokens."""
 
     run: RunKey
     graph: StepGraph
     fixed: Mapping[AgentId, Tokens]
-    path: Path
+    path: CallPath
     dynamic: Callable[[int], Tokens]
-    """Turn -> what is new in its prompt."""
+    """Turn -> the new part of its prompt."""
     output: int
     reads_answer: bool = False
     """Whether every agent also reads the answer of the one before it."""
 
     def agent(self, turn: int) -> AgentId:
+        """Return the agent that is called in `turn`."""
         return AgentId(self.path(turn))
 
     def request(self, turn: int, answer: Tokens = ()) -> GenerateRequest:
-        """The call of `turn`; `answer` is the one of the turn before."""
+        """Return the call of `turn`; `answer` is the one of the turn before."""
         agent = self.agent(turn)
         new = self.dynamic(turn) + (answer if self.reads_answer else ())
         return GenerateRequest(
@@ -59,8 +60,8 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One case of a figure: flows that run at once, and for how much of them the device has room."""
+class FlowWorkload:
+    """One case of a figure: concurrent flows and the room on the device."""
 
     name: str
     flows: tuple[Flow, ...]
@@ -69,17 +70,17 @@ class Workload:
     calls: int
     """Calls of every flow in one trial, one after the other."""
     lead: int
-    """Calls of every flow before the clock starts, so that nothing was prefetched while nobody waited."""
+    """Calls of every flow before the clock starts, so that nothing was prefetched while the engine was idle."""
 
     @property
     def prompts(self) -> set[Tokens]:
-        """The different fixed prompts."""
+        """The distinct fixed prompts."""
         return {tokens for flow in self.flows for tokens in flow.fixed.values()}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of every agent's fixed prompt, of what is new in a call, and of an answer."""
+    """Tokens of every agent's fixed prompt, of a call's new part, and of an answer."""
 
     fixed: int = 2048
     dynamic: int = 32
@@ -94,13 +95,13 @@ class Sizes:
 
 
 def random_tokens(size: int, vocab: int, *seed: object) -> Tokens:
-    """The same tokens for the same seed."""
+    """Return random token ids, the same for the same seed."""
     rng = Random(repr(seed))
     return tuple(rng.randrange(2, vocab) for _ in range(size))
 
 
 def cycle(stages: int, branches: int = 1) -> StepGraph:
-    """Stages one after the other and from the start again; of the `branches` agents of a stage one is called."""
+    """Return the graph of stages in a cycle; of the `branches` agents of a stage one is called."""
     rows = [[f"a{stage * branches + one}" for one in range(branches)] for stage in range(stages)]
     nodes = []
     for stage, row in enumerate(rows):
@@ -111,8 +112,8 @@ def cycle(stages: int, branches: int = 1) -> StepGraph:
     return StepGraph("cycle", tuple(nodes))
 
 
-def synthetic_flow(name: str, agents: int, sizes: Sizes, vocab: int, seed: int, path: Path | None = None) -> Flow:
-    """A cycle of agents with random prompts of their own."""
+def synthetic_flow(name: str, agents: int, sizes: Sizes, vocab: int, seed: int, path: CallPath | None = None) -> Flow:
+    """Return a cycle of agents with random prompts of their own."""
     return Flow(
         run=RunKey(TENANT, name, RunId("run")),
         graph=cycle(agents),
@@ -123,40 +124,42 @@ def synthetic_flow(name: str, agents: int, sizes: Sizes, vocab: int, seed: int, 
     )
 
 
-def single_flow(sizes: Sizes, vocab: int, seed: int, *, agents: int = 10, room: int = 4, lead: int = 2) -> Workload:
-    """Figure 5: one workflow of agents in a cycle, one call at a time; the device has room for `room` of them."""
+def single_flow(sizes: Sizes, vocab: int, seed: int, *, agents: int = 10, room: int = 4, lead: int = 2) -> FlowWorkload:
+    """Return figure 5: one workflow of agents in a cycle, one call at a time, with room for `room` of them on the
+    device.
+    """
     flow = synthetic_flow("flow", agents, sizes, vocab, seed)
-    return Workload(f"{sizes}, room for {room} of {agents}", (flow,), room * sizes.call, agents, lead)
+    return FlowWorkload(f"{sizes}, room for {room} of {agents}", (flow,), room * sizes.call, agents, lead)
 
 
-def many_flows(sizes: Sizes, flows: int, room: int, vocab: int, seed: int, *, agents: int = 5) -> Workload:
-    """Figure 6: independent workflows at once, each with agents and prompts of its own."""
+def many_flows(sizes: Sizes, flows: int, room: int, vocab: int, seed: int, *, agents: int = 5) -> FlowWorkload:
+    """Return figure 6: independent concurrent workflows, each with agents and prompts of its own."""
     made = tuple(synthetic_flow(f"flow-{i}", agents, sizes, vocab, seed) for i in range(flows))
-    return Workload(f"{sizes}, {flows} workflows", made, room, agents, 1)
+    return FlowWorkload(f"{sizes}, {flows} workflows", made, room, agents, 1)
 
 
-# controls: what must not be slower than LRU, however wrong the forecast is -----------------------------------------
+# controls: never slower than LRU, however wrong the forecast is -----------------------------------------
 
 
-def unpressed(sizes: Sizes, vocab: int, seed: int) -> Workload:
-    """Room for all agents and more."""
+def unpressed(sizes: Sizes, vocab: int, seed: int) -> FlowWorkload:
+    """Return a cycle with room for all agents and more."""
     made = single_flow(sizes, vocab, seed, room=12)
     return replace(made, name="no pressure")
 
 
-def random_order(sizes: Sizes, vocab: int, seed: int) -> Workload:
-    """Whoever is called next is drawn by lot; the graph still says that they form a cycle."""
+def random_order(sizes: Sizes, vocab: int, seed: int) -> FlowWorkload:
+    """Return a cycle by the graph whose agents are in fact called in random order."""
     made = single_flow(sizes, vocab, seed)
     flow = replace(made.flows[0], path=lambda turn: f"a{Random(f'{seed}/{turn}').randrange(10)}")
     return replace(made, name="random order", flows=(flow,))
 
 
-def branching(branches: int, sizes: Sizes, vocab: int, seed: int, *, agents: int = 8) -> Workload:
-    """At every stage one of so many agents is called, drawn by lot; there is room for half of them all."""
+def branching(branches: int, sizes: Sizes, vocab: int, seed: int, *, agents: int = 8) -> FlowWorkload:
+    """Return stages of `branches` agents of which a random one is called, with room for half of all agents."""
     stages = agents // branches
 
     def path(turn: int) -> str:
         return f"a{turn % stages * branches + Random(f'{seed}/{turn}').randrange(branches)}"
 
     flow = replace(synthetic_flow("flow", agents, sizes, vocab, seed, path), graph=cycle(stages, branches))
-    return Workload(f"{branches} branches", (flow,), agents // 2 * sizes.call, agents, 2)
+    return FlowWorkload(f"{branches} branches", (flow,), agents // 2 * sizes.call, agents, 2)

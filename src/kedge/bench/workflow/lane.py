@@ -1,4 +1,4 @@
-"""One policy's engine with the clients that drive it: every call, every forecast and what they cost."""
+"""One policy's engine with the clients that drive it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
-from kedge.bench.workflow.figures import Flow, Workload
+from kedge.bench.workflow.figures import Flow, FlowWorkload
 from kedge.cache import EvictionPolicy, NodeView, belady
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.settings import EngineConfig, TierConfig
+from kedge.settings import EngineSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens, new_request_id
 from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.steps import NextRun
@@ -32,45 +32,45 @@ HORIZON = 200
 """Turns that the oracle looks ahead."""
 
 Hints = Callable[[Changes], Changes]
-"""What becomes of a forecast on its way to the engine."""
+"""A filter of forecasts between client and engine."""
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What a lane does with the forecast; without a host tier, what is evicted is computed again."""
+class LanePolicy:
+    """A lane's use of the forecast. Without a host tier, evicted KV is computed again."""
 
     evict: Literal["lru", "steps", "belady"] = "lru"
     host: bool = True
     prefetch: bool = False
     status_aware: bool = True
-    """Whether others go before a request that waits for a load."""
+    """Whether a request that waits for a load lets others go first."""
 
 
-POLICIES: Mapping[str, Policy] = {
-    "lru_device": Policy(host=False),
-    "lru_host": Policy(),
-    "lru_blocking": Policy(status_aware=False),
-    "evict_only": Policy("steps"),
-    "prefetch_only": Policy(prefetch=True),
-    "full": Policy("steps", prefetch=True),
-    "belady": Policy("belady"),
+POLICIES: Mapping[str, LanePolicy] = {
+    "lru_device": LanePolicy(host=False),
+    "lru_host": LanePolicy(),
+    "lru_blocking": LanePolicy(status_aware=False),
+    "evict_only": LanePolicy("steps"),
+    "prefetch_only": LanePolicy(prefetch=True),
+    "full": LanePolicy("steps", prefetch=True),
+    "belady": LanePolicy("belady"),
 }
-"""All but the first have a host tier, which is reactive where nothing is prefetched: a request waits for its
-load, and with `lru_blocking` those behind it do."""
+"""All but the first have a host tier. Without prefetching it is reactive: a request waits for its load, and with
+`lru_blocking` those behind it wait too."""
 
 
-def right(changes: Changes) -> Changes:
-    """The forecast as it is."""
+def true_hints(changes: Changes) -> Changes:
+    """Return the forecast unchanged."""
     return changes
 
 
-def silent(changes: Changes) -> Changes:  # noqa: ARG001 (nothing of it arrives)
-    """No forecast at all."""
+def no_hints(changes: Changes) -> Changes:  # noqa: ARG001 (a filter's signature)
+    """Return an empty forecast."""
     return {}
 
 
-class Wrong:
-    """A share of what a forecast says is drawn by lot instead."""
+class WrongHints:
+    """A filter that replaces a share of the forecast by random steps."""
 
     def __init__(self, share: float, agents: int, seed: int) -> None:
         self._share, self._agents, self._rng = share, agents, Random(seed)
@@ -84,9 +84,9 @@ class Wrong:
 
 
 class Oracle:
-    """Knows when a node is used next: the turn in which an agent is called whose fixed prompt begins with it.
+    """The next use of every node: the turn in which an agent is called whose fixed prompt begins with it.
 
-    With several flows the turns of all of them are taken to be in step.
+    Several flows are assumed to be in step.
     """
 
     def __init__(self, flows: tuple[Flow, ...]) -> None:
@@ -95,11 +95,11 @@ class Oracle:
         self._turns = [-1] * len(flows)
 
     def started(self, flow: int, turn: int) -> None:
-        """Turn `turn` of a flow is under way: what it uses is next used after it."""
+        """Record that `turn` of a flow is under way: what it uses is next used after it."""
         self._turns[flow] = turn
 
     def next_use(self, node: NodeView) -> float:
-        """The turn in which `node` is used next, `inf` where that is not within `HORIZON` turns."""
+        """Return the turn in which `node` is used next, `inf` beyond `HORIZON` turns."""
         prefix = node.prefix()
         return min((self._next_turn(at, prefix) for at in range(len(self._flows))), default=math.inf)
 
@@ -112,13 +112,13 @@ class Oracle:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What all flows did in one trial, and what the cache did meanwhile."""
+class LaneTrial:
+    """All flows' completions in one trial, and the cache's counters during it."""
 
     latency_s: float
     """From the start of the first call to the end of the last one."""
     calls: tuple[tuple[Completion, ...], ...]
-    """By flow."""
+    """Completions by flow."""
     counts: Mapping[str, float]
 
     @property
@@ -131,69 +131,69 @@ class Trial:
         return [call for calls in self.calls for call in calls]
 
 
-class Client:
-    """Calls the agents of one flow one after the other, and tells the engine what its run has come to."""
+class FlowClient:
+    """A client that calls the agents of one flow one after the other and sends the engine its forecasts."""
 
     def __init__(self, engine: LocalEngine, flow: Flow, hints: Hints, on_turn: Callable[[int], None]) -> None:
         self._engine, self._flow, self._hints, self._on_turn = engine, flow, hints, on_turn
         self._progress = RunProgress(flow.graph, flow.run, ForecastBoard())
         self._answer: Tokens = ()
-        self._tell(self._progress.begin(0.0))
+        self._send(self._progress.begin(0.0))
 
     def call(self, turn: int) -> Completion:
-        """The call of one turn, to its end."""
+        """Make the call of one turn and wait for its end."""
         request = self._flow.request(turn, self._answer)
         self._on_turn(turn)
-        self._tell(self._progress.started(request.agent, float(turn)))
+        self._send(self._progress.started(request.agent, float(turn)))
         done = self._engine.submit(request).result()
-        self._tell(self._progress.finished(request.agent, float(turn)))
+        self._send(self._progress.finished(request.agent, float(turn)))
         self._answer = done.tokens
         return done
 
-    def _tell(self, changes: Changes) -> None:
+    def _send(self, changes: Changes) -> None:
         self._engine.forecast(self._hints(changes))
 
 
 class Lane(AbstractContextManager["Lane"]):
-    """An engine with one policy, and the clients of a workload. Lanes take turns; each goes on where it was."""
+    """An engine with one policy, and the clients of a workload. Lanes take turns and keep their state."""
 
     def __init__(
         self,
-        policy: Policy,
-        workload: Workload,
+        policy: LanePolicy,
+        workload: FlowWorkload,
         runner: ModelRunner,
         tokenizer: HFTokenizer,
         *,
         throttle: float,
-        hints: Hints = right,
+        hints: Hints = true_hints,
     ) -> None:
-        """`throttle`: seconds that a block takes from one tier to the other."""
+        """Open the engine. `throttle`: seconds that a block takes from one tier to the other."""
         oracle = Oracle(workload.flows)
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
         self._workload = workload
         self._clients = [
-            Client(self.engine, flow, hints, lambda turn, at=at: oracle.started(at, turn))  # type: ignore[misc]
+            FlowClient(self.engine, flow, hints, lambda turn, at=at: oracle.started(at, turn))  # type: ignore[misc]
             for at, flow in enumerate(workload.flows)
         ]
         self._turn = 0
 
     def warm(self) -> None:
-        """Every agent is called once: its fixed prompt has been seen and, where there is a host tier, backed up."""
+        """Call every agent once, so that its fixed prompt is cached and, with a host tier, backed up."""
         turns = self._next_turns(max(len(flow.fixed) for flow in self._workload.flows))
         with ThreadPoolExecutor(len(self._clients)) as pool:
             list(pool.map(lambda client: [client.call(turn) for turn in turns], self._clients))
         self.engine.wait_idle()
 
     def prefill_s(self, prompt: Tokens) -> float:
-        """Seconds to compute `prompt` while the engine has nothing else to do."""
+        """Return seconds to compute `prompt` on the otherwise idle engine."""
         once = SamplingParams(max_tokens=1, ignore_eos=True)
         request = GenerateRequest((Segment(prompt, "p0"),), once, ReuseMode.OFF)
-        asked = (replace(request, request_id=new_request_id()) for _ in range(CALIBRATIONS))
-        return statistics.median(self.engine.submit(one).result().ttft_ms for one in asked) / 1e3
+        requests = (replace(request, request_id=new_request_id()) for _ in range(CALIBRATIONS))
+        return statistics.median(self.engine.submit(one).result().ttft_ms for one in requests) / 1e3
 
-    def trial(self) -> Trial:
-        """The next calls of all flows, at once; the clock starts when every flow has its lead behind it."""
+    def trial(self) -> LaneTrial:
+        """Run the next calls of all flows at once; the clock starts when every flow has made its lead calls."""
         lead, turns = self._next_turns(self._workload.lead), self._next_turns(self._workload.calls)
         before: dict[str, float] = {}
         began: list[float] = []
@@ -204,7 +204,7 @@ class Lane(AbstractContextManager["Lane"]):
 
         gate = threading.Barrier(len(self._clients), start, timeout=600)
 
-        def drive(client: Client) -> tuple[tuple[Completion, ...], float]:
+        def drive(client: FlowClient) -> tuple[tuple[Completion, ...], float]:
             for turn in lead:
                 client.call(turn)
             gate.wait()
@@ -215,7 +215,7 @@ class Lane(AbstractContextManager["Lane"]):
         after = self._counts()
         self.engine.wait_idle()
         counts = {name: after[name] - before[name] for name in after}
-        return Trial(max(end for _, end in driven) - began[0], tuple(calls for calls, _ in driven), counts)
+        return LaneTrial(max(end for _, end in driven) - began[0], tuple(calls for calls, _ in driven), counts)
 
     def _next_turns(self, size: int) -> range:
         self._turn += size
@@ -240,11 +240,11 @@ class Lane(AbstractContextManager["Lane"]):
         self.engine.close()
 
 
-def engine_config(policy: Policy, workload: Workload, throttle: float) -> EngineConfig:
-    """The same engine for all policies: a prompt is one chunk, and the host has room for twice what is fixed."""
+def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -> EngineSettings:
+    """Return settings that differ by policy alone: a prompt is one chunk, the host holds all fixed prompts twice."""
     host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in workload.prompts)
     longest = max(map(len, workload.prompts))
-    tiers = TierConfig(
+    tiers = TierSettings(
         host_blocks=host if policy.host else 0,
         policy="lru" if policy.evict == "lru" else "steps",
         prefetch_window=2.0 if policy.prefetch else -1.0,
@@ -252,4 +252,4 @@ def engine_config(policy: Policy, workload: Workload, throttle: float) -> Engine
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)
-    return EngineConfig(num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers)
+    return EngineSettings(num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers)

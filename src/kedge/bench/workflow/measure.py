@@ -1,9 +1,9 @@
 """Workflow-aware caching against its baselines, on a real model with real KV (KVFlow, figures 5, 6 and 8).
 
 All policies run in one process on the same engine code with the same prompts. They take turns, trial by trial and each
-time in another order, so that whatever else the machine does hits all of them alike. A trial has new dynamic parts;
-the fixed prompts are warm. The copies between the tiers are slowed down until loading a prompt costs the wanted
-share of computing it, as measured on this machine before the trials; what it was during them is in the results.
+time in another order, so that other load on the machine hits all of them alike. A trial has new dynamic parts; the
+fixed prompts are warm. The copies between the tiers are slowed down until loading a prompt costs the wanted share of
+computing it, as measured on this machine before the trials; the ratio during the trials is in the results.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kedge.bench.shapes import random_runner
-from kedge.bench.workflow.cases import Control, Shape, cases, controls
-from kedge.bench.workflow.figures import Workload
-from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, Lane, Trial, right
+from kedge.bench.workflow.cases import CaseSizes, Control, cases, controls
+from kedge.bench.workflow.figures import FlowWorkload
+from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, Lane, LaneTrial, true_hints
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 
 COMPARED = ("lru_device", "lru_host", "full")
-"""Who runs in a control."""
+"""Policies that run in a control."""
 BASELINES = ("lru_device", "lru_host", "lru_blocking")
-"""What the others are compared with."""
+"""Policies that the others are compared with."""
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class WorkflowSettings:
-    """What is measured, and how often."""
+    """The figure, the model and the number of trials."""
 
     figure: int = 5
     model_size: str = "32m"
@@ -38,22 +38,22 @@ class WorkflowSettings:
     """Trials of every policy, each with new dynamic parts."""
     load_ratio: float = 0.43
     """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
-    shape: Shape = field(default_factory=Shape)
+    shape: CaseSizes = field(default_factory=CaseSizes)
     controls: bool = False
     device: str = "auto"
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class Case:
+class CaseResult:
     """The trials of every policy in one case of a figure."""
 
-    workload: Workload
+    workload: FlowWorkload
     prefill_s: float
     """Seconds to compute the longest fixed prompt."""
     throttle_s: float
-    """Seconds that every block takes from one tier to the other, at least."""
-    trials: Mapping[str, Sequence[Trial]]
+    """Least seconds that a block takes from one tier to the other."""
+    trials: Mapping[str, Sequence[LaneTrial]]
 
     @property
     def tokens_identical(self) -> bool:
@@ -62,13 +62,15 @@ class Case:
         return all(one == answers[0] for one in answers)
 
     def speedup(self, name: str, baseline: str) -> list[float]:
-        """Latency of `baseline` over that of `name`, trial by trial."""
+        """Return the latency of `baseline` over that of `name`, trial by trial."""
         pairs = zip(self.trials[baseline], self.trials[name], strict=True)
         return [theirs.latency_s / ours.latency_s for theirs, ours in pairs]
 
     def load_ratio(self) -> float | None:
-        """Load over prefill as it was in these trials, per token: what `lru_host` waited for what it loaded, over the
-        time to first token of what `lru_device` computed. None where several flows overlap, or nothing was loaded.
+        """Return the measured cost of loading a token over that of computing it.
+
+        Loading is what `lru_host` waited for what it loaded, computing the time to first token of what `lru_device`
+        computed. None where several flows overlap, or nothing was loaded.
         """
         computed, loaded = (
             _total(self.trials[name], key)
@@ -93,7 +95,7 @@ class Case:
         }
 
     def speedups(self) -> dict[str, dict[str, Any]]:
-        """By baseline and policy: the median over the trials, the least and the greatest."""
+        """Return median, minimum and maximum over the trials, by baseline and policy."""
         return {
             baseline: {name: spread(self.speedup(name, baseline), 3) for name in self.trials if name != baseline}
             for baseline in BASELINES
@@ -103,11 +105,11 @@ class Case:
 
 @dataclass(frozen=True)
 class WorkflowResult:
-    """All cases, the one that stands for the figure first, and the controls by name."""
+    """All cases, the figure's main case first, and the controls by name."""
 
     settings: WorkflowSettings
-    cases: Sequence[Case]
-    controls: Mapping[str, Case] = field(default_factory=dict)
+    cases: Sequence[CaseResult]
+    controls: Mapping[str, CaseResult] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         first, *others = [case.as_json() for case in self.cases]
@@ -121,19 +123,19 @@ class WorkflowResult:
         }
 
 
-def _total(trials: Sequence[Trial], name: str) -> float:
+def _total(trials: Sequence[LaneTrial], name: str) -> float:
     return sum(trial.counts[name] for trial in trials)
 
 
 def spread(values: Iterable[float], digits: int) -> dict[str, float]:
-    """Median, least and greatest."""
+    """Return median, minimum and maximum."""
     ordered = sorted(values)
     picked = {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
     return {name: round(value, digits) for name, value in picked.items()}
 
 
-def summary(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Medians over the trials; the percentiles are of single calls, in seconds."""
+def summary(trials: Sequence[LaneTrial]) -> dict[str, Any]:
+    """Return medians over the trials; the percentiles are of single calls, in seconds."""
     latencies = [trial.latency_s for trial in trials]
     calls = [call for trial in trials for call in trial.completions]
     counts = {name: statistics.median(trial.counts[name] for trial in trials) for name in trials[0].counts}
@@ -150,41 +152,47 @@ def summary(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def measure(settings: WorkflowSettings, progress: Progress = lambda _: None) -> WorkflowResult:
-    """The cases of a figure, and its controls where they are asked for. Raises `ConfigError` for an unknown figure."""
+    """Measure the cases of a figure and, if `settings.controls`, its controls. Raises `ConfigError` for an unknown
+    figure.
+    """
     runner, tokenizer = random_runner(settings.model_size, settings.device)
-    bench = _Bench(settings, runner, tokenizer, progress)
+    bench = _CaseRunner(settings, runner, tokenizer, progress)
     encode = tokenizer.encode
     done = [
         bench.run(workload, policies(workload), settings.seeds)
         for workload in cases(settings.figure, settings.shape, runner.vocab_size, settings.seed, encode)
     ]
-    asked = controls(settings.shape, runner.vocab_size, settings.seed) if settings.controls else {}
-    return WorkflowResult(settings, done, {name: bench.control(name, one) for name, one in asked.items()})
+    chosen = controls(settings.shape, runner.vocab_size, settings.seed) if settings.controls else {}
+    return WorkflowResult(settings, done, {name: bench.control(name, one) for name, one in chosen.items()})
 
 
-def policies(workload: Workload) -> tuple[str, ...]:
-    """Who runs in a figure. In a single flow nobody is behind a request that waits, so blocking changes nothing."""
+def policies(workload: FlowWorkload) -> tuple[str, ...]:
+    """Return the policies of a figure. In a single flow no request is behind a waiting one, so blocking changes
+    nothing.
+    """
     return tuple(name for name in POLICIES if name != "lru_blocking" or len(workload.flows) > 1)
 
 
 @dataclass
-class _Bench:
-    """What all cases have in common."""
+class _CaseRunner:
+    """The model and settings that all cases share."""
 
     settings: WorkflowSettings
     runner: ModelRunner
     tokenizer: HFTokenizer
     progress: Progress
 
-    def control(self, name: str, control: Control) -> Case:
+    def control(self, name: str, control: Control) -> CaseResult:
         self.progress(f"control: {name}")
         return self.run(control.workload, COMPARED, self.settings.seeds, control.hints)
 
     def run(
-        self, workload: Workload, names: Sequence[str], seeds: int, hints: Callable[[], Hints] = lambda: right
-    ) -> Case:
-        """All trials of one case; `hints` makes the way of the forecasts anew for every lane. The first lane, which
-        loads nothing, says what computing costs, and so how slow the copies of the others have to be.
+        self, workload: FlowWorkload, names: Sequence[str], seeds: int, hints: Callable[[], Hints] = lambda: true_hints
+    ) -> CaseResult:
+        """Run all trials of one case; `hints` makes a new filter of forecasts for every lane.
+
+        The first lane, which loads nothing, measures the cost of computing; from it follows how slow the others' copies
+        are.
         """
         longest = max(workload.prompts, key=len)
         lanes: dict[str, Lane] = {}
@@ -199,10 +207,10 @@ class _Bench:
                     prefill = lane.prefill_s(longest)
                     throttle = self.settings.load_ratio * prefill / -(-len(longest) // BLOCK)
             trials = self._trials(workload, lanes, seeds)
-        return Case(workload, prefill, throttle, trials)
+        return CaseResult(workload, prefill, throttle, trials)
 
-    def _trials(self, workload: Workload, lanes: Mapping[str, Lane], seeds: int) -> dict[str, list[Trial]]:
-        trials: dict[str, list[Trial]] = {name: [] for name in lanes}
+    def _trials(self, workload: FlowWorkload, lanes: Mapping[str, Lane], seeds: int) -> dict[str, list[LaneTrial]]:
+        trials: dict[str, list[LaneTrial]] = {name: [] for name in lanes}
         order = list(lanes)
         for seed in range(seeds):
             for name in order:

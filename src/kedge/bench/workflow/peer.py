@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from kedge.bench.workflow.figures import TENANT, Flow, Workload
+from kedge.bench.workflow.figures import TENANT, Flow, FlowWorkload
 from kedge.types import AgentId, RunId, Tokens
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.step_graph import Node, StepGraph
@@ -48,7 +48,7 @@ FRAMES = (
 
 
 def question(rng: Random) -> str:
-    """A question that a customer might ask."""
+    """Return a random customer's question."""
     company, other = rng.sample(COMPANIES, 2)
     frame, figure = rng.choice(FRAMES), rng.choice(FIGURES)
     return frame.format(
@@ -57,14 +57,14 @@ def question(rng: Random) -> str:
 
 
 def fixed_prompt(desk: str, role: str) -> str:
-    """What is the same in every call of one agent."""
+    """Return the part that is the same in every call of one agent."""
     rng = Random(f"{desk}/{role}")
     examples = (f"Question {i + 1}: {question(rng)} Points to look at: {question(rng)}" for i in range(EXAMPLES))
     return "\n".join((RULES, DESKS[desk], ROLES[role], *examples, ""))
 
 
 def team(name: str, desk: str, encode: Encode, output: int, seed: int) -> Flow:
-    """One team; every question goes once around."""
+    """Return one team; every question goes around once."""
     names = tuple(ROLES)
     nodes = (Node(names[0], loops=[names[-1]]), *(Node(b, after=[a]) for a, b in zip(names, names[1:], strict=False)))
     return Flow(
@@ -78,8 +78,8 @@ def team(name: str, desk: str, encode: Encode, output: int, seed: int) -> Flow:
     )
 
 
-def peer(encode: Encode, seed: int, *, output: int, rounds: int, share: float = 0.5) -> Workload:
-    """One team for every desk, all at once; the device has room for `share` of their fixed prompts."""
+def peer(encode: Encode, seed: int, *, output: int, rounds: int, share: float = 0.5) -> FlowWorkload:
+    """Return one team for every desk, all at once; the device has room for `share` of their fixed prompts."""
     flows = tuple(team(desk, desk, encode, output, seed) for desk in DESKS)
     tokens = sum(len(prompt) for flow in flows for prompt in flow.fixed.values())
-    return Workload(f"PEER, {len(flows)} teams", flows, int(share * tokens), rounds * len(ROLES), len(ROLES))
+    return FlowWorkload(f"PEER, {len(flows)} teams", flows, int(share * tokens), rounds * len(ROLES), len(ROLES))

@@ -126,7 +126,9 @@ def _is_agent(key: object) -> bool:
 
 
 def _is_run(next_run: object) -> bool:
-    """Return whether a forecast may say so: 0 or more steps (perhaps infinitely many), or None for an agent that ended."""
+    """Return whether a forecast may say so: 0 or more steps (perhaps infinitely many), or None for an agent that
+    ended.
+    """
     if not isinstance(next_run, NextRun):
         return next_run is None
     steps, probability = next_run

@@ -11,9 +11,8 @@ import torch
 
 import kedge.models.nano
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
-from kedge.cache import CacheManager, EvictionPolicy, TierSettings, TransferLimits, lru, steps_to_execution
+from kedge.cache import CacheManager, EvictionPolicy
 from kedge.engine.local.components import Parts
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.costs import EngineCosts
@@ -27,10 +26,10 @@ from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import ReusePolicy
+from kedge.policies.eviction import policy_of
 from kedge.reuse.expected import Expected
 from kedge.reuse.runtime import Runtime
-from kedge.settings import EngineConfig, TierConfig
+from kedge.settings import EngineSettings, TierSettings
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ def model_path(model: str | Path | None) -> Path:
     return Path(model) if model is not None else Path(kedge.models.nano.__path__[0])
 
 
-def load_runner(path: Path, config: EngineConfig) -> ModelRunner:
+def load_runner(path: Path, config: EngineSettings) -> ModelRunner:
     """Load a model as the settings ask for."""
     device = pick_device(config.device)
     return checked_runner(models.load(path, pick_dtype(config.dtype, device), device))
@@ -73,7 +72,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 def core(
     runner: ModelRunner,
-    config: EngineConfig,
+    config: EngineSettings,
     policy: EvictionPolicy | None = None,
     on_copied: Callable[[], None] = lambda: None,
     parts: Parts = Parts(),  # noqa: B008 (it is frozen)
@@ -87,18 +86,17 @@ def core(
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
     expected = Expected()
-    anchors = parts.anchors(
-        AnchorConfig(**config.anchors.stored()), host_bound(config.anchors.host_bytes, config.tiers, expected)
-    )
+    anchors = parts.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
     costs = EngineCosts(by_cost=config.planner.by_cost)
-    policy_of_reuse = ReusePolicy(**config.planner.policy())
-    runtime = Runtime(anchors, bases, policy_of_reuse, runner.refusal, expected, costs)
+    runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, costs)
     capacity = num_blocks * config.block_size
-    settings = tier_settings(runner.spec, config)
-    host = HostStorage(storage, settings.host_blocks)
-    copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if settings.host_blocks else None
-    cache = CacheManager(num_blocks, config.block_size, policy or pick_policy(config.tiers), settings, copier)
+    block_bytes = runner.spec.bytes_per_token * config.block_size
+    host_blocks = config.tiers.host_pool_size(block_bytes)
+    host = HostStorage(storage, host_blocks)
+    copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if host_blocks else None
+    policy = policy or policy_of(config.tiers)
+    cache = CacheManager(num_blocks, config.block_size, policy, config.tiers, copier, block_bytes)
     built = EngineCore(
         runner,
         cache,
@@ -116,35 +114,13 @@ def core(
     return built, capacity
 
 
-def _blocks(spec: KVSpec, config: EngineConfig) -> int:
+def _blocks(spec: KVSpec, config: EngineSettings) -> int:
     blocks = config.kv_memory // (spec.bytes_per_token * config.block_size)
     if blocks < 1:
         raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
     return blocks
 
 
-def host_bound(nbytes: int, tiers: TierConfig, expected: Expected) -> HostBound:
+def host_bound(nbytes: int, tiers: TierSettings, expected: Expected) -> HostBound:
     """Return host memory for anchors or base KV, under the same policy and forecast as the blocks."""
-    return HostBound(nbytes, pick_policy(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)
-
-
-def pick_policy(tiers: TierConfig) -> EvictionPolicy:
-    return lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
-
-
-def tier_settings(spec: KVSpec, config: EngineConfig) -> TierSettings:
-    """Return what the cache is told of the tiers. Raises `ConfigError` for a host tier that holds no block."""
-    tiers, block_bytes = config.tiers, spec.bytes_per_token * config.block_size
-    blocks = tiers.host_memory // block_bytes if tiers.host_blocks is None else tiers.host_blocks
-    if tiers.host_blocks is None and tiers.host_memory and not blocks:
-        raise ConfigError("engine.tiers.host_memory", tiers.host_memory, "holds not a single block of this model's KV")
-    return TierSettings(
-        host_blocks=blocks,
-        block_bytes=block_bytes,
-        limits=TransferLimits(tiers.copy_jobs, tiers.copy_bytes),
-        backup_hits=tiers.backup_hits,
-        virtual_step=tiers.virtual_step,
-        prefetch_window=tiers.prefetch_window,
-        prefetch_jobs=tiers.prefetch_jobs,
-        decode_reserve=tiers.decode_reserve,
-    )
+    return HostBound(nbytes, policy_of(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
@@ -14,6 +13,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.contracts import Anchors
 from kedge.reuse.plan import ReusePlan
+from kedge.settings import AnchorSettings
 from kedge.types import GenerateRequest
 
 
@@ -44,5 +44,5 @@ class Translating:
 class Parts:
     """The replaceable parts of an engine, each as it is built."""
 
-    anchors: Callable[[AnchorConfig, HostBound], Anchors] = AnchorStore
+    anchors: Callable[[AnchorSettings, HostBound], Anchors] = AnchorStore
     assembler: Callable[[ModelRunner, PagedStorage], Assembler] = Translating

@@ -36,7 +36,7 @@ from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.runtime import Runtime
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
@@ -58,7 +58,7 @@ class EngineCore:
         copier: TorchCopier | None,
         assembler: Assembler,
         costs: EngineCosts,
-        config: EngineConfig,
+        config: EngineSettings,
         capacity: int,
     ) -> None:
         """`capacity`: tokens of the device tier."""

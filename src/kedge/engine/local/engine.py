@@ -38,7 +38,7 @@ from kedge.errors import (
 )
 from kedge.kv.spec import KVSpec
 from kedge.reuse.layout import with_trails
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -54,8 +54,8 @@ class LocalEngine:
     receipts give the reason.
     """
 
-    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+    def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
+        self.config = config or EngineSettings()
         path = build.model_path(model or self.config.model)
         runner = build.apart(partial(build.load_runner, path, self.config))
         self.tokenizer = HFTokenizer.load(path)
@@ -66,7 +66,7 @@ class LocalEngine:
         cls,
         runner: ModelRunner,
         tokenizer: HFTokenizer,
-        config: EngineConfig,
+        config: EngineSettings,
         policy: EvictionPolicy | None = None,
         parts: Parts = Parts(),  # noqa: B008 (it is frozen)
     ) -> LocalEngine:

@@ -17,7 +17,9 @@ class FixedLengths:
         self._boundary = FixedBoundary()
 
     def of(self, request: GenerateRequest) -> int | None:
-        """Return what the request says, else its first prefix segment where others follow, else what its history says."""
+        """Return what the request says, else its first prefix segment where others follow, else what its history
+        says.
+        """
         if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
             return request.fixed
         first, *others = request.segments

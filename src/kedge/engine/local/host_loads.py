@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from kedge.cache import CacheManager, Readiness
 from kedge.engine.local.sequence import RequestSequence
-from kedge.settings import TierConfig
+from kedge.settings import TierSettings
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class LoadStats:
 class Loading:
     """Asks the cache for what requests have on the host. Without a host tier nobody ever waits."""
 
-    def __init__(self, cache: CacheManager, tiers: TierConfig, has_host: bool) -> None:
+    def __init__(self, cache: CacheManager, tiers: TierSettings, has_host: bool) -> None:
         self._cache, self._tiers, self._has_host = cache, tiers, has_host
         self.lets_pass = tiers.status_aware
         """Whether others go before who waits (KVFlow's status-aware scheduling)."""

@@ -1,7 +1,7 @@
-"""What the miniature tasks share: a generated question, its roles and the split into train and test.
+"""The common form of the miniature tasks: generated questions, roles and the split into train and test.
 
-The tasks mirror the role cycles of KVCOMM (paper, 6.3.2) at a size that a model of a few million parameters
-learns. Every agent's reference answer follows from the question, so that every agent can be scored.
+The tasks mirror the role cycles of KVCOMM (paper, 6.3.2) at a size that a model of a few million parameters learns.
+Every agent's reference answer follows from the question, so that every agent can be scored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Role:
     reference: Callable[[Question], str] = field(repr=False)
     correct: Callable[[str, Question], bool] = field(repr=False)
     tool_lead: str | None = None
-    """Text before the result of this role's tool, where it has one."""
+    """Text before the result of this role's tool, if it has one."""
     tool: Callable[[str, Question], str] | None = field(default=None, repr=False)
-    """The tool: the role's answer and the question to the text of its result."""
+    """(answer, question) -> the text of the tool's result."""
     tool_reference: Callable[[Question], str] | None = field(default=None, repr=False)
-    """What the tool answers to the reference answer (so that training data needs no sandbox)."""
+    """Question -> the tool's result for the reference answer, so that training data needs no sandbox."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,16 @@ class Task:
     roles: tuple[Role, ...]
     generate: Callable[[random.Random], Question] = field(repr=False)
     corrupt: Callable[[random.Random, str], str] = field(repr=False)
-    """A plausible wrong version of an agent's answer, for training the others not to trust blindly."""
+    """Returns a plausible wrong version of an answer, to train the others not to trust blindly."""
     final: Callable[[str], str | None] = field(repr=False)
     """The decision in the last agent's answer, or None where there is none."""
 
     def role(self, role_id: str) -> Role:
+        """Return the role of this id."""
         return next(role for role in self.roles if role.id == role_id)
 
     def questions(self, split: Split, seed: int) -> _Questions:
-        """An endless seeded stream of questions of one split."""
+        """Return an endless seeded stream of questions of one split."""
         return _Questions(self, split, random.Random(f"{self.name}/{split}/{seed}"))
 
 
@@ -74,5 +75,5 @@ class _Questions:
 
 
 def split_of(text: str) -> Split:
-    """The split that a question belongs to: a function of its text alone, so the two can never overlap."""
+    """Return the split of a question: a function of its text alone, so the two never overlap."""
     return "test" if zlib.crc32(text.encode()) % TEST_SHARE == 0 else "train"

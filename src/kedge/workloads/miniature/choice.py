@@ -11,9 +11,9 @@ from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.miniature.math import ITEMS, NAMES
 
 CITIES = ["Rome", "Oslo", "Paris", "Cairo", "Lima", "Delhi", "Tokyo", "Quito", "Dakar", "Hanoi", "Riga", "Bern"]
-WARES = [item for item in ITEMS if item != "leaves"]  # which is what people do to cities here
+WARES = [item for item in ITEMS if item != "leaves"]  # people leave cities here
 VALUE = {"city": "city", "ware": "ware", "items": "count"}
-"""What of a person answers which kind of question"""
+"""Kind of question -> the person's key that answers it."""
 Person = dict[str, Any]
 ASK = {
     "city": "Which city does {name} leave?",
@@ -24,7 +24,7 @@ ASK = {
 
 
 def generate(rng: random.Random) -> Question:
-    """Three people, the city that each leaves, what it sells and how much it owns; one question, four options."""
+    """Generate three people, each with a city, a ware and a number of items; one question and four options."""
     item, *wares = rng.sample(WARES, 4)
     drawn = zip(rng.sample(NAMES, 3), rng.sample(CITIES, 3), wares, strict=True)
     people: list[Person] = [
@@ -47,14 +47,14 @@ def _about(person: Person, item: str) -> str:
 
 
 def _distractors(rng: random.Random, kind: str, right: str, people: list[Person], item: str) -> list[str]:
-    """Three wrong options that the passage does not name."""
+    """Return three wrong options that the passage does not name."""
     pool = {"city": CITIES, "ware": WARES}.get(kind) or [str(n) for n in range(max(1, int(right) - 4), int(right) + 7)]
     named = {right, item, *(str(person[VALUE.get(kind, "count")]) for person in people)}
     return rng.sample([value for value in pool if value not in named], 3)
 
 
 def evidence(question: Question) -> str:
-    """The fact of the passage that settles the question."""
+    """Return the fact of the passage that decides the question."""
     person, item = question.facts["person"], question.facts["item"]
     match question.facts["kind"]:
         case "city":
@@ -73,7 +73,7 @@ def know(question: Question) -> str:
 
 
 def search(question: Question) -> str:
-    """The Wiki Searcher answers with the names to look up; its tool finds their sentences."""
+    """Return the names to look up; the Wiki Searcher's tool finds their sentences."""
     return f"Look up: {', '.join(_entities(question))}."
 
 
@@ -83,7 +83,7 @@ def _entities(question: Question) -> list[str]:
 
 
 def look_up(text: str, question: Question) -> str:
-    """The sentences of the passage about the names after `Look up:`."""
+    """Return the sentences of the passage about the names after `Look up:`."""
     names = set(re.findall(r"\w+", text.partition("Look up:")[2]))
     passage = question.text.partition("\n")[0]
     found = [s for s in re.split(r"(?<=\.) ", passage) if s.split(" ", 1)[0] in names]
@@ -107,7 +107,7 @@ def decide(question: Question) -> str:
 
 
 def stated(text: str) -> str | None:
-    """The option that an answer states last, or None."""
+    """Return the option that an answer states last, or None."""
     found = re.findall(r"answer is (\w+)", text)
     return found[-1] if found else None
 
@@ -117,12 +117,12 @@ def states_answer(text: str, question: Question) -> bool:
 
 
 def finds_evidence(text: str, question: Question) -> bool:
-    """The search is right when its tool finds just the sentences that the question needs."""
+    """Return whether the tool finds exactly the sentences that the question needs."""
     return look_up(text, question) == look_up(search(question), question)
 
 
 def corrupt(rng: random.Random, text: str) -> str:
-    """Replaces the stated option by another of its kind."""
+    """Replace the stated option by another of its kind."""
     option = stated(text)
     if option is None:
         return text

@@ -15,8 +15,8 @@ from kedge.workloads.sandbox import run_python
 
 
 @dataclass(frozen=True)
-class Op:
-    """One operation on a list: how people say it, its short name, its code and its meaning."""
+class ListOp:
+    """One operation on a list: its phrases, its short name, its code and its function."""
 
     phrases: tuple[str, ...]
     short: str
@@ -24,49 +24,49 @@ class Op:
     apply: Callable[[list[int], int], Any]
 
 
-Steps = Sequence[tuple[Op, int]]
-"""Operations with their numbers, the last one being what is returned."""
+Steps = Sequence[tuple[ListOp, int]]
+"""Operations with their numbers; the last one is the returned result."""
 
 
 STEPS = (
-    Op(("keep the even numbers", "leave only the even numbers"), "even", "xs = [x for x in xs if x % 2 == 0]",
+    ListOp(("keep the even numbers", "leave only the even numbers"), "even", "xs = [x for x in xs if x % 2 == 0]",
        lambda xs, n: [x for x in xs if x % 2 == 0]),
-    Op(("keep the odd numbers", "leave only the odd numbers"), "odd", "xs = [x for x in xs if x % 2 == 1]",
+    ListOp(("keep the odd numbers", "leave only the odd numbers"), "odd", "xs = [x for x in xs if x % 2 == 1]",
        lambda xs, n: [x for x in xs if x % 2 == 1]),
-    Op(("keep the numbers above {n}", "drop the numbers up to {n}"), "above {n}", "xs = [x for x in xs if x > {n}]",
+    ListOp(("keep the numbers above {n}", "drop the numbers up to {n}"), "above {n}", "xs = [x for x in xs if x > {n}]",
        lambda xs, n: [x for x in xs if x > n]),
-    Op(("add {n} to every number", "increase every number by {n}"), "plus {n}", "xs = [x + {n} for x in xs]",
+    ListOp(("add {n} to every number", "increase every number by {n}"), "plus {n}", "xs = [x + {n} for x in xs]",
        lambda xs, n: [x + n for x in xs]),
-    Op(("multiply every number by {n}", "make every number {n} times as large"), "times {n}",
+    ListOp(("multiply every number by {n}", "make every number {n} times as large"), "times {n}",
        "xs = [x * {n} for x in xs]", lambda xs, n: [x * n for x in xs]),
-    Op(("turn the list around", "reverse the order"), "reverse", "xs = xs[::-1]", lambda xs, n: xs[::-1]),
-    Op(("sort the numbers", "put the numbers in order"), "sort", "xs = sorted(xs)", lambda xs, n: sorted(xs)),
-    Op(("leave out the first {n} numbers", "skip the first {n} numbers"), "skip {n}", "xs = xs[{n}:]",
+    ListOp(("turn the list around", "reverse the order"), "reverse", "xs = xs[::-1]", lambda xs, n: xs[::-1]),
+    ListOp(("sort the numbers", "put the numbers in order"), "sort", "xs = sorted(xs)", lambda xs, n: sorted(xs)),
+    ListOp(("leave out the first {n} numbers", "skip the first {n} numbers"), "skip {n}", "xs = xs[{n}:]",
        lambda xs, n: xs[n:]),
 )  # fmt: skip
 RETURNS = (
-    Op(("the sum", "the total"), "sum", "return sum(xs)", lambda xs, n: sum(xs)),
-    Op(("how many are left", "the count"), "count", "return len(xs)", lambda xs, n: len(xs)),
-    Op(("the list", "what is left"), "list", "return xs", lambda xs, n: xs),
-    Op(("the largest one or 0", "the maximum or 0"), "max", "return max(xs, default=0)",
+    ListOp(("the sum", "the total"), "sum", "return sum(xs)", lambda xs, n: sum(xs)),
+    ListOp(("how many are left", "the count"), "count", "return len(xs)", lambda xs, n: len(xs)),
+    ListOp(("the list", "what is left"), "list", "return xs", lambda xs, n: xs),
+    ListOp(("the largest one or 0", "the maximum or 0"), "max", "return max(xs, default=0)",
        lambda xs, n: max(xs, default=0)),
 )  # fmt: skip
 
 
 def generate(rng: random.Random) -> Question:
-    """One to three steps, then what to return; with one worked example, as in a docstring."""
+    """Generate one to three steps and a result to return, with one worked example as in a docstring."""
     steps = [(op, rng.randint(2, 9)) for op in rng.sample(STEPS, rng.randint(1, 3))]
     described: Steps = (*steps, (rng.choice(RETURNS), 0))
-    said = [rng.choice(op.phrases).format(n=n) for op, n in described]
+    phrases = [rng.choice(op.phrases).format(n=n) for op, n in described]
     example = [rng.randint(1, 12) for _ in range(rng.randint(2, 4))]
     facts = {"steps": described, "example": example}
-    text = f"Write a function f of a list: {', then '.join(said[:-1])}, then return {said[-1]}."
+    text = f"Write a function f of a list: {', then '.join(phrases[:-1])}, then return {phrases[-1]}."
     text += f"\nExample: f({example}) == {evaluate(described, example)}"
     return Question(text, _code(described), facts)
 
 
 def evaluate(steps: Steps, xs: list[int]) -> object:
-    """What the described function returns for `xs`."""
+    """Return the result of the described function for `xs`."""
     value: Any = xs
     for op, n in steps:
         value = op.apply(value, n)
@@ -83,8 +83,8 @@ def _shorts(question: Question) -> list[str]:
 
 def plan(question: Question) -> str:
     *steps, (last, _) = question.facts["steps"]
-    said = [*(op.phrases[0].format(n=n) for op, n in steps), f"return {last.phrases[0]}"]
-    return "The plan: " + " ".join(f"{i}. {what}." for i, what in enumerate(said, 1))
+    phrases = [*(op.phrases[0].format(n=n) for op, n in steps), f"return {last.phrases[0]}"]
+    return "The plan: " + " ".join(f"{i}. {what}." for i, what in enumerate(phrases, 1))
 
 
 def design(question: Question) -> str:
@@ -102,12 +102,12 @@ def write_tests(question: Question) -> str:
 
 
 def check(code: str, tests: str) -> bool:
-    """Whether `code` passes `tests`, run in the sandbox."""
+    """Return whether `code` passes `tests`, run in the sandbox."""
     return run_python(f"{code}\n{tests}\nprint('passed')").summary == "passed"
 
 
 def hidden_tests(question: Question) -> str:
-    """Tests that no agent has seen."""
+    """Return tests that no agent has seen."""
     rng = random.Random(question.text)
     lists = [[], [1], *([rng.randint(0, 20) for _ in range(n)] for n in (3, 5, 8))]
     return "\n".join(f"assert f({xs}) == {evaluate(question.facts['steps'], xs)}" for xs in lists)
@@ -126,18 +126,18 @@ def code_passes(text: str, question: Question) -> bool:
 
 
 def tests_accept(text: str, question: Question) -> bool:
-    """Right tests: there is an assertion on f, and the reference solution passes all of them."""
+    """Return whether the tests assert something on f and the reference solution passes all of them."""
     return "assert f(" in text and check(question.answer, text)
 
 
 def run_example(text: str, question: Question) -> str:
-    """The tool: runs the Programming Expert's code on the example of the question."""
+    """Run the Programming Expert's code on the example of the question (the agent's tool)."""
     example = question.text.partition("Example: ")[2]
     return "passed" if check(text, f"assert {example}") else "failed"
 
 
 def corrupt(rng: random.Random, text: str) -> str:
-    """Replaces one number of an answer by another."""
+    """Replace one number of an answer by another."""
     numbers = list(re.finditer(r"(?<= )[2-9]\b", text))
     if not numbers:
         return text
@@ -146,7 +146,7 @@ def corrupt(rng: random.Random, text: str) -> str:
 
 
 def stated(text: str) -> str | None:
-    """The code of an answer without trailing space, or None where there is no function."""
+    """Return the code of an answer without trailing space, or None where there is no function."""
     return text.strip() if text.lstrip().startswith("def f(") else None
 
 

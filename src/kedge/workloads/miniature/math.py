@@ -28,7 +28,7 @@ APPLY = {"+": operator.add, "-": operator.sub}
 
 
 def generate(rng: random.Random) -> Question:
-    """2 to 5 steps; every intermediate number is in 0..30, so that each is a single token."""
+    """Generate 2 to 5 steps; every intermediate number is in 0..30, so that each is a single token."""
     name, item, total = rng.choice(NAMES), rng.choice(ITEMS), rng.randint(2, 12)
     start, steps, sentences = total, [], [f"{name} starts the day with {total} {item}."]
     for _ in range(rng.randint(2, 5)):
@@ -78,7 +78,7 @@ def decide(question: Question) -> str:
 
 
 def stated(text: str) -> str | None:
-    """The number that an answer states last, or None."""
+    """Return the number that an answer states last, or None."""
     found = re.findall(r"answer is (\d+)", text)
     return found[-1] if found else None
 
@@ -88,7 +88,7 @@ def states_answer(text: str, question: Question) -> bool:
 
 
 def run_solve(text: str, question: Question) -> str:  # noqa: ARG001 (a tool's signature)
-    """Runs the code of the Programming Expert in the sandbox; the printed result, or the error's name."""
+    """Run the Programming Expert's code in the sandbox; return the printed result, or the error's name."""
     return run_python(f"{text}\nprint(solve())").summary
 
 
@@ -97,7 +97,7 @@ def code_returns_answer(text: str, question: Question) -> bool:
 
 
 def corrupt(rng: random.Random, text: str) -> str:
-    """Replaces one number of an answer by another."""
+    """Replace one number of an answer by another."""
     numbers = list(re.finditer(r"(?<=[ :])\d+", text))
     if not numbers:
         return text

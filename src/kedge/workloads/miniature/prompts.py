@@ -14,7 +14,7 @@ from kedge.workloads.base import QUESTION, Question
 from kedge.workloads.miniature.base import Role, Task
 
 MAX_TOKENS = 192
-"""Longer than any reference answer; an answer that goes on and on ends here."""
+"""Limit of an answer, longer than any reference answer."""
 
 WORDING = Wording(
     header="Question: {user_question}",
@@ -25,13 +25,13 @@ WORDING = Wording(
 
 
 def agent_prompt(role: Role, heard: Sequence[Role]) -> str:
-    """The user message of `role` when it reads the answers of `heard`, with placeholders still in it."""
+    """Return the user message of `role` when it reads the answers of `heard`, with placeholders still in it."""
     return user_template(role.title, [Heard(other.id, other.title, other.tool_lead) for other in heard], WORDING)
 
 
 @dataclass(frozen=True)
 class QuestionTool:
-    """A role's tool as the tool of a workflow: of the question it knows the text that the agents read, no more."""
+    """A role's tool as the tool of a workflow; it sees the question's text alone."""
 
     tool: Callable[[str, Question], str]
 
@@ -40,7 +40,7 @@ class QuestionTool:
 
 
 def workflow(task: Task, topology: str | Topology = "fully_connected", agents: int | None = None) -> Workflow:
-    """The task's agents as a workflow. `agents`: how many, the first ones and the last (default: all).
+    """Return the task's agents as a workflow. `agents`: how many, the first ones and the last (default: all).
 
     Raises `WorkflowError` for an unknown topology or a number of agents that the task does not have.
     """
@@ -64,7 +64,7 @@ def _cast(task: Task, agents: int | None) -> list[Role]:
 
 def _named(topology: str, agents: Sequence[Agent]) -> Topology:
     if topology not in TOPOLOGIES:
-        raise WorkflowError("topology", topology, f"not one of {', '.join(TOPOLOGIES)}")
+        raise WorkflowError("topology", topology, f"must be one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[topology](agents)
 
 

@@ -20,7 +20,7 @@ from kedge.engine.local.build import model_path  # noqa: E402
 from kedge.errors import ConfigError, ForwardFailed, PromptTooLong, RequestError  # noqa: E402
 from kedge.integrations.vllm.engine.answer import Answer  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.settings import EngineConfig  # noqa: E402
+from kedge.settings import EngineSettings  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
     Completion,
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[VLLMEngine]:
     own = {"max_model_len": 1280, "num_gpu_blocks_override": 48, "max_num_seqs": 8, "max_num_batched_tokens": 1280}
-    with VLLMEngine(model, EngineConfig(backend="vllm", tiers={"host_blocks": 64}, vllm=own)) as built:
+    with VLLMEngine(model, EngineSettings(backend="vllm", tiers={"host_blocks": 64}, vllm=own)) as built:
         yield built
 
 
@@ -198,7 +198,7 @@ def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
 
 
 def test_arguments_that_vllm_refuses_are_named(model: Path) -> None:
-    config = EngineConfig(backend="vllm", vllm={"max_model_len": 10**6})
+    config = EngineSettings(backend="vllm", vllm={"max_model_len": 10**6})
     with pytest.raises(ConfigError, match="engine.vllm.*max_model_len"):
         VLLMEngine(model, config)
 

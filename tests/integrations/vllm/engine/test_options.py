@@ -1,4 +1,4 @@
-"""What of an `EngineConfig` reaches vLLM and the plug-in, and what is refused. No vLLM is needed."""
+"""What of an `EngineSettings` reaches vLLM and the plug-in, and what is refused. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kedge.integrations.vllm.engine.options import (
     require_vllm,
     vllm_arguments,
 )
-from kedge.settings import EngineConfig, Settings, TierConfig
+from kedge.settings import EngineSettings, Settings, TierSettings
 
 TYPES = {
     "model": str, "dtype": Literal["auto", "float32"], "max_model_len": int, "block_size": int, "odd": "OnlyVLLMKnows",
@@ -30,7 +30,7 @@ Arguments = make_dataclass("Arguments", TYPES.items())
 
 
 def arguments(is_cpu: bool = True, **own: Any) -> dict[str, Any]:
-    return vllm_arguments(EngineConfig(backend="vllm", vllm=own), Path("m"), Arguments, is_cpu=is_cpu)
+    return vllm_arguments(EngineSettings(backend="vllm", vllm=own), Path("m"), Arguments, is_cpu=is_cpu)
 
 
 def test_vllms_own_arguments_reach_it_over_the_defaults() -> None:
@@ -58,23 +58,23 @@ def test_bad_arguments_are_named(own: dict[str, Any], message: str) -> None:
 
 
 def test_settings_that_cannot_be_meant_are_refused_where_they_were_set() -> None:
-    refuse_foreign(EngineConfig(backend="vllm", tiers=TierConfig(host_blocks=5)))
+    refuse_foreign(EngineSettings(backend="vllm", tiers=TierSettings(host_blocks=5)))
     for section, names in FOREIGN.items():
-        owner = type(getattr(EngineConfig(), section)) if section else EngineConfig
+        owner = type(getattr(EngineSettings(), section)) if section else EngineSettings
         for name in names:
             value = getattr(owner(), name)
             said = {section: {name: value}} if section else {name: value}
             key = f"engine.{section}.{name}" if section else f"engine.{name}"
             with pytest.raises(ConfigError, match=f"^{key}="):
-                refuse_foreign(EngineConfig(backend="vllm", **said))
+                refuse_foreign(EngineSettings(backend="vllm", **said))
 
 
 def test_the_plugin_gets_its_sections_and_reads_them() -> None:
     pytest.importorskip("torch")
     from kedge.integrations.vllm.plugin.settings import PluginSettings
 
-    config = EngineConfig(backend="vllm", tiers={"host_blocks": 5}, anchors={"capacity": 3}, vllm={"max_captures": 2})
-    told = PluginSettings.of(plugin_settings(config))
+    config = EngineSettings(backend="vllm", tiers={"host_blocks": 5}, anchors={"capacity": 3}, vllm={"max_captures": 2})
+    told = PluginSettings.model_validate(plugin_settings(config))
     assert (told.tiers.host_blocks, told.anchors.capacity, told.max_captures) == (5, 3, 2)
 
 

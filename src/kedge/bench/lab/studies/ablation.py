@@ -13,7 +13,7 @@ _COLUMNS = ("kl", "top1", "accuracy", "same_final_answer", "reuse_rate")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every combination of steps that the paper shows."""
+    """Return a row for every combination of steps in the paper's table."""
     chosen = _QUICK_STEPS if settings.quick else _STEPS
     methods = {_name(*steps): ablation(rotation=steps[0], values=steps[1], prefixes=steps[2]) for steps in chosen}
     summaries = compared(settings, seed, methods, note, taught=True)

@@ -12,7 +12,7 @@ _COLUMNS = ("accuracy", "same_final_answer", "reuse_rate", "reused_tokens")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every method and number of agents; `dense` is dense prefill again, the ceiling."""
+    """Return a row for every method and number of agents; `dense` repeats dense prefill, the ceiling."""
     rows: list[Row] = []
     for agents in _QUICK_TEAMS if settings.quick else _TEAMS:
 

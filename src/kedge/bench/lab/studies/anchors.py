@@ -1,22 +1,22 @@
-"""KVCOMM, figure A.3: how often each anchor was leaned on, by its length. Pools fill as they do in use."""
+"""KVCOMM, figure A.3: how often each anchor is used, by its length. Pools fill as they do in use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
 from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import Method, method_named
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
+from kedge.settings import AnchorSettings
 
 METHODS = ("kvcomm", "token")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every method and place in its pools: the tenth with the most hits first, then the next tenth, …"""
+    """Return a row for every method and tenth of its anchors, those with the most hits first."""
     stores: dict[str, AnchorStore] = {}
     methods = {name: _kept(method_named(name), name, stores) for name in METHODS}
     workload, questions = asked(settings, seed, taught=False)
@@ -26,9 +26,9 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
 
 
 def _kept(method: Method, name: str, stores: dict[str, AnchorStore]) -> Method:
-    """The same method; its store can be looked at afterwards."""
+    """Return the same method with its store put into `stores`."""
 
-    def build(config: AnchorConfig, host: HostBound) -> AnchorStore:
+    def build(config: AnchorSettings, host: HostBound) -> AnchorStore:
         stores[name] = AnchorStore(config, host)
         return stores[name]
 

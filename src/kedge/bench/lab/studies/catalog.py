@@ -1,4 +1,4 @@
-"""All studies by name, in the order in which they tell users most."""
+"""All studies by name, the most telling ones first."""
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ from kedge.bench.lab.probe import Probe
 from kedge.bench.lab.studies.study import StudySettings
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens
 
 
 class Contexts:
-    """A model that prefills whatever it is given. Closed by leaving the `with`."""
+    """A model that prefills given tokens in given contexts. A context manager."""
 
     def __init__(self, settings: StudySettings) -> None:
-        loaded = load_model(settings.model, EngineConfig())
+        loaded = load_model(settings.model, EngineSettings())
         self.embeddings: Tensor = loaded[0].model.get_input_embeddings().weight.detach().float().cpu()
         """float32 [vocab, hidden]"""
         self.special: frozenset[int] = frozenset(loaded[1].inner.all_special_ids)
@@ -37,20 +37,23 @@ class Contexts:
         self._engine.close()
 
     def encode(self, text: str) -> Tokens:
-        """Token ids of a text, with what begins a prompt before it."""
+        """Return the token ids of a text, with the tokens that begin a prompt."""
         return self._engine.tokenizer.encode(text)
 
     def start(self) -> Tokens:
-        """The shortest context there is: what begins a prompt, else a line's end."""
+        """Return the shortest possible context: the tokens that begin a prompt, else a line break."""
         return self.encode("") or self._engine.tokenizer.encode("\n", special=False)
 
     def bare(self, text: str) -> Tokens:
+        """Return the token ids of a text alone."""
         return self._engine.tokenizer.encode(text, special=False)
 
     def kv(self, before: Tokens, tokens: Tokens) -> KVSegment:
-        """KV of `tokens` behind `before`, keys unrotated, float32 on the CPU. Raises `ConfigError` for no context."""
+        """Return the KV of `tokens` behind `before`, keys unrotated, float32 on the CPU. Raises `ConfigError` for an
+        empty context.
+        """
         if not before:
-            raise ConfigError("before", before, "is empty: a first token sees no context")
+            raise ConfigError("before", before, "must not be empty: the first token of a prompt has no context")
         segments = (Segment(before, "p0"), Segment(tokens, "p1"))
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         seen = self._probe.submit(self._engine, GenerateRequest(segments, sampling, ReuseMode.OFF), kv=True).result()

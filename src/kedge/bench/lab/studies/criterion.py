@@ -1,4 +1,4 @@
-"""KVCOMM, Table A.3: what makes a value shareable."""
+"""KVCOMM, Table A.3: the criterion of shareability."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = ("accuracy", "same_final_answer", "reuse_rate", "reused_tokens")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for `interpolate` and `token` with every criterion; pools fill as they do in use."""
+    """Return a row for `interpolate` and `token` with every criterion; pools fill as they do in use."""
     methods = {
         f"{estimator}, {criterion}": Method(ReuseMode.TRANSLATE, {**anchors, "criterion": criterion}, planner)
         for estimator, anchors, planner in (

@@ -1,7 +1,7 @@
 """KVCOMM, Table A.4, and learning curves: estimators that share the same values, so that only offsets differ.
 
-Every method holds the same samples, shares by length alone and recomputes one token: the reuse rate is one for all.
-Those that compute `weak` tokens learn which these are, as Kedge does, and share whatever comes.
+Every method holds the same samples, shares by length alone and recomputes one token, so all have one reuse rate.
+Methods that compute `weak` tokens learn which these are, as Kedge does by default, and share every value.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _COLUMNS = (
 
 
 def alike(*estimators: str) -> dict[str, Method]:
-    """Rotation without offsets, and estimators that share whatever two of their anchors are as long as.
+    """Return rotation without offsets, and estimators that share every value for which two anchors are long enough.
 
-    `token` comes with offsets in 8 bits, too, and some with what follows a value as part of it; the paper's and ours,
-    then, also with weak tokens computed.
+    `token` also comes with offsets in 8 bits, some also with a trail behind each value, and the paper's and Kedge's
+    default then also with weak tokens computed.
     """
     planner = method_named("kvcomm").planner
     methods = {"rotation": method_named("rotation")}
@@ -55,7 +55,7 @@ def alike(*estimators: str) -> dict[str, Method]:
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every number of samples and estimator; accuracy and the judge only where the most was learned."""
+    """Return a row for every number of samples and estimator; accuracy and the judge only for the largest number."""
     methods = alike(*(_QUICK if settings.quick else ESTIMATORS))
     curve = _QUICK_CURVE if settings.quick else _CURVE
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""KVCOMM, figure A.1: what anchors weigh, by length of the messages, of the prefix segments, and by pool size.
+"""KVCOMM, figure A.1: memory of anchors, by length of the messages and prefix segments, and by pool size.
 
 Pools of random KV in the model's shape are filled by observing, so that slack, key vectors and regressions are counted
 as they are in use.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.store import AnchorStore
 from kedge.bench.lab.methods import load_model
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
-from kedge.settings import EngineConfig, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
 from kedge.types import TenantId, WorkflowId
 
 _ESTIMATORS = {
@@ -25,20 +24,20 @@ _ESTIMATORS = {
     "linear": ("linear", 16),
     "linear+token": ("linear+token", 16),
 }
-"""With the bits of an offset's numbers"""
+"""Name -> estimator and bits per number of an offset."""
 _LENGTHS, _QUICK_LENGTHS = (64, 128, 256, 512), (64,)
 _SAMPLES, _QUICK_SAMPLES = (5, 10, 15, 20, 25), (5, 20)
 _PREFIX = 32
-"""Tokens of the prefix segment behind a message"""
+"""Tokens of the prefix segment behind a message."""
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every estimator, length of messages (tokens) and number of anchors: MiB of one message's pool.
+    """Return a row for every estimator, message length (tokens) and number of anchors: MiB of one message's pool.
 
     `paper_mib` is the paper's design: base KV once and, for every reading agent, offsets of the message and of the
     prefix segment, in all layers. `message_mib` is the plain KV of one message.
     """
-    spec = load_model(settings.model, EngineConfig(device="cpu"))[0].spec
+    spec = load_model(settings.model, EngineSettings(device="cpu"))[0].spec
     readers = settings.agents - 1
     rows: list[Row] = []
     for name, (estimator, bits) in _ESTIMATORS.items():
@@ -54,9 +53,9 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
 
 
 def filled(estimator: str, bits: int, spec: KVSpec, samples: int, tokens: int, readers: int, seed: int) -> AnchorStore:
-    """A store whose one pool holds `samples` messages with what every reader observed of them."""
+    """Return a store whose one pool holds `samples` messages, observed by every reader."""
     settings = estimator_settings(estimator)
-    config = AnchorConfig(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
+    config = AnchorSettings(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
     store, random = AnchorStore(config), torch.Generator().manual_seed(seed)
     pool = PoolKey(TenantId("memory"), WorkflowId("memory"), "agent_1_current")
     for number in range(samples):

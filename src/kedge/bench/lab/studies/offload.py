@@ -1,9 +1,9 @@
 """KVCOMM, Table A.6: anchors in host memory against anchors on the device.
 
-All methods answer the same questions with the same anchors. Where these lie on the host, the device has room for half
-of them, so that what an agent reads has mostly gone when its turn comes again. On a GPU they are copied over its link.
-On a CPU both tiers are the same memory: there every copy is made to last as long as over a link whose speed, in units
-of this machine's dense prefill, is that of the paper's GPU.
+All methods answer the same questions with the same anchors. With anchors on the host, the device has room for half of
+them, so that an agent's anchors have mostly been evicted when its turn comes again. On a GPU they are copied over its
+link. On a CPU both tiers are the same memory: there every copy is slowed down to the speed of the paper's link, in
+units of this machine's dense prefill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from kedge.anchors.config import AnchorConfig
 from kedge.anchors.estimate import Estimate
 from kedge.anchors.residence import HostBound, ResidenceStats
 from kedge.anchors.store import AnchorStore
@@ -23,24 +22,24 @@ from kedge.bench.lab.pairs import MethodRuns
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
 from kedge.engine.local.components import Parts
 from kedge.reuse.contracts import SampleView, Slot
-from kedge.settings import EngineConfig
+from kedge.settings import AnchorSettings, EngineSettings
 
 _TEAMS, _QUICK_TEAMS = (3, 4), (3,)
 _SHARE = 0.5
-"""Of all offsets, what fits the device"""
+"""Share of all offsets that fits the device."""
 _LOAD_RATIO = 0.045
 """Seconds to load one token's KV over seconds to prefill it densely: 128 KiB of an 8B model at 25 GB/s over a PCIe
 link, against the 430 ms for 3,700 tokens of Table 2"""
 
 
-class Link:
-    """Makes the stores of an engine whose copies between device and host take at least `seconds_per_byte`."""
+class SlowLink:
+    """A factory of stores whose copies between device and host take at least `seconds_per_byte`."""
 
     def __init__(self, seconds_per_byte: float = 0.0) -> None:
         self._seconds_per_byte = seconds_per_byte
         self._stores: list[LinkedStore] = []
 
-    def __call__(self, config: AnchorConfig, host: HostBound) -> LinkedStore:
+    def __call__(self, config: AnchorSettings, host: HostBound) -> LinkedStore:
         self._stores.append(LinkedStore(config, host, self._seconds_per_byte))
         return self.made
 
@@ -53,11 +52,11 @@ class Link:
 class LinkedStore(AnchorStore):
     """An `AnchorStore` behind a slow link."""
 
-    def __init__(self, config: AnchorConfig, host: HostBound, seconds_per_byte: float) -> None:
+    def __init__(self, config: AnchorSettings, host: HostBound, seconds_per_byte: float) -> None:
         super().__init__(config, host)
         self._seconds_per_byte = seconds_per_byte
         self.waited = 0.0
-        """Seconds that requests have waited for the link"""
+        """Seconds that requests have waited for the link."""
 
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
         before = self.stats().tiers
@@ -74,7 +73,7 @@ class LinkedStore(AnchorStore):
         return fetched
 
     def _hold(self, before: ResidenceStats, after: ResidenceStats, took: float) -> float:
-        """Waits for what the link takes longer than the copies that were made; the seconds."""
+        """Wait for the rest of the time that the link needs; return the seconds waited."""
         moved = after.bytes_loaded - before.bytes_loaded + after.bytes_offloaded - before.bytes_offloaded
         rest = max(0.0, moved * self._seconds_per_byte - took)
         time.sleep(rest)
@@ -82,8 +81,8 @@ class LinkedStore(AnchorStore):
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """For every number of agents a row with all anchors on the device, with anchors on the host that are fetched when a
-    request asks, and with such that are also fetched ahead, as the forecast says.
+    """Return three rows per number of agents: anchors on the device, on the host fetched on demand, and fetched ahead
+    by the forecast.
 
     `match_ms` (waits included) and `ttft_ms` are medians of the calls that translated; `wait_ms`, for the link, and
     `loaded_mib` are means of all calls. Pools fill as they do in use.
@@ -96,19 +95,19 @@ def _teams(settings: StudySettings) -> tuple[int, ...]:
 
 
 def _team(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    device, link = _run(settings, seed, note, "device", Link(), {}, {})
+    device, link = _run(settings, seed, note, "device", SlowLink(), {}, {})
     rows = [_row(settings, "device", device, link)]
     slow = _link_seconds(settings, device)
     bound = {"max_bytes": int(_SHARE * link.made.stats().nbytes), "host_bytes": 64 << 30}
     for name, window in (("host", -1.0), ("host, ahead", 2.0)):
-        runs, link = _run(settings, seed, note, name, Link(slow), bound, {"prefetch_window": window})
+        runs, link = _run(settings, seed, note, name, SlowLink(slow), bound, {"prefetch_window": window})
         rows.append(_row(settings, name, runs, link))
     return rows
 
 
 def _run(
-    settings: StudySettings, seed: int, note: Note, name: str, link: Link, anchors: Mapping, tiers: Mapping
-) -> tuple[MethodRuns, Link]:
+    settings: StudySettings, seed: int, note: Note, name: str, link: SlowLink, anchors: Mapping, tiers: Mapping
+) -> tuple[MethodRuns, SlowLink]:
     note(f"{settings.agents} agents, {name}")
     workload, questions = asked(settings, seed, taught=False)
     method = replace(method_named("token"), parts=Parts(anchors=link))
@@ -124,7 +123,7 @@ def _run(
     return run_pairs(workload, questions, {name: method}, lab)[name], link
 
 
-def _row(settings: StudySettings, name: str, runs: MethodRuns, link: Link) -> Row:
+def _row(settings: StudySettings, name: str, runs: MethodRuns, link: SlowLink) -> Row:
     summary, moved = runs.summary(), link.made.stats().tiers
     calls = [pair.other.completion for pair in runs.answers]
     translated = [one for one in calls if one.receipt.translated]
@@ -148,8 +147,8 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _link_seconds(settings: StudySettings, runs: MethodRuns) -> float:
-    """Seconds per byte that the link takes at least: none on a GPU, which has a link of its own."""
-    runner, _ = load_model(settings.model, EngineConfig())
+    """Return the link's least seconds per byte: 0 on a GPU, which has a link of its own."""
+    runner, _ = load_model(settings.model, EngineSettings())
     if runner.device.type == "cuda":
         return 0.0
     dense = [pair.dense.completion.receipt for pair in runs.answers]

@@ -17,7 +17,7 @@ _PARTS = ("keys", "values")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every layer, of keys and of values: all in units of the norm of the base KV.
+    """Return a row for every layer, of keys and of values, in units of the norm of the base KV.
 
     `size` is the mean norm of an offset, `variation` the spread (standard deviation) of offsets over the prefixes, and
     `small` the share of elements below 0.1.

@@ -14,7 +14,7 @@ _COLUMNS = ("accuracy_dense", "accuracy", "same_final_answer", "reuse_rate")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every order and method."""
+    """Return a row for every order and method."""
     workload, questions = asked(settings, seed, taught=False)
     lab = LabSettings(agents=settings.agents, model=settings.model, forced=False, seed=seed)
     rows: list[Row] = []

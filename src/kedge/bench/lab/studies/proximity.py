@@ -1,4 +1,4 @@
-"""KVCOMM, figure 4: tokens that are near each other have near KV, and near offsets between two contexts."""
+"""KVCOMM, figure 4: tokens with similar embeddings have similar KV, and similar offsets between two contexts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _BINS = ("near", "mid", "far")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every layer and bin: mean L2 distances, over their mean in that layer, and Spearman's coefficient over
-    all pairs. Layer 0 has no offsets."""
+    """Return a row for every layer and bin: L2 distances over their mean in the layer, and Spearman's coefficient over
+    all pairs. Layer 0 has no offsets.
+    """
     with Contexts(settings) as contexts:
         rng = random.Random(seed)
         known = [token for token in range(len(contexts.embeddings)) if token not in contexts.special]
@@ -44,7 +45,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
 
 
 def nearest_pairs(embeddings: Tensor, tokens: list[int]) -> tuple[list[int], list[int], Tensor]:
-    """The `_PAIRS` pairs of least distance between embeddings, nearest first, with their distances (float32)."""
+    """Return the `_PAIRS` pairs of nearest embeddings, nearest first, with their distances (float32)."""
     chosen = torch.tensor(tokens)
     between = torch.cdist(embeddings[chosen], embeddings[chosen])
     a, b = torch.triu_indices(len(chosen), len(chosen), offset=1)
@@ -54,7 +55,7 @@ def nearest_pairs(embeddings: Tensor, tokens: list[int]) -> tuple[list[int], lis
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Correlation of ranks (equal values share their mean rank); None where one of the two never changes."""
+    """Return the rank correlation (equal values share their mean rank); None where one side is constant."""
     ranks = torch.stack([_ranks(a), _ranks(b)])
     if bool((ranks.std(1) == 0).any()):
         return None
@@ -73,7 +74,7 @@ def _rows(contexts: Contexts, before: Tokens, tokens: list[int]) -> KVSegment:
 
 
 def _distances(kv: Tensor, pairs: tuple[list[int], list[int]]) -> Tensor:
-    """float32 [layers, pairs] of KV [layers, tokens, heads, dim]."""
+    """Return L2 distances, float32 [layers, pairs], for KV [layers, tokens, heads, dim]."""
     return (kv[:, pairs[0]] - kv[:, pairs[1]]).flatten(2).norm(dim=2)
 
 

@@ -1,4 +1,4 @@
-"""Results of studies as one page that needs no other file."""
+"""Results of studies as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _STYLE = (
 
 
 def write_report(folder: Path) -> Path:
-    """`report.html` of all results in `folder`, with the figures beside them. Raises `ConfigError` where there are
-    none, or one cannot be read."""
+    """Write `report.html` of all results in `folder`, with the figures beside them.
+
+    Raises `ConfigError` where there are none, or one cannot be read.
+    """
     parts = [_section(file, result) for file in sorted(folder.glob("*.json")) if (result := _read(file))]
     if not parts:
-        raise ConfigError("DIR", str(folder), "holds no results of `kedge bench`")
+        raise ConfigError("DIR", str(folder), "contains no results of `kedge bench`")
     page = folder / PAGE
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Kedge: results</title><style>{_STYLE}</style>"
     page.write_text(f"{head}<h1>Kedge: results</h1>{''.join(parts)}</html>\n", encoding="utf-8")
@@ -32,11 +34,11 @@ def write_report(folder: Path) -> Path:
 
 
 def _read(file: Path) -> Mapping[str, Any] | None:
-    """A study's results; None for other JSON."""
+    """Return a study's results; None for other JSON."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError("DIR", str(file), f"is no JSON: {error}") from error
+        raise ConfigError("DIR", str(file), f"is not valid JSON: {error}") from error
     return data if isinstance(data, dict) and {"study", "title", "paper", "rows"} <= set(data) else None
 
 
@@ -63,7 +65,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Rows as people read them: cells by heading, a mean with its spread; empty for what was not measured."""
+    """Format rows for readers: cells by heading, a mean with its spread, empty where nothing was measured."""
     return [
         {
             key.replace("_", " "): _cell(value, row.get(f"{key}_sd"))

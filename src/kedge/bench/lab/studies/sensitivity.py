@@ -1,6 +1,6 @@
 """KVCOMM, Table 6: the entropy threshold γ and the pool size V, with the paper's design as published.
 
-And, not in the paper, of `token` the predicted error w above which single tokens are computed.
+Also, not in the paper, the predicted error w above which `token` computes single tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COLUMNS = ("accuracy", "same_final_answer", "reuse_rate", "reused_tokens")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every γ (V = 20), then for every V (γ = 0.3) and for every w; pools fill as they do in use."""
+    """Return a row for every γ (V = 20), then for every V (γ = 0.3) and for every w; pools fill as they do in use."""
     published, token = method_named("kvcomm"), method_named("token")
     points = [(published, "γ", "gamma", gamma) for gamma in (_QUICK_GAMMAS if settings.quick else _GAMMAS)]
     points += [(published, "V", "capacity", size) for size in (_QUICK_SIZES if settings.quick else _SIZES)]

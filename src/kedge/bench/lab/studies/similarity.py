@@ -1,4 +1,4 @@
-"""KVCOMM, figure A.12: how near reused KV is to that of dense prefill, layer by layer, against plain reuse."""
+"""KVCOMM, figure A.12: similarity of reused KV with that of dense prefill, layer by layer, against plain reuse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _QUICK = ("interpolate", "token", "linear+token")
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every method and layer: over everything from the first placeholder on, forced to the dense answers."""
+    """Return a row for every method and layer, over all tokens from the first placeholder on, forced to the dense
+    answers.
+    """
     methods = alike(*(_QUICK if settings.quick else ESTIMATORS))
     summaries = compared(settings, seed, methods, note, taught=True, closed=False, kv=True)
     return [

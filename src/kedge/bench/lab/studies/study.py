@@ -1,4 +1,4 @@
-"""What the papers' tables and figures have in common: settings, rows, and what the paper reports beside them."""
+"""The common form of the papers' tables and figures: settings, rows, and the paper's figures beside them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from kedge.workloads.base import Question, Workload
 from kedge.workloads.catalog import load
 
 Row = dict[str, Any]
-"""One line of a table: texts and integers say what was measured, floats (or None) are the measurements"""
-Trial = list[Row]
-"""What one seed gave"""
+"""One line of a table: text and integers are keys, floats (or None) are measurements."""
+SeedRows = list[Row]
+"""The rows of one seed."""
 Note = Callable[[str], None]
-"""Told what is being done"""
+"""Callback for progress."""
 
 
 @dataclass(frozen=True)
 class StudySettings:
-    """How much of a study is run; not every study uses all of it."""
+    """The size of a study; not every study uses all fields."""
 
     task: str = "math"
-    """A workload of `kedge.workloads.catalog`"""
+    """A workload of `kedge.workloads.catalog`."""
     dataset: Path | None = None
-    """A local file with the questions of a workload that has a data set"""
+    """A local file with the questions, for a workload with a data set."""
     questions: int = 200
-    """Per seed, those that count"""
+    """Questions per seed that count."""
     taught: int = 20
-    """Questions before them, which every method prefills densely and learns from, where a study says so"""
+    """Questions before them, which every method prefills densely and learns from, in studies that teach."""
     agents: int = 4
     seeds: int = 3
     methods: tuple[str, ...] | None = None
-    """Those of `kedge.bench.lab.methods` that are compared, where whole methods are; None: the study's own"""
+    """Methods of `kedge.bench.lab.methods` to compare; None is the study's own choice."""
     model: Path | None = None
-    """None: the bundled one"""
+    """None is the bundled one."""
     quick: bool = False
-    """Fewer points on every axis"""
+    """Fewer points on every axis."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
@@ -51,7 +51,7 @@ class StudySettings:
 
 @dataclass(frozen=True)
 class Plot:
-    """What the figure shows: a panel for each of `ys`, over `x`, in a series for each value of `by`."""
+    """A figure: one panel for each of `ys`, over `x`, with one series for each value of `by`."""
 
     x: str
     ys: tuple[str, ...]
@@ -61,31 +61,31 @@ class Plot:
 
 @dataclass(frozen=True)
 class Study:
-    """One table or figure of a paper, in a form that can be run."""
+    """One table or figure of a paper as a runnable experiment."""
 
     name: str
     title: str
     paper: str
-    """What the paper reports, with the place"""
+    """The paper's figures, with their place."""
     measure: Callable[[StudySettings, int, Note], list[Row]] = field(repr=False)
-    """Rows of one seed: always as many, in the same order"""
+    """(settings, seed, note) -> rows, as many and in the same order for every seed."""
     plot: Plot
     quick: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a quick run"""
+    """Settings of a quick run."""
 
     def settings(self, *, quick: bool, **given: Any) -> StudySettings:
-        """What is given (and not None) wins over the settings of a quick or a whole run."""
+        """Return the settings of a quick or a full run; `given` values other than None override them."""
         chosen = StudySettings(**{**QUICK, **self.quick, "quick": True}) if quick else StudySettings()
         return replace(chosen, **{key: value for key, value in given.items() if value is not None})
 
     def run(self, settings: StudySettings, note: Note = lambda _: None) -> list[Row]:
-        """Means over all seeds. Raises `ConfigError` for an unknown workload or fewer than one seed."""
+        """Return means over all seeds. Raises `ConfigError` for an unknown workload or fewer than one seed."""
         return averaged(list(self.trials(settings, note)))
 
-    def trials(self, settings: StudySettings, note: Note, done: Sequence[Trial] = ()) -> Iterator[Trial]:
-        """The rows of each seed in turn; the first ones are `done`. Raises as `run` does."""
+    def trials(self, settings: StudySettings, note: Note, done: Sequence[SeedRows] = ()) -> Iterator[SeedRows]:
+        """Yield the rows of each seed in turn, beginning with those in `done`. Raises as `run` does."""
         if settings.seeds < 1:
-            raise ConfigError("seeds", settings.seeds, "is less than 1")
+            raise ConfigError("seeds", settings.seeds, "must be at least 1")
         yield from done[: settings.seeds]
         for seed in range(len(done), settings.seeds):
             yield self.measure(settings, seed, lambda what, seed=seed: note(f"seed {seed}: {what}"))  # type: ignore[misc]
@@ -95,7 +95,7 @@ QUICK = {"task": "choice", "questions": 4, "taught": 5, "agents": 3, "seeds": 1}
 
 
 def averaged(trials: Sequence[Sequence[Row]]) -> list[Row]:
-    """Row by row the mean of what was measured; of several trials also its standard deviation, as `…_sd`."""
+    """Return the means of what was measured, row by row, and with several trials the standard deviation as `…_sd`."""
     return [_averaged(rows) for rows in zip(*trials, strict=True)]
 
 
@@ -117,7 +117,7 @@ def _averaged(rows: Sequence[Row]) -> Row:
 
 
 def asked(settings: StudySettings, seed: int, *, taught: bool) -> tuple[Workload, list[Question]]:
-    """The workload with its questions, those that are taught first."""
+    """Return the workload with its questions, the taught ones first."""
     workload, questions = load(settings.task, settings.dataset, seed)
     count = settings.questions + (settings.taught if taught else 0)
     return workload, list(islice(questions, count))
@@ -132,7 +132,7 @@ def compared(
     taught: bool = False,
     **lab: Any,
 ) -> dict[str, Summary]:
-    """Methods on the same questions; `lab` are further `LabSettings`."""
+    """Run methods on the same questions; `lab` are further `LabSettings`."""
     workload, questions = asked(settings, seed, taught=taught)
     chosen = LabSettings(
         agents=settings.agents,
@@ -146,5 +146,5 @@ def compared(
 
 
 def picked(summary: Summary, *columns: str) -> Row:
-    """Measures of a summary by name."""
+    """Return measures of a summary by name."""
     return {column: getattr(summary, column) for column in columns}

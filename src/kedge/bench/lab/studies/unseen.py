@@ -1,6 +1,6 @@
-"""Values of lengths that no anchor has, and agents of roles that no pool knows.
+"""Values of lengths that no anchor has, and agents of roles that no pool has seen.
 
-A method that cannot know must not guess: what counts is that answers stay right, at whatever reuse is left.
+A method that cannot know must not guess: answers have to stay correct, at whatever reuse is left.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _COLUMNS = ("reuse_rate", "reused_tokens", "accuracy_dense", "accuracy", "same_f
 
 @dataclass(frozen=True)
 class Gap:
-    """What lies between the questions that are learned from and those that count."""
+    """The difference between the questions that are learned from and those that count."""
 
     order: Callable[[list[Question]], list[Question]] = list
-    """The first are learned from"""
+    """Order of the questions; the first are learned from."""
     taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
-    """The team that learns"""
+    """The team that learns, made from the team that counts."""
 
 
 def reworded(flow: Workflow) -> Workflow:
-    """The same team whose roles begin with other words: to Kedge, agents that it has never seen."""
+    """Return the same team with other first words in its roles: new agents to Kedge."""
     return replace(flow, agents=tuple(replace(a, system=f"Work with great care. {a.system}") for a in flow.agents))
 
 
@@ -45,7 +45,7 @@ GAPS: Mapping[str, Gap] = {
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """A row for every gap and method. Pools go on filling while questions are asked, as they do in use."""
+    """Return a row for every gap and method. Pools go on filling while questions are answered, as in use."""
     workload, questions = asked(settings, seed, taught=True)
     rows: list[Row] = []
     for name, gap in GAPS.items():

@@ -26,7 +26,7 @@ from kedge.integrations.vllm.engine.answer import Answer
 from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.engine.requests import Forecasts, Message, end_of_run, sampling_arguments
 from kedge.reuse.layout import with_trails
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -40,8 +40,8 @@ class VLLMEngine:
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
     """
 
-    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig(backend="vllm")
+    def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
+        self.config = config or EngineSettings(backend="vllm")
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model)
@@ -183,7 +183,7 @@ def _died() -> EngineClosed:
     return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
 
-def _engine_arguments(config: EngineConfig, path: Path) -> Any:
+def _engine_arguments(config: EngineSettings, path: Path) -> Any:
     """`AsyncEngineArgs` with the connector. Raises `ConfigError`."""
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 

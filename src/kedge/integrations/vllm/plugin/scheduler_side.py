@@ -27,7 +27,7 @@ from kedge.integrations.vllm.plugin.host_tier import HostTier, cached, label, re
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
-from kedge.policies.eviction import distance
+from kedge.policies.eviction import distance, policy_of
 from kedge.policies.prefetch import Candidate, is_within
 from kedge.reuse.plan import spans_of
 from kedge.types import Receipt, ReuseMode, Source
@@ -66,6 +66,7 @@ class SchedulerSide:
 
     def __init__(self, settings: PluginSettings, block_size: int, ranks: int, translations: Translations) -> None:
         self._settings, self._block_size, self._ranks = settings, block_size, ranks
+        self._policy = policy_of(settings.tiers)
         self.translations = translations
         self._board = ForecastBoard(settings.forecast_ttl)
         self._lengths = FixedLengths()
@@ -87,9 +88,9 @@ class SchedulerSide:
     def bind(self, pool: BlockPool, host_blocks: int) -> None:
         """Takes over the order of vLLM's free blocks, and puts a host tier behind them where it has blocks."""
         self._pool, self._hash_map = pool, pool.cached_block_hash_to_block
-        self._queue = replace_queue(pool, self._settings.policy)
+        self._queue = replace_queue(pool, self._policy)
         if host_blocks:
-            self._host = HostTier(pool, host_blocks, self._settings.policy, self._ranks)
+            self._host = HostTier(pool, host_blocks, self._policy, self._ranks)
 
     # requests -------------------------------------------------------------------------------------------------
 

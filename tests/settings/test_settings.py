@@ -7,28 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kedge.anchors.config import AnchorConfig
-from kedge.cache import TierSettings
-from kedge.engine.local.build import tier_settings
 from kedge.errors import ConfigError
-from kedge.kv.spec import KVSpec
-from kedge.policies.eviction import VIRTUAL_STEP
-from kedge.reuse.contracts import ReusePolicy
 from kedge.server.settings import ServerConfig
 from kedge.server.tenancy import Limits
 from kedge.settings import (
-    AnchorSettings,
-    EngineConfig,
+    EngineSettings,
     LimitSettings,
-    PlannerSettings,
     ServerSettings,
     Settings,
-    TierConfig,
 )
 from kedge.types import ReuseMode
 
@@ -48,7 +38,7 @@ def toml(text: str, name: str = "kedge.toml") -> Path:
 def test_defaults() -> None:
     settings = Settings.load()
     assert settings == Settings()
-    assert settings.engine == EngineConfig()
+    assert settings.engine == EngineSettings()
     assert settings.reuse is ReuseMode.TRANSLATE
 
 
@@ -116,6 +106,8 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"server": {"log_format": "xml"}}, "server.log_format", "xml"),
         ({"server": {"limits": {"anchors": 0}}}, "server.limits.anchors", 0),
         ({"server": {"limits": {"host_memory": "much"}}}, "server.limits.host_memory", "much"),
+        ({"engine": {"anchors": {"top_k": True}}}, "engine.anchors.top_k", True),
+        ({"engine": {"planner": {"min_translated": False}}}, "engine.planner.min_translated", False),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
         ({"colour": "red"}, "colour", "red"),
@@ -130,12 +122,12 @@ def test_a_bad_value_is_named(flags: dict[str, object], key: str, value: object)
 
 def test_a_bad_value_is_named_when_a_section_is_built_by_hand() -> None:
     with pytest.raises(ConfigError, match=r"engine\.max_running=0"):
-        EngineConfig(max_running=0)
+        EngineSettings(max_running=0)
 
 
 def test_all_bad_keys_are_named() -> None:
     with pytest.raises(ConfigError, match=r"engine\.block_size=0.*also wrong: engine\.max_running"):
-        EngineConfig(block_size=0, max_running=0)
+        EngineSettings(block_size=0, max_running=0)
 
 
 @pytest.mark.parametrize(
@@ -185,19 +177,6 @@ def test_a_value_where_a_section_belongs_is_not_hidden_by_a_flag() -> None:
         Settings.load(engine={"max_running": 2})
 
 
-def test_sections_and_what_is_built_from_them_agree() -> None:
-    """The ground floor may not import those rooms, so names and defaults stand twice, but never differ."""
-    anchors = AnchorSettings().model_dump(exclude={"max_base_bytes", "host_bytes", "host_base_bytes"})
-    assert anchors == {field.name: field.default for field in fields(AnchorConfig)}
-    assert PlannerSettings().policy() == {field.name: field.default for field in fields(ReusePolicy)}
-
-
-def test_the_tiers_of_the_settings_are_those_of_the_cache_by_default() -> None:
-    tiers = tier_settings(KVSpec(2, 2, 16, 16, torch.float32), EngineConfig())
-    assert tiers == TierSettings(block_bytes=16 * 2 * 2 * 2 * 16 * 4)
-    assert TierConfig().virtual_step == VIRTUAL_STEP
-
-
 def test_the_server_of_the_settings_is_the_servers_own_by_default() -> None:
     assert ServerConfig.of(ServerSettings(), model_name="kedge-nano") == ServerConfig()
     assert LimitSettings().model_dump() == {field.name: field.default for field in fields(Limits)}
@@ -239,8 +218,8 @@ def test_settings_do_not_change() -> None:
 @given(block_size=st.integers(), max_running=st.integers())
 def test_whole_numbers_are_taken_exactly_when_positive(block_size: int, max_running: int) -> None:
     if min(block_size, max_running) > 0:
-        config = EngineConfig(block_size=block_size, max_running=max_running)
+        config = EngineSettings(block_size=block_size, max_running=max_running)
         assert (config.block_size, config.max_running) == (block_size, max_running)
     else:
         with pytest.raises(ConfigError):
-            EngineConfig(block_size=block_size, max_running=max_running)
+            EngineSettings(block_size=block_size, max_running=max_running)

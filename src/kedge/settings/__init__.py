@@ -1,0 +1,44 @@
+"""The settings: one class per section, filled from a TOML file, then `KEDGE_*` variables, then flags; the later win.
+
+    # kedge.toml                            # the same as a variable
+    reuse = "translate"                     # KEDGE_REUSE=translate
+    [engine]
+    model = "models/llama"                  # KEDGE_ENGINE__MODEL=models/llama
+    kv_memory = "2GiB"                      # KEDGE_ENGINE__KV_MEMORY=2GiB
+    [engine.anchors]
+    capacity = 20                           # KEDGE_ENGINE__ANCHORS__CAPACITY=20
+    [engine.tiers]
+    host_memory = "8GiB"                    # KEDGE_ENGINE__TIERS__HOST_MEMORY=8GiB
+    [engine.vllm]
+    max_model_len = 8192                    # KEDGE_ENGINE__VLLM__MAX_MODEL_LEN=8192
+    [server]
+    port = 8000                             # KEDGE_SERVER__PORT=8000
+    [server.limits]
+    anchor_bytes = "256MiB"                 # KEDGE_SERVER__LIMITS__ANCHOR_BYTES=256MiB
+
+Every bad value raises a `ConfigError` that names its key and the value.
+"""
+
+from kedge.settings.anchors import AnchorSettings, estimator_settings
+from kedge.settings.engine import EngineSettings
+from kedge.settings.learning import LearningSettings
+from kedge.settings.planner import PlannerSettings
+from kedge.settings.root import Settings
+from kedge.settings.section import SettingsSection
+from kedge.settings.server import LimitSettings, ServerSettings
+from kedge.settings.tiers import TierSettings
+from kedge.settings.vllm import VllmSettings
+
+__all__ = [
+    "AnchorSettings",
+    "EngineSettings",
+    "LearningSettings",
+    "LimitSettings",
+    "PlannerSettings",
+    "ServerSettings",
+    "Settings",
+    "SettingsSection",
+    "TierSettings",
+    "VllmSettings",
+    "estimator_settings",
+]

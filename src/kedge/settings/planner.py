@@ -1,0 +1,29 @@
+"""The section `[engine.planner]`."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt
+
+from kedge.settings.section import SettingsSection, Share
+
+
+class PlannerSettings(SettingsSection):
+    """What of a prompt is translated and what is computed."""
+
+    section = "engine.planner"
+
+    recompute_head: NonNegativeInt = 0
+    """First tokens of every translated segment that are computed again."""
+    recompute_short: NonNegativeInt = 4
+    """Values of at most this many tokens are computed and never translated."""
+    trail: NonNegativeInt = 2
+    """Template tokens right behind a value that are kept and translated with it, because the model sums the value up
+    in them. Behind an agent's answer this takes one more pass, so there it needs an `anchors.weak_error` of 1 or more
+    or a criterion other than `error`."""
+    recompute_tail: bool = False
+    """Compute the whole last segment instead of only the last token."""
+    min_translated: Share = 0.2
+    """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
+
+    by_cost: bool = True
+    """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""

@@ -1,0 +1,59 @@
+"""The section `[engine.tiers]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from kedge.errors import ConfigError
+from kedge.settings.section import Bytes, BytesOrNone, Seconds, SettingsSection
+
+
+class TierSettings(SettingsSection):
+    """The host tier, the eviction policy of both tiers, and how long a request waits for KV from the host."""
+
+    section = "engine.tiers"
+
+    host_memory: BytesOrNone = 0
+    """Bytes of the host tier; with 0 there is none, and what the device evicts is computed again."""
+    host_blocks: NonNegativeInt | None = None
+    """Blocks of the host tier; None takes as many as `host_memory` holds."""
+    policy: Literal["steps", "lru"] = "steps"
+    """What is evicted first: `lru` is the least recently used, `steps` the KV of the agent that runs last by the
+    forecast (and without a forecast the same as `lru`)."""
+    prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
+    """Fixed prompts needed within this many steps are prefetched; below 0 none are."""
+    prefetch_jobs: NonNegativeInt = 4
+    """Prefetches that may be queued or under way."""
+    copy_jobs: PositiveInt = 2
+    """Copies that may be under way in each direction."""
+    copy_bytes: Bytes = 256 << 20
+    """Bytes that may be under way in each direction; a single copy may always be."""
+    backup_hits: NonNegativeInt | None = 1
+    """Hits after which KV outside fixed prompts is backed up: 0 at once, None never. Fixed prompts always are."""
+    decode_reserve: NonNegativeInt = 0
+    """Device blocks that a prefetch leaves free or evictable for running requests."""
+    virtual_step: Seconds = 8.0
+    """The step at which traffic without a forecast competes."""
+    status_aware: bool = True
+    """Whether a request that waits for KV from the host lets those behind it go first."""
+    max_skips: NonNegativeInt = 32
+    """Requests that may go before one that waits for KV from the host; then it computes what it lacks."""
+    max_wait: Seconds = 10.0
+    """Seconds that a request waits for KV from the host; then it computes what it lacks."""
+    throttle: Seconds = 0.0
+    """Least seconds per copied block. For benchmarks: it gives a CPU the copy costs of a GPU."""
+
+    def host_pool_size(self, block_bytes: int) -> int:
+        """Return the number of blocks in the host tier, with blocks of `block_bytes` bytes.
+
+        Raises `ConfigError` where `host_memory` does not hold a single one.
+        """
+        if self.host_blocks is not None:
+            return self.host_blocks
+        blocks = self.host_memory // block_bytes
+        if self.host_memory and not blocks:
+            why = f"too small: a block has {block_bytes} bytes"
+            raise ConfigError(f"{self.section}.host_memory", self.host_memory, why)
+        return blocks
