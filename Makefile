@@ -13,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
-HOUSE_TESTS := tests/test_imports.py tests/test_house.py tests/test_exports.py tests/test_errors.py
+HOUSE_TESTS := tests/test_imports.py tests/test_house.py tests/test_architecture.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-vllm check format bench docs clean

@@ -14,7 +14,7 @@ FILES = {
     "cache/__init__.py": "from house.cache.tree import Tree\n",
     "cache/tree.py": "from ..ground import size\nfrom . import nodes\n",
     "cache/nodes.py": "def load():\n    from house.cache import tree\n",
-    "engine/run.py": "import typing\nif typing.TYPE_CHECKING:\n    from house.cache import Tree\nfrom house import ground\n",
+    "engine/run.py": "from house import ground\nif ground.CHECKING:\n    from house.cache import Tree\n",
 }
 
 
