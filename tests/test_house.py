@@ -19,7 +19,7 @@ BEING_MENDED = {
     "files": {"anchors", "cache", "integrations", "settings"},
     "functions": {"engine", "workloads"},
     "classes": {"anchors", "cache", "engine", "integrations", "reuse"},
-    "circles": {"kedge.anchors", "kedge.cache", "kedge.engine", "kedge.engine.local.model", "kedge.server"},
+    "circles": {"kedge.server"},
     "names": {"kedge"},
     "documented": {"kedge"},
 }
