@@ -205,12 +205,12 @@ def test_a_run_is_cancelled() -> None:
     with EchoEngine(delay_s=0.01) as engine, serving(engine) as running, running.http() as http:
         register(http)
         started = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 2000}}).json()
-        wait_until(lambda: bool(engine._jobs))
+        wait_until(lambda: bool(engine.in_flight))
         assert http.post(f"/v1/runs/{started['id']}/cancel").status_code == 202
         told = events(http.get(started["events"]).text)
         assert told[-1][0] == "cancelled"
         assert http.get(f"/v1/runs/{started['id']}").json()["status"] == "cancelled"
-        assert not engine._jobs
+        assert not engine.in_flight
         running.wait_quiet()
         assert (
             'kedge:runs_total{model_name="kedge-nano",status="cancelled",tenant="default"} 1.0'
@@ -244,8 +244,8 @@ def test_a_reader_of_a_streamed_run_that_goes_away_ends_it() -> None:
         body = {"inputs": {"user_question": "x" * 2000}, "stream": True}
         with http.stream("POST", "/v1/workflows/pair/runs", json=body) as answer:
             next(answer.iter_bytes())
-            wait_until(lambda: bool(engine._jobs))
-        wait_until(lambda: not engine._jobs)
+            wait_until(lambda: bool(engine.in_flight))
+        wait_until(lambda: not engine.in_flight)
         running.wait_quiet()
 
 
