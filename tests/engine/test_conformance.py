@@ -33,7 +33,7 @@ class TestEchoEngine(EngineConformance):
     def check_at_rest(self, engine: EchoEngine) -> None:
         engine.cache.check_integrity()
         assert engine.cache.stats().leased_blocks == 0
-        assert not engine._jobs
+        assert not engine.in_flight
 
 
 def change(request: GenerateRequest, **changes: object) -> GenerateRequest:
@@ -74,7 +74,7 @@ class TalksOn(EchoEngine):
 
 class ForgetsCancel(EchoEngine):
     def cancel(self, request_id: RequestId) -> bool:
-        return request_id in self._jobs
+        return request_id in self.in_flight
 
 
 class Renames(EchoEngine):
@@ -134,7 +134,7 @@ class AcceptsDuplicates(EchoEngine):
 
 class CancelsEverything(EchoEngine):
     def cancel(self, request_id: RequestId) -> bool:
-        found = [super(CancelsEverything, self).cancel(known) for known in list(self._jobs)]
+        found = [super(CancelsEverything, self).cancel(known) for known in list(self.in_flight)]
         return bool(found) and request_id is not None
 
 

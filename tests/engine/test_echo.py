@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from kedge.types import (
     Source,
     Span,
     TenantId,
+    TokenDelta,
 )
 from kedge.workflow import AgentKey, NextRun
 
@@ -147,9 +149,17 @@ def test_parts_sum_to_the_time_to_first_token(engine: EchoEngine) -> None:
 def test_requests_wait_for_room_in_order() -> None:
     with EchoEngine(delay_s=1e-3, capacity=20) as engine:
         streams = [engine.submit(ask(text, max_tokens=8)) for text in ("aaaaaaaaaa", "bbbbbbbbbb", "c")]
-        done = [stream.result(60) for stream in streams]
-        assert [each.text for each in done] == ["a" * 8, "b" * 8, "c"]
-        assert done[1].receipt.parts_ms["queue"] > 1, "one after the other"
+        heard: queue.SimpleQueue[tuple[int, TokenDelta]] = queue.SimpleQueue()
+        for number, stream in enumerate(streams):
+            stream.listen(lambda delta, number=number: heard.put((number, delta)))
+        order, texts = [], {}
+        while len(texts) < len(streams):
+            number, delta = heard.get(timeout=60)
+            order.append(number)
+            if delta.completion:
+                texts[number] = delta.completion.text
+        assert texts == {0: "a" * 8, 1: "b" * 8, 2: "c"}
+        assert order == sorted(order), "one after the other"
         assert engine.cache.stats().leased_blocks == 0
         engine.cache.check_integrity()
 

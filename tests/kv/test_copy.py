@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.cache import Copied, Copier, Copy, Direction
-from kedge.kv.copy import HostStorage, TorchCopier, block_runs
+from kedge.kv.copy import Clock, HostStorage, TorchCopier, block_runs
 from kedge.kv.rotary import Rotary
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
@@ -31,14 +30,60 @@ def storages(dtype: torch.dtype = torch.float32) -> tuple[PagedStorage, HostStor
     return device, host
 
 
-def ended(copier: TorchCopier, count: int) -> list[Copied]:
-    """Waits until so many copies have ended."""
-    found: list[Copied] = []
-    deadline = time.monotonic() + 10
-    while len(found) < count and time.monotonic() < deadline:
-        found += copier.drain()
-        time.sleep(1e-4)
-    return found
+class VirtualClock(Clock):
+    """Time that passes by waiting only."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def wait(self, seconds: float, closed: threading.Event) -> None:  # noqa: ARG002
+        self._now += seconds
+
+
+class Hurrying(VirtualClock):
+    """The last of three copies is hurried after the first piece of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.copier: TorchCopier | None = None
+
+    def wait(self, seconds: float, closed: threading.Event) -> None:
+        if self.copier:
+            assert self.gate.wait(60), "all three should be queued by now"
+            self.copier.hurry(2)
+            self.copier.hurry(7)
+        super().wait(seconds, closed)
+
+
+class Reports:
+    """Counts the copies that end. Closed, it keeps the copier's thread in its report of the next one."""
+
+    def __init__(self, *, closed: bool = False) -> None:
+        self.gate, self._ended = threading.Event(), threading.Semaphore(0)
+        if not closed:
+            self.gate.set()
+
+    def __call__(self) -> None:
+        self._ended.release()
+        assert self.gate.wait(60)
+
+    def wait(self, count: int) -> None:
+        assert all(self._ended.acquire(timeout=60) for _ in range(count))
+
+
+def copied(copy: Copy, device: PagedStorage, host: HostStorage) -> Copied:
+    """How a copy ends on a copier of its own."""
+    reports = Reports()
+    copier = TorchCopier(device, host, on_copied=reports)
+    copier.submit(copy)
+    reports.wait(1)
+    copier.close()
+    [one] = copier.drain()
+    return one
 
 
 def naive(source: torch.Tensor, target: torch.Tensor, copy: Copy) -> torch.Tensor:
@@ -65,10 +110,8 @@ def test_exactly_the_blocks_of_the_order_move(
     copy = Copy(7, direction, tuple(sources[:count]), tuple(targets[:count]))
     expected = [naive(getattr(here, name), getattr(there, name), copy) for name in ("keys", "values")]
     untouched = here.keys.clone()
-    copier = TorchCopier(device, host)
-    copier.submit(copy)
-    assert [(one.copy_id, one.ok) for one in ended(copier, 1)] == [(7, True)]
-    copier.close()
+    one = copied(copy, device, host)
+    assert (one.copy_id, one.ok) == (7, True)
     assert torch.equal(there.keys, expected[0]) and torch.equal(there.values, expected[1])
     assert torch.equal(here.keys, untouched)
 
@@ -82,71 +125,81 @@ def test_runs_are_the_pairs_joined(sources: list[int], targets: list[int]) -> No
 
 
 def test_it_is_a_copier_and_reports_each_copy_once() -> None:
-    copier: Copier = TorchCopier(*storages())
+    reports = Reports()
+    copier: Copier = TorchCopier(*storages(), on_copied=reports)
     for number in range(20):
         copier.submit(Copy(number, Direction.LOAD, (number % BLOCKS,), (number % BLOCKS,)))
     assert isinstance(copier, TorchCopier)
-    assert sorted(one.copy_id for one in ended(copier, 20)) == list(range(20))
+    reports.wait(20)
+    assert sorted(one.copy_id for one in copier.drain()) == list(range(20))
     assert copier.drain() == []
     copier.close()
 
 
 def test_submit_does_not_wait_and_loads_go_before_offloads() -> None:
-    woken = threading.Semaphore(0)
-    copier = TorchCopier(*storages(), throttle=0.05, on_copied=woken.release)
-    began = time.monotonic()
-    for number, direction in enumerate([Direction.OFFLOAD, Direction.OFFLOAD, Direction.LOAD]):
-        copier.submit(Copy(number, direction, (1, 2), (3, 4)))
-    assert time.monotonic() - began < 0.05
-    for _ in range(3):
-        assert woken.acquire(timeout=10)
+    reports = Reports(closed=True)
+    copier = TorchCopier(*storages(), throttle=0.05, on_copied=reports, clock=VirtualClock())
+    copier.submit(Copy(0, Direction.OFFLOAD, (1, 2), (3, 4)))
+    reports.wait(1)  # from now on its thread does nothing
+    copier.submit(Copy(1, Direction.OFFLOAD, (1, 2), (3, 4)))
+    copier.submit(Copy(2, Direction.LOAD, (1, 2), (3, 4)))
+    reports.gate.set()
+    reports.wait(2)
     done = copier.drain()
     copier.close()
-    assert [one.copy_id for one in done][-1] == 1
-    assert all(0.1 <= one.seconds < 1 for one in done), "the throttle is in the time of the copy, the queue is not"
+    assert [one.copy_id for one in done] == [0, 2, 1]
+    assert [one.seconds for one in done] == pytest.approx([0.1] * 3), "the throttle is in a copy's time, the queue not"
 
 
 def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kedge.kv.copy.PIECE", 1)
     device, host = storages()
     expected = [naive(host.keys, device.keys, Copy(0, Direction.LOAD, tuple(range(6)), tuple(range(6))))]
-    copier = TorchCopier(device, host, throttle=0.03)
-    began = time.monotonic()
+    reports = Reports()
+    clock = Hurrying()
+    copier = TorchCopier(device, host, throttle=0.03, on_copied=reports, clock=clock)
+    clock.copier = copier
     for number, blocks in enumerate([(0, 1, 2), (3, 4), (5,)]):
         copier.submit(Copy(number, Direction.LOAD, blocks, blocks))
-    copier.hurry(2)
-    copier.hurry(7)
-    done = ended(copier, 3)
-    elapsed = time.monotonic() - began
+    clock.gate.set()
+    reports.wait(3)
+    done = copier.drain()
     copier.close()
     assert [one.copy_id for one in done] == [2, 0, 1]
-    assert [one.seconds >= 0.03 * blocks for one, blocks in zip(done, (1, 3, 2), strict=True)] == [True] * 3
-    assert sum(one.seconds for one in done) <= elapsed, "the time in which another went first is not its own"
+    assert [one.seconds for one in done] == pytest.approx([0.03, 0.09, 0.06]), "each without what went before it"
     assert torch.equal(device.keys, expected[0])
 
 
 def test_a_copy_that_raises_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    copier = TorchCopier(*storages())
-    copy_runs = TorchCopier._copy_runs
-
-    def fails_once(*_: object) -> None:
-        monkeypatch.setattr(TorchCopier, "_copy_runs", copy_runs)
-        raise RuntimeError("out of pinned memory")
-
-    monkeypatch.setattr(TorchCopier, "_copy_runs", fails_once)
-    copier.submit(Copy(0, Direction.LOAD, (0,), (1,)))
-    assert ended(copier, 1) == [Copied(0, ok=False)]
+    reports = Reports()
+    copier = TorchCopier(*storages(), on_copied=reports)
+    with monkeypatch.context() as patch:
+        patch.setattr("kedge.kv.copy.block_runs", raising)
+        copier.submit(Copy(0, Direction.LOAD, (0,), (1,)))
+        reports.wait(1)
     copier.submit(Copy(1, Direction.LOAD, (0,), (1,)))
-    assert [one.ok for one in ended(copier, 1)] == [True]
+    reports.wait(1)
+    failed, good = copier.drain()
+    assert (failed, good.ok) == (Copied(0, ok=False), True)
     copier.close()
+
+
+def raising(*_: object) -> None:
+    raise RuntimeError("out of pinned memory")
 
 
 def test_close_does_not_wait_for_what_has_not_begun() -> None:
-    copier = TorchCopier(*storages(), throttle=5.0)
+    before = copiers()
+    copier = TorchCopier(*storages(), throttle=1000)
     for number in range(10):
         copier.submit(Copy(number, Direction.LOAD, (0,), (1,)))
-    began = time.monotonic()
-    copier.close()
-    copier.close()
-    assert time.monotonic() - began < 2
-    assert not any(thread.name == "kedge-copier" and thread.is_alive() for thread in [copier._thread])
+    assert copiers() > before
+    closing = threading.Thread(target=lambda: [copier.close() for _ in range(2)])
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert copiers() == before
+
+
+def copiers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kedge-copier"}

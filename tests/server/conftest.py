@@ -53,8 +53,7 @@ class Served:
 
     def wait_quiet(self) -> None:
         """Until nothing is in flight any more, and whatever follows from the last call's end has been done."""
-        meters = self.service._meters
-        wait_until(lambda: not self.service._calls and all(meter.in_flight == 0 for meter in meters.values()))
+        wait_until(lambda: self.service.is_quiet)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

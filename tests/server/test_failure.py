@@ -34,9 +34,8 @@ def failing(grace: float = 60.0, delay_s: float = 0.01) -> Iterator[tuple[Ending
         running = Ending(engine, grace)
         yield running, engine
         assert running.joined()
-        assert not engine._jobs
-        assert running.service._calls == set()
-        assert all(meter.in_flight == 0 for meter in running.service._meters.values())
+        assert not engine.in_flight
+        assert running.service.is_quiet
 
 
 def statuses(running: Served) -> list[int]:
@@ -83,7 +82,7 @@ def test_a_call_that_an_engine_takes_with_it_is_a_503() -> None:
         answers: list[httpx.Response] = []
         caller = threading.Thread(target=lambda: answers.append(running.http.post("/v1/completions", json=LONG)))
         caller.start()
-        wait_until(lambda: bool(engine._jobs))
+        wait_until(lambda: bool(engine.in_flight))
         engine.fail(BOOM)
         caller.join(PATIENCE)
         assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "engine_closed")
@@ -96,7 +95,7 @@ def test_a_run_that_an_engine_takes_with_it_has_failed(stream: bool) -> None:
         body = {"inputs": {"user_question": "x" * 2000}, "stream": stream}
         caller = threading.Thread(target=running.http.post, args=("/v1/workflows/pair/runs",), kwargs={"json": body})
         caller.start()
-        wait_until(lambda: bool(engine._jobs))
+        wait_until(lambda: bool(engine.in_flight))
         engine.fail(BOOM)
         caller.join(PATIENCE)
     (run,) = next(iter(running.server._runs._of.values())).values()

@@ -188,17 +188,17 @@ def raw_call(served: Served, **body: object) -> socket.socket:
 def test_a_reader_that_goes_away_ends_its_generations(slow: Served) -> None:
     connection = raw_call(slow, stream=True, n=2)
     assert b"200 OK" in connection.recv(4096)
-    wait_until(lambda: len(slow.engine._jobs) == 2)
+    wait_until(lambda: len(slow.engine.in_flight) == 2)
     connection.close()
-    wait_until(lambda: not slow.engine._jobs)
+    wait_until(lambda: not slow.engine.in_flight)
     slow.wait_quiet()
 
 
 def test_a_client_that_goes_away_before_the_answer_ends_its_generation(slow: Served) -> None:
     connection = raw_call(slow)
-    wait_until(lambda: len(slow.engine._jobs) == 1)
+    wait_until(lambda: len(slow.engine.in_flight) == 1)
     connection.close()
-    wait_until(lambda: not slow.engine._jobs)
+    wait_until(lambda: not slow.engine.in_flight)
     slow.wait_quiet()
     slow.engine.cache.check_integrity()
 
@@ -218,7 +218,7 @@ def test_streams_that_are_dropped_leave_nothing_behind(slow: Served) -> None:
         connection.recv(64)
     for connection in connections:
         connection.close()
-    wait_until(lambda: len(slow.engine.requests) == 12 and not slow.engine._jobs)
+    wait_until(lambda: len(slow.engine.requests) == 12 and not slow.engine.in_flight)
     slow.wait_quiet()
     slow.engine.cache.check_integrity()
     assert slow.engine.cache.stats().leased_blocks == 0
@@ -233,7 +233,7 @@ def metrics(served: Served) -> str:
 def test_a_reader_that_takes_its_time_gets_everything_and_holds_nobody_up(http: httpx.Client, served: Served) -> None:
     connection = raw_call(served, stream=True, max_tokens=1005, prompt="0123456789", logprobs=20)
     wait_until(lambda: any(one.sampling.max_tokens == 1005 for one in served.engine.requests))
-    wait_until(lambda: not served.engine._jobs)
+    wait_until(lambda: not served.engine.in_flight)
     assert http.post(TEXT, json={"prompt": "quick"}).json()["choices"][0]["text"] == "quick"
     chunks = [json.loads(line[6:]) for line in said_to_the_end(connection).split(b"\n") if line.startswith(b"data: {")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "0123456789" * 91 + "0123"
@@ -295,7 +295,7 @@ def test_an_engine_that_is_closed_is_not_ready_to_generate() -> None:
 def test_a_server_without_room_says_so() -> None:
     with EchoEngine(delay_s=0.01) as engine, serving(engine, ServerConfig(max_in_flight=1)) as running:
         connection = raw_call(running)
-        wait_until(lambda: bool(engine._jobs))
+        wait_until(lambda: bool(engine.in_flight))
         assert refused(running.http().post(TEXT, json={"prompt": "x"}), 503)["code"] == "overloaded"
         connection.close()
         running.wait_quiet()

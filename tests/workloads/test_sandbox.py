@@ -71,11 +71,9 @@ def test_output_is_cut() -> None:
     assert outcome == SandboxResult("x" * 2048, "OutputTooLong")
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])
 def test_endless_code_is_killed(code: str) -> None:
-    started = time.perf_counter()
     assert run_python(f"print('on', flush=True)\n{code}", SHORT) == SandboxResult("on\n", "TimeoutError")
-    assert time.perf_counter() - started < 30
 
 
 def test_growing_memory_ends() -> None:

@@ -1,0 +1,1 @@
+"""Base KV and anchors: how the KV of a value differs from one context to another."""

@@ -1,0 +1,1 @@
+"""Measurements: answers, load, time to first token, workflow-aware caching, vLLM."""

@@ -1,0 +1,1 @@
+"""The engine protocol, the suite that every engine passes, and Kedge's engines."""

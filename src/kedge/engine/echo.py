@@ -151,6 +151,12 @@ class EchoEngine:
         self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
         self._worker.start()
 
+    @property
+    def in_flight(self) -> frozenset[RequestId]:
+        """The ids of requests that run or wait."""
+        with self._changed:
+            return frozenset(self._jobs)
+
     def submit(self, request: GenerateRequest) -> EchoStream:
         """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` (bad sampling, an
         id in flight) or `EngineClosed`.

@@ -1,0 +1,1 @@
+"""KV tensors: shape, unrotated segments, rotation, paged storage, copies."""

@@ -34,6 +34,18 @@ class HostStorage:
         self.values = torch.empty(shape, dtype=device.values.dtype, pin_memory=pinned)
 
 
+class Clock:
+    """Real time; tests have a virtual one."""
+
+    def now(self) -> float:
+        """Return seconds since some fixed moment."""
+        return time.perf_counter()
+
+    def wait(self, seconds: float, closed: threading.Event) -> None:
+        """Wait for so long, or until `closed` is set."""
+        closed.wait(seconds)
+
+
 Pools = Sequence[tuple[Tensor, Tensor]]
 """Pairs (host, device) of tensors with equal shapes but for the second dimension, along which slots lie."""
 
@@ -69,6 +81,7 @@ class PoolCopier:
         block_size: int,
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
         """Start the copier's thread. A block is `block_size` neighbouring slots of every pool.
 
@@ -76,6 +89,7 @@ class PoolCopier:
         `on_copied` is called on the copier's thread whenever there is something to drain.
         """
         self._pools, self._block_size, self._throttle, self._on_copied = pools, block_size, throttle, on_copied
+        self._clock = clock or Clock()
         self._cuda = pools[0][1].is_cuda
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
@@ -133,7 +147,7 @@ class PoolCopier:
 
     def _advance(self, order: _Order) -> Copied | None:
         """Copy the next piece. Returns the end of the copy where that was its last one."""
-        began = time.perf_counter()
+        began = self._clock.now()
         piece = slice(order.done, order.done + self._piece)
         try:
             self._copy(order, piece)
@@ -141,8 +155,9 @@ class PoolCopier:
             logger.exception("copy %s failed", order.copy.copy_id)
             return Copied(order.copy.copy_id, ok=False)
         order.done = min(piece.stop, len(order.copy.sources))
-        self._closed.wait(max(0.0, began + self._throttle * (order.done - piece.start) - time.perf_counter()))
-        order.seconds += time.perf_counter() - began
+        throttled = began + self._throttle * (order.done - piece.start)
+        self._clock.wait(max(0.0, throttled - self._clock.now()), self._closed)
+        order.seconds += self._clock.now() - began
         is_whole = order.done == len(order.copy.sources)
         return Copied(order.copy.copy_id, ok=True, seconds=order.seconds) if is_whole else None
 
@@ -175,10 +190,11 @@ class TorchCopier(PoolCopier):
         host: HostStorage,
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
         """Start the copier's thread, see `PoolCopier`."""
         pools = [(host.keys, device.keys), (host.values, device.values)]
-        super().__init__(pools, device.block_size, throttle, on_copied)
+        super().__init__(pools, device.block_size, throttle, on_copied, clock)
 
 
 def block_runs(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int, int]]:

@@ -55,6 +55,11 @@ class Service:
             raise Overloaded("max_in_flight", self.config.max_in_flight, "the server has no room now")
         return ticket
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no generation is in flight, and no call is left whose end is to be booked."""
+        return not self._calls and not any(meter.in_flight for meter in self._meters.values())
+
     def refuse_at_the_end(self) -> None:
         """Raises `Overloaded` once the server has been told to end."""
         if self.is_ending:

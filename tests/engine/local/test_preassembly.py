@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -778,18 +777,19 @@ class Told:
         self.forecast, self.close = inner.forecast, inner.close
 
 
-def slowly(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001
-    time.sleep(0.3)
-    return answer.upper()
-
-
 def test_while_a_tool_runs_the_next_agents_prompt_is_assembled() -> None:
     read = "Q {user_question} said {agent_a_current} and got {condition_a_current} so"
-    agents = (Agent("a", "sys", "Q {user_question}", max_tokens=8, tool=slowly), Agent("b", "", read, max_tokens=8))
     asked, answers = {"user_question": "how many ships lie at anchor?"}, []
     for prepares in (False, True):
         with engine_of(tiny_model("llama")) as engine:
-            done = run(engine if prepares else Told(engine), Workflow("tools", agents), asked)
+
+            def slowly(answer: str, inputs: Mapping[str, str], engine: LocalEngine = engine) -> str:  # noqa: ARG001
+                engine.wait_idle(60)
+                return answer.upper()
+
+            first = Agent("a", "sys", "Q {user_question}", max_tokens=8, tool=slowly, tool_seconds=60)
+            team = Workflow("tools", (first, Agent("b", "", read, max_tokens=8)))
+            done = run(engine if prepares else Told(engine), team, asked)
             answers.append([said.completion.tokens for said in done.results])
             receipt = done.of("b").completion.receipt
             engine.wait_idle(30)

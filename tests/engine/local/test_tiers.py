@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,16 +157,17 @@ def test_without_hints_steps_is_lru_to_the_letter() -> None:
 
 def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> None:
     with engine_with(policy="lru", host_blocks=AMPLE, throttle=2e-3, prefetch_window=-1) as engine:
-        done = serve_cycle(engine, rounds=2)[-1]
-        stats = figures(engine)
+        served = serve_cycle(engine, rounds=2)
+        done, stats = served[-1], figures(engine)
     host = [span for span in done.receipt.spans if span.source is Source.HOST]
     assert [(span.start, span.stop) for span in host] == [(0, FIXED)]
     assert done.receipt.exact == done.receipt.tokens(Source.HOST) == FIXED
-    assert done.receipt.parts_ms["load"] >= 2.0 * FIXED / BLOCK
+    assert done.receipt.parts_ms["load"] > 0
     assert sum(done.receipt.parts_ms.values()) == pytest.approx(done.ttft_ms)
     assert all(ms >= 0 for ms in done.receipt.parts_ms.values())
     assert stats["cache"]["host_hit_tokens"] == stats["loading"]["waited"] * FIXED
-    assert stats["loading"]["stall_s"] >= stats["loading"]["waited"] * 2e-3 * FIXED / BLOCK
+    loads = [one.receipt.parts_ms.get("load", 0.0) for one in served]
+    assert 1e3 * stats["loading"]["stall_s"] == pytest.approx(sum(loads))
 
 
 # faults -------------------------------------------------------------------------------------------------------------
@@ -238,6 +240,32 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
 # waiting ------------------------------------------------------------------------------------------------------------
 
 
+class Gate(TorchCopier):
+    """Lets no load pass until it is opened."""
+
+    opened = threading.Event()
+
+    def _copy(self, order: Any, piece: slice) -> None:
+        if order.copy.direction is Direction.LOAD:
+            self.opened.wait(60)
+        super()._copy(order, piece)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every engine's loads wait for it."""
+    monkeypatch.setattr(Gate, "opened", threading.Event())
+    monkeypatch.setattr(build, "TorchCopier", Gate)
+    yield Gate.opened
+    Gate.opened.set()
+
+
+def wait_for_load(engine: LocalEngine) -> None:
+    """Return once a request waits for its KV."""
+    while not figures(engine)["loading"]["waited"]:
+        time.sleep(1e-3)
+
+
 def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     """Leaves the fixed prompt of `agent` on the host only."""
     key = AgentKey(*RUN, AgentId(f"a{agent}"))
@@ -251,64 +279,69 @@ def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     assert (status.device_tokens, status.host_tokens) == (0, FIXED)
 
 
-def test_others_decode_while_a_request_waits_for_its_load() -> None:
-    with engine_with(host_blocks=AMPLE, throttle=0.05, num_blocks=40) as engine:
+def test_others_decode_while_a_request_waits_for_its_load(gate: threading.Event) -> None:
+    with engine_with(host_blocks=AMPLE, num_blocks=40) as engine:
         put_on_host(engine, others=8)
         running = engine.submit(ask(1, 1, max_tokens=150))
         deltas = iter(running)
         next(deltas)
         loading = engine.submit(ask(0, 2))
         late = engine.submit(ask(2, 3, max_tokens=1))
-        assert late.result(30).total_ms < 1e3 * 0.05 * FIXED / BLOCK, "who comes later goes first"
+        assert late.result(60).tokens, "who comes later goes first"
+        for _ in range(12):
+            next(deltas)  # decoding goes on
+        gate.set()
         done = loading.result(30)
         assert done.tokens == expected(ask(0, 2).tokens)
         assert done.receipt.tokens(Source.HOST) == FIXED
         engine.cancel(running.request_id)
-        seen = running.result(30).tokens
-        assert len(seen) > 12, "decoding stood still"
+        seen = running.result(60).tokens
         assert seen == expected(ask(1, 1).tokens, 150)[: len(seen)]
         assert figures(engine)["loading"]["skips"] == 1
 
 
-def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
-    with engine_with(host_blocks=AMPLE, throttle=0.02) as engine:
+def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threading.Event) -> None:
+    with engine_with(host_blocks=AMPLE) as engine:
         put_on_host(engine)
         stream = engine.submit(ask(0, 1))
-        while not figures(engine)["loading"]["waited"]:
-            time.sleep(1e-3)
+        wait_for_load(engine)
         assert engine.cancel(stream.request_id)
         done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
+        gate.set()
         engine._mailbox.ask(engine._core.check_integrity)
         again = engine.submit(ask(0, 2)).result(30)
         assert again.tokens == expected(ask(0, 2).tokens)
         assert again.receipt.exact == FIXED
 
 
-def test_without_status_awareness_those_behind_a_load_wait_too() -> None:
-    with engine_with(host_blocks=AMPLE, throttle=0.02, num_blocks=60, status_aware=False) as engine:
+def test_without_status_awareness_those_behind_a_load_wait_too(gate: threading.Event) -> None:
+    with engine_with(host_blocks=AMPLE, num_blocks=60, status_aware=False) as engine:
         put_on_host(engine, others=10)
         first, second = engine.submit(ask(0, 1)), engine.submit(ask(1, 2))
+        wait_for_load(engine)
+        seen = [figures(engine)["scheduler"] for _ in range(50)]
+        assert {one["waiting"] for one in seen} == {2}, "the second does not wait for the load of the first"
+        gate.set()
         done, behind = first.result(30), second.result(30)
         assert (done.tokens, behind.tokens) == (expected(ask(0, 1).tokens), expected(ask(1, 2).tokens))
         assert done.receipt.tokens(Source.HOST) == FIXED
-        assert behind.ttft_ms > 1e3 * 0.02 * FIXED / BLOCK, "it did not wait for the load of the other"
         assert figures(engine)["loading"]["skips"] == 0
 
 
 @pytest.mark.parametrize("limit", [{"max_wait": 0.02}, {"max_skips": 0}])
-def test_waiting_is_bounded(limit: dict[str, object]) -> None:
-    with engine_with(host_blocks=AMPLE, throttle=0.1, num_blocks=60, **limit) as engine:
+def test_waiting_is_bounded(limit: dict[str, object], gate: threading.Event) -> None:
+    """Its load never comes."""
+    with engine_with(host_blocks=AMPLE, num_blocks=60, **limit) as engine:
         put_on_host(engine, others=10)
         stream = engine.submit(ask(0, 1))
-        while not figures(engine)["loading"]["waited"]:
-            time.sleep(1e-3)
-        engine.submit(ask(1, 2)).result(30)
+        wait_for_load(engine)
+        engine.submit(ask(1, 2)).result(60)
         done = stream.result(30)
         assert done.tokens == expected(ask(0, 1).tokens)
-        assert done.total_ms < 1e3 * 0.1 * FIXED / BLOCK, "it did not wait for the load"
         assert done.receipt.computed == FIXED + VARYING
         assert figures(engine)["loading"]["given_up"] == 1
+        gate.set()
 
 
 def test_what_is_computed_faster_than_it_is_loaded_is_computed() -> None:
@@ -333,15 +366,22 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 
 def test_closing_while_copies_are_under_way() -> None:
+    before = copiers()
     with engine_of(
-        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=60)
+        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=1000)
     ) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(30)
         assert figures(engine)["cache"]["offloading_blocks"] > 0
-        began = time.monotonic()
-    assert time.monotonic() - began < 30, "a single block takes a minute"
-    assert not engine._core._copier._thread.is_alive()
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), "a single block takes a quarter of an hour"
+    assert copiers() == before
+
+
+def copiers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kedge-copier"}
 
 
 # sizes and hints ----------------------------------------------------------------------------------------------------

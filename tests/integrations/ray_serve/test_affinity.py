@@ -117,12 +117,12 @@ def test_an_expectation_that_was_wrong_counts_no_more() -> None:
     affinity = Affinity(most_templates=2)
     affinity.expect(caller(agent="x"), "east")
     affinity.routed(caller(agent="x"), "west")
-    assert +affinity._held == Counter(west=1) and not affinity._expected
+    assert affinity.inspect()["held"] == {"west": 1} and not affinity.inspect()["expected"]
     for number in range(5):
         affinity.expect(caller(agent=f"y{number}"), "north")
-    assert +affinity._held == Counter(west=1, north=2)
+    assert affinity.inspect()["held"] == {"west": 1, "north": 2}
     affinity.retain(["west"])
-    assert +affinity._held == Counter(west=1)
+    assert affinity.inspect()["held"] == {"west": 1}
 
 
 def test_what_a_dead_replica_held_does_not_count() -> None:
@@ -138,7 +138,7 @@ def test_an_ended_run_is_forgotten() -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
     affinity.routed(Caller(run="r", agent="a", workflow="w", final=True), home)  # type: ignore[arg-type]
-    assert not affinity._homes
+    assert not affinity.inspect()["homes"]
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
@@ -146,9 +146,10 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     for number in range(50):
         send(affinity, caller(f"r{number}", f"a{number}"))
         send(affinity, caller("kept", "kept"))
-    assert [key.run_id for key in affinity._homes] == ["r48", "r49", "kept"]
-    assert [template[-1] for template in affinity._holders] == ["a49", "kept"]
-    assert +affinity._held == Counter(name for on in affinity._holders.values() for name in on)
+    state = affinity.inspect()
+    assert [key.run_id for key in state["homes"]] == ["r48", "r49", "kept"]
+    assert [template[-1] for template in state["holders"]] == ["a49", "kept"]
+    assert state["held"] == Counter(name for on in state["holders"].values() for name in on)
 
 
 @pytest.mark.parametrize(("name", "value"), [("spill", -1), ("most_runs", 0), ("most_templates", 0)])

@@ -48,7 +48,7 @@ def slow() -> Iterator[Served]:
         yield running
         running.wait_quiet()
         wait_until(lambda: gauges(running) == (0, 0, 0))
-        assert not engine._jobs
+        assert not engine.in_flight
         assert engine.cache.stats().leased_blocks == 0
         engine.cache.check_integrity()
 
@@ -174,7 +174,7 @@ def test_clients_that_come_and_go_by_the_dozen_leave_nothing_behind() -> None:
         wait_until(lambda: not running.app.state.runs.going_on)
         running.wait_quiet()
         wait_until(lambda: gauges(running) == (0, 0, 0))
-        assert not engine._jobs
+        assert not engine.in_flight
         assert engine.cache.stats().leased_blocks == 0
         engine.cache.check_integrity()
         assert len(engine.requests) > CLIENTS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.server.telemetry import logs
 from kedge.server.telemetry.logs import JSONLine, TextLine, WithCall
 from kedge.server.tenancy import Limits, hashed, load_keys
-from tests.server.conftest import Served, serving
+from tests.server.conftest import Served, serving, wait_until
 
 KEY = "key-of-a"
 
@@ -42,12 +41,13 @@ def known(lines: io.StringIO) -> Iterator[Served]:  # noqa: ARG001 (the log must
 
 def access(lines: io.StringIO, count: int) -> list[dict[str, object]]:
     """The lines of `count` calls; a call's is written after its answer has been sent."""
-    for _ in range(500):
+
+    def written() -> list[dict[str, object]]:
         parsed = [json.loads(line) for line in lines.getvalue().splitlines()]
-        if len(found := [line for line in parsed if line["logger"] == "kedge.access"]) >= count:
-            break
-        time.sleep(0.01)
-    return found
+        return [line for line in parsed if line["logger"] == "kedge.access"]
+
+    wait_until(lambda: len(written()) >= count)
+    return written()
 
 
 def test_a_call_is_a_line_with_the_id_that_its_answer_names(known: Served, lines: io.StringIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,8 @@ from kedge.runner.run import run
 from kedge.server.settings import ServerConfig
 from kedge.types import AgentId, ReuseMode, SampleId, TenantId
 from kedge.workflow.spec import build_workflow
-from tests.server.conftest import FLOW, Served, serving, wait_until
+from kedge.workloads.sandbox import Outcome
+from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
 
 PAIR: dict[str, Any] = {
     "name": "pair",
@@ -203,12 +205,12 @@ def test_a_run_is_cancelled() -> None:
     with EchoEngine(delay_s=0.01) as engine, serving(engine) as running, running.http() as http:
         register(http)
         started = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 2000}}).json()
-        wait_until(lambda: bool(engine._jobs))
+        wait_until(lambda: bool(engine.in_flight))
         assert http.post(f"/v1/runs/{started['id']}/cancel").status_code == 202
         told = events(http.get(started["events"]).text)
         assert told[-1][0] == "cancelled"
         assert http.get(f"/v1/runs/{started['id']}").json()["status"] == "cancelled"
-        assert not engine._jobs
+        assert not engine.in_flight
         running.wait_quiet()
         assert (
             'kedge:runs_total{model_name="kedge-nano",status="cancelled",tenant="default"} 1.0'
@@ -216,13 +218,22 @@ def test_a_run_is_cancelled() -> None:
         )
 
 
-def test_a_run_that_is_cancelled_while_a_tool_works_calls_nobody_else(http: httpx.Client, served: Served) -> None:
-    slow = {"id": "a", "user": "{user_question}", "tool": "python"}
+def test_a_run_that_is_cancelled_while_a_tool_works_calls_nobody_else(
+    http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_working, is_cancelled = threading.Event(), threading.Event()
+
+    def work(_: str) -> Outcome:
+        is_working.set()
+        return Outcome("1\n", None if is_cancelled.wait(PATIENCE) else "TimeoutError")
+
+    monkeypatch.setattr("kedge.workloads.sandbox.run_python", work)
+    slow = {"id": "a", "user": "{user_question}", "tool": "python", "tool_seconds": PATIENCE}
     register(http, {"name": "t", "agents": [slow, {"id": "b", "user": "{condition_a_current}"}]})
-    work = {"inputs": {"user_question": "import time\ntime.sleep(0.5)\nprint(1)"}}
-    started = http.post("/v1/workflows/t/runs", json=work).json()
-    wait_until(lambda: len(served.engine.requests) == 1 and not served.engine._jobs)
+    started = http.post("/v1/workflows/t/runs", json=QUESTION).json()
+    assert is_working.wait(PATIENCE)
     http.post(f"/v1/runs/{started['id']}/cancel")
+    is_cancelled.set()
     assert events(http.get(started["events"]).text)[-1][0] == "cancelled"
     assert len(served.engine.requests) == 1
 
@@ -233,8 +244,8 @@ def test_a_reader_of_a_streamed_run_that_goes_away_ends_it() -> None:
         body = {"inputs": {"user_question": "x" * 2000}, "stream": True}
         with http.stream("POST", "/v1/workflows/pair/runs", json=body) as answer:
             next(answer.iter_bytes())
-            wait_until(lambda: bool(engine._jobs))
-        wait_until(lambda: not engine._jobs)
+            wait_until(lambda: bool(engine.in_flight))
+        wait_until(lambda: not engine.in_flight)
         running.wait_quiet()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kedge.errors import ConfigError
 from kedge.integrations.ray_serve.callers import Caller, Template
@@ -75,6 +75,15 @@ class Affinity:
             else:
                 _remember(self._homes, caller.run_key, replica, self._most_runs)
         self._hold(caller.template, replica)
+
+    def inspect(self) -> dict[str, dict[Any, Any]]:
+        """Return who is where: the home of every run, who holds each template or is expected to, and how many each."""
+        return {
+            "homes": dict(self._homes),
+            "holders": dict(self._holders),
+            "expected": dict(self._expected),
+            "held": {replica: count for replica, count in self._held.items() if count},
+        }
 
     def retain(self, replicas: Collection[str]) -> None:
         """These replicas are alive. What the others held is gone, and their runs go on wherever they are sent next."""

@@ -33,8 +33,15 @@ def ask(wanted: BasePrefills, *prompts: Tokens) -> None:
         wanted.ask(TENANT, tokens)
 
 
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "GRACE", 0.0)
+
+
 async def settle() -> None:
-    await asyncio.sleep(2 * bases.GRACE)
+    """Let everything be done that waits for nobody."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def test_one_after_the_other_once_there_is_time() -> None:

@@ -63,21 +63,25 @@ class LinkedStore(AnchorStore):
         estimate = super().estimate(slot, sample)
         after = self.stats().tiers
         copied = after.demand_s - before.demand_s
-        self.waited += copied + self._hold(before, after, copied)
+        self.waited += copied + hold(_moved(before, after), self._seconds_per_byte, copied)
         return estimate
 
     def fetch(self) -> bool:
         before, began = self.stats().tiers, time.perf_counter()
         fetched = super().fetch()
-        self._hold(before, self.stats().tiers, time.perf_counter() - began)
+        hold(_moved(before, self.stats().tiers), self._seconds_per_byte, time.perf_counter() - began)
         return fetched
 
-    def _hold(self, before: ResidenceStats, after: ResidenceStats, took: float) -> float:
-        """Wait for the rest of the time that the link needs; return the seconds waited."""
-        moved = after.bytes_loaded - before.bytes_loaded + after.bytes_offloaded - before.bytes_offloaded
-        rest = max(0.0, moved * self._seconds_per_byte - took)
-        time.sleep(rest)
-        return rest
+
+def hold(moved: int, seconds_per_byte: float, took: float) -> float:
+    """Wait as long as a link takes to move so many bytes, less what their copies took. Returns the seconds waited."""
+    rest = max(0.0, moved * seconds_per_byte - took)
+    time.sleep(rest)
+    return rest
+
+
+def _moved(before: ResidenceStats, after: ResidenceStats) -> int:
+    return after.bytes_loaded - before.bytes_loaded + after.bytes_offloaded - before.bytes_offloaded
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:

@@ -1,0 +1,1 @@
+"""Kedge inside vLLM: the plug-in, and vLLM with the plug-in as an engine."""

@@ -1,0 +1,123 @@
+"""The package's source as a tree: its functions, classes and what is documented of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeGuard
+
+PACKAGE = Path(__file__).parents[1] / "src" / "kedge"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A module, class or function with the place where it is."""
+
+    file: Path
+    node: Any
+    """Its `ast.Module`, `ast.ClassDef` or `Function`."""
+    owner: ast.ClassDef | None = None
+    """The class of a method."""
+
+    def __str__(self) -> str:
+        place = self.file.relative_to(PACKAGE)
+        return str(place) if isinstance(self.node, ast.Module) else f"{place}:{self.node.lineno} {self.node.name}"
+
+    @property
+    def is_documented(self) -> bool:
+        return ast.get_docstring(self.node) is not None
+
+    @property
+    def lines(self) -> int:
+        """From the signature to the end, docstring included."""
+        return (self.node.end_lineno or 0) - self.node.lineno + 1
+
+    @property
+    def signature_lines(self) -> int:
+        return self.node.body[0].lineno - self.node.lineno
+
+    @property
+    def methods(self) -> list[Function]:
+        return [one for one in self.node.body if isinstance(one, Function)]
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def files(room: str = "") -> list[Path]:
+    """The files of a room (of all rooms without one); a room may be a single file."""
+    found = PACKAGE / room
+    return sorted(found.rglob("*.py")) if found.is_dir() else [found.with_suffix(".py")]
+
+
+def rooms() -> list[str]:
+    return sorted({file.relative_to(PACKAGE).with_suffix("").parts[0] for file in files()} - {"__init__"})
+
+
+def functions(room: str = "") -> list[Definition]:
+    """All functions, methods and functions in functions."""
+    found = ((file, node) for file in files(room) for node in ast.walk(tree(file)))
+    return [Definition(file, node) for file, node in found if isinstance(node, Function)]
+
+
+def classes(room: str = "") -> list[Definition]:
+    found = ((file, node) for file in files(room) for node in ast.walk(tree(file)))
+    return [Definition(file, node) for file, node in found if isinstance(node, ast.ClassDef)]
+
+
+def public() -> Iterator[Definition]:
+    """Modules, and the classes, functions and methods that have no underscore; neither setters nor tests."""
+    for file in files():
+        module = tree(file)
+        yield Definition(file, module)
+        for node in module.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield Definition(file, node)
+                yield from (Definition(file, one, node) for one in node.body if is_public(one))
+            elif is_public(node):
+                yield Definition(file, node)
+
+
+def is_public(node: ast.stmt) -> TypeGuard[Function]:
+    if not isinstance(node, Function) or node.name.startswith(("_", "test_")):
+        return False
+    return not any(ast.unparse(one).endswith((".setter", "overload")) for one in node.decorator_list)
+
+
+def inherits_docs(one: Definition) -> bool:
+    """Whether a base class, or any protocol of the package, documents a method of this name."""
+    if one.owner is None or isinstance(one.node, ast.Module):
+        return False
+    return one.node.name in _documented_in_protocols() or _documented_above(one.owner, one.node.name)
+
+
+@cache
+def _by_name() -> dict[str, list[Definition]]:
+    found: dict[str, list[Definition]] = {}
+    for one in classes():
+        found.setdefault(one.node.name, []).append(one)
+    return found
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+
+
+@cache
+def _documented_in_protocols() -> set[str]:
+    protocols = (one for one in classes() if "Protocol" in _bases(one.node))
+    return {method.name for one in protocols for method in one.methods if ast.get_docstring(method)}
+
+
+def _documented_above(owner: ast.ClassDef, method: str) -> bool:
+    for base in (one for name in _bases(owner) for one in _by_name().get(name, ())):
+        own = any(one.name == method and ast.get_docstring(one) for one in base.methods)
+        if own or _documented_above(base.node, method):
+            return True
+    return False
