@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.reuse.contracts import RunOwner, TemplateOwner
-from kedge.reuse.expected import MOST_TEMPLATES, Expected
+from kedge.reuse.expected import MAX_TEMPLATES, Expected
 from kedge.types import AgentId, RunId, TenantId
 from kedge.workflow.forecast import AgentKey
 
@@ -41,7 +41,7 @@ def test_the_soonest_of_all_forecasts(updates: list[dict[AgentKey, tuple[float, 
 def test_templates_that_nobody_asks_with_are_forgotten() -> None:
     expected = Expected()
     expected.on_forecast({AgentKey(TenantId("t"), "", RunId("r"), AgentId("a")): (1.0, 1.0)})
-    owners = [TemplateOwner(TenantId("t"), str(at)) for at in range(MOST_TEMPLATES + 1)]
+    owners = [TemplateOwner(TenantId("t"), str(at)) for at in range(MAX_TEMPLATES + 1)]
     for owner in owners:
         expected.asks(owner, AgentId("a"))
     assert (expected.steps(owners[0]), expected.steps(owners[1])) == (None, 1.0)

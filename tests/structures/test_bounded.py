@@ -1,13 +1,45 @@
 from __future__ import annotations
 
-from kedge.structures.bounded import Lru
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.structures.bounded import BoundedDict
 
 
 def test_keeps_what_was_used_last() -> None:
     made: list[str] = []
-    lru: Lru[str, str] = Lru(2)
+    entries: BoundedDict[str, str] = BoundedDict(2)
     for key in "abacb":
-        lru.get(key, lambda key=key: made.append(key) or key)
+        entries.use(key, lambda key=key: made.append(key) or key)
     assert made == ["a", "b", "c", "b"]
-    assert len(lru) == 2
-    assert list(lru.values()) == ["c", "b"]
+    assert list(entries.values()) == ["c", "b"]
+
+
+def test_a_look_up_leaves_the_order_as_it_is() -> None:
+    entries: BoundedDict[str, int] = BoundedDict(2)
+    entries["a"], entries["b"] = 1, 2
+    assert entries.get("a") == entries["a"] == 1
+    entries["c"] = 3
+    assert list(entries) == ["b", "c"]
+
+
+def test_evicted_entries_are_reported() -> None:
+    evicted: list[tuple[str, int]] = []
+    entries: BoundedDict[str, int] = BoundedDict(1, lambda key, value: evicted.append((key, value)))
+    entries["a"] = 1
+    entries["a"] = 2
+    entries["b"] = 3
+    assert evicted == [("a", 2)]
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 6))))
+def test_it_is_a_list_in_the_order_of_use(limit: int, operations: list[tuple[bool, int]]) -> None:
+    entries: BoundedDict[int, int] = BoundedDict(limit)
+    naive: list[int] = []
+    for assigns, key in operations:
+        if assigns:
+            entries[key] = key
+        else:
+            assert entries.use(key, lambda key=key: key) == key
+        naive = [*(one for one in naive if one != key), key][-limit:]
+        assert list(entries) == naive

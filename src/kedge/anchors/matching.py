@@ -12,7 +12,7 @@ from kedge.anchors.registry import make_estimator
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import SampleView
 from kedge.settings import AnchorSettings
-from kedge.structures.bounded import Lru
+from kedge.structures.bounded import BoundedDict
 
 _REMEMBERED = 64
 
@@ -23,11 +23,11 @@ class Matcher:
     def __init__(self, config: AnchorSettings) -> None:
         self._reader = KeyReader(config.match_layer, config.match_dim)
         self._estimator = make_estimator(config)
-        self._queries: Lru[Hashable, Query] = Lru(_REMEMBERED)
-        self._proposals: Lru[Hashable, tuple[Proposal, int | None]] = Lru(_REMEMBERED)
+        self._queries: BoundedDict[Hashable, Query] = BoundedDict(_REMEMBERED)
+        self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(_REMEMBERED)
 
     def query(self, sample: SampleView) -> Query:
-        return self._queries.get((sample.pool, sample.key), lambda: self._reader.read(sample.tokens, sample.base))
+        return self._queries.use((sample.pool, sample.key), lambda: self._reader.read(sample.tokens, sample.base))
 
     def key_width(self, base: KVSegment) -> int:
         """Return how many numbers a key vector has for base KV of this shape."""
@@ -49,7 +49,7 @@ class Matcher:
             same = ids.index(known.id) if known is not None and known.id in ids else None
             return self._estimator.propose(query, block, same), same
 
-        proposal, same = self._proposals.get((sample.pool, sample.key, ids), propose)
+        proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
         return Match(query, block, same, proposal)
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import Slot
-from kedge.structures.bounded import Lru
+from kedge.structures.bounded import BoundedDict
 
 WINDOW = 5
 """Anchors among the earliest added that one is chosen from when the pool is full"""
@@ -32,7 +32,7 @@ class AnchorPool:
         self.slots: dict[Slot, SlotOffsets] = {}
         """Least recently observed first"""
         self._capacity, self._max_slots, self._make_slot = capacity, max_slots, make_slot
-        self._blocks: Lru[tuple[AnchorId, ...], KeyBlock] = Lru(_BLOCKS)
+        self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(_BLOCKS)
 
     def find(self, query: Query) -> Anchor | None:
         """Return the anchor that is this very value."""
@@ -40,7 +40,7 @@ class AnchorPool:
 
     def block(self, ids: tuple[AnchorId, ...]) -> KeyBlock:
         """Return the key vectors of these anchors."""
-        return self._blocks.get(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
+        return self._blocks.use(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
 
     def slot(self, slot: Slot, base: KVSegment, prefix_tokens: int) -> SlotOffsets:
         """Return what `slot` observed, or room for it that is not part of the pool before the first `add`."""

@@ -7,11 +7,12 @@ of one day have much more in common than that, so a length that was once contrad
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kedge.errors import ConfigError
+from kedge.structures.bounded import BoundedDict
 from kedge.types import Tokens
 
 
@@ -44,8 +45,8 @@ class FixedBoundary:
         _require("confirmations", confirmations, 1 <= confirmations <= window, f"must be in 1..{window} (window)")
         _require("ttl", ttl, ttl > 0, "must be above 0 seconds")
         _require("capacity", capacity, capacity >= 1, "must be at least 1")
-        self._window, self._confirmations, self._ttl, self._capacity = window, confirmations, ttl, capacity
-        self._histories: OrderedDict[Hashable, _History] = OrderedDict()  # by last use
+        self._window, self._confirmations, self._ttl = window, confirmations, ttl
+        self._histories: BoundedDict[Hashable, _History] = BoundedDict(capacity)
 
     def observe(self, agent: Hashable, prompt: Tokens, now: float, marker: int | None = None) -> int | None:
         """Return the length of the fixed part of `prompt`, which `agent` calls with at `now`; None: not known (yet).
@@ -55,12 +56,11 @@ class FixedBoundary:
         self._expire(now)
         history = self._histories.get(agent)
         if history is None:
-            history = self._histories[agent] = _History(prompt, now, deque(maxlen=self._window))
-            self._drop_oldest()
+            history = _History(prompt, now, deque(maxlen=self._window))
         else:
             self._compare(history, prompt)
         history.last, history.used = prompt, now
-        self._histories.move_to_end(agent)
+        self._histories[agent] = history
         return marker if marker is not None and 0 <= marker <= len(prompt) else history.length
 
     def length(self, agent: Hashable, now: float) -> int | None:
@@ -92,10 +92,6 @@ class FixedBoundary:
 
     def _expire(self, now: float) -> None:
         while self._histories and next(iter(self._histories.values())).used + self._ttl <= now:
-            self._histories.popitem(last=False)
-
-    def _drop_oldest(self) -> None:
-        if len(self._histories) > self._capacity:
             self._histories.popitem(last=False)
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 
 from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
+from kedge.structures.bounded import BoundedDict
 from kedge.structures.step_counts import StepCounts
 from kedge.types import AgentId, TenantId
 from kedge.workflow.forecast import AgentKey
 
-MOST_TEMPLATES = 4096
-"""Templates whose agents are remembered; the one that asked longest ago is forgotten first."""
+MAX_TEMPLATES = 4096
+"""Templates owner agents are remembered; the one that called longest ago is forgotten first."""
 
 
 class Expected:
-    """The soonest run of every agent and in every run, over all forecasts; an update costs by what has changed."""
+    """The soonest run of every agent and in every run, over all forecasts. An update is O(number of changed agents)."""
 
     def __init__(self) -> None:
         self._steps: dict[AgentKey, float] = {}
         self._soonest: dict[Hashable, StepCounts] = {}
-        self._agents: OrderedDict[TemplateOwner, AgentId] = OrderedDict()
+        self._agents: BoundedDict[TemplateOwner, AgentId] = BoundedDict(MAX_TEMPLATES)
 
     def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
         """Take the changes: (steps-to-execution, probability) of agents, or None for those that are forgotten."""
@@ -34,9 +34,6 @@ class Expected:
     def asks(self, template: TemplateOwner, agent: AgentId) -> None:
         """Remember that `agent` calls with this template."""
         self._agents[template] = agent
-        self._agents.move_to_end(template)
-        if len(self._agents) > MOST_TEMPLATES:
-            self._agents.popitem(last=False)
 
     def steps(self, owner: Owner) -> float | None:
         """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
@@ -45,19 +42,19 @@ class Expected:
         agent = self._agents.get(owner)
         return None if agent is None else self._least((owner.tenant, agent))
 
-    def _least(self, whose: Hashable) -> float | None:
-        counts = self._soonest.get(whose)
+    def _least(self, owner: Hashable) -> float | None:
+        counts = self._soonest.get(owner)
         return counts.least if counts else None
 
     def _count(self, key: AgentKey, step: float, sign: int) -> None:
-        for whose in (RunOwner(key.tenant, key.run_id), _agent(key.tenant, key.agent)):
-            counts = self._soonest.setdefault(whose, StepCounts())
+        for owner in (RunOwner(key.tenant, key.run_id), _agent(key.tenant, key.agent)):
+            counts = self._soonest.setdefault(owner, StepCounts())
             if sign > 0:
                 counts.add(step)
             else:
                 counts.remove(step)
                 if counts.least is None:
-                    del self._soonest[whose]
+                    del self._soonest[owner]
 
 
 def _agent(tenant: TenantId, agent: AgentId) -> Hashable:

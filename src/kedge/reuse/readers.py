@@ -1,50 +1,45 @@
-"""How many agents read a value: what base KV of a new one is going to be worth."""
+"""How many agents read a placeholder's values, which is what base KV of a new one is worth."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-
 from kedge.reuse.contracts import PoolKey
+from kedge.structures.bounded import BoundedDict
 from kedge.types import Tokens
 
 MAX_PLACEHOLDERS = 1024
 MAX_VALUES = 256
-"""Values of a placeholder whose readers are still being counted; the oldest one's count is final then"""
+"""Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
 FORGET = 0.98
-"""What the weight of a final count is multiplied by at every later one"""
+"""Factor on the weight of a final count at every later one."""
 UNKNOWN = 2.0
-"""Readers of a value that are assumed at least while no count is final"""
+"""Readers of a value that are assumed at least, while no count is final."""
 
 
-@dataclass(slots=True)
 class _Counts:
-    open: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """By the hash of a value: how often it was read; the value that was read longest ago first"""
-    most: int = 0
-    reads: float = 0.0
-    values: float = 0.0
+    """The reads of one placeholder's values: being counted by the hash of a value, and the average of final counts."""
+
+    def __init__(self) -> None:
+        self.open: BoundedDict[int, int] = BoundedDict(MAX_VALUES, self._close)
+        self.most = 0
+        self.reads = self.values = 0.0
+
+    def read(self, value: int) -> None:
+        self.open[value] = self.open.get(value, 0) + 1
+        self.most = max(self.most, self.open[value])
+
+    def _close(self, _: int, reads: int) -> None:
+        self.reads, self.values = FORGET * self.reads + reads, FORGET * self.values + 1
 
 
 class Readers:
     """Counts, by placeholder, how often its values are read. Bounded."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[PoolKey, _Counts] = OrderedDict()
+        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict(MAX_PLACEHOLDERS)
 
     def read(self, placeholder: PoolKey, value: Tokens) -> None:
         """Count that a request reads this value."""
-        counts = self._counts.setdefault(placeholder, _Counts())
-        self._counts.move_to_end(placeholder)
-        if len(self._counts) > MAX_PLACEHOLDERS:
-            self._counts.popitem(last=False)
-        name = hash(value)
-        counts.open[name] = counts.open.get(name, 0) + 1
-        counts.most = max(counts.most, counts.open[name])
-        counts.open.move_to_end(name)
-        if len(counts.open) > MAX_VALUES:
-            _, reads = counts.open.popitem(last=False)
-            counts.reads, counts.values = FORGET * counts.reads + reads, FORGET * counts.values + 1
+        self._counts.use(placeholder, _Counts).read(hash(value))
 
     def expected(self, placeholder: PoolKey) -> float:
         """Return how often a value of this placeholder is read, the first time included: the average of final counts,

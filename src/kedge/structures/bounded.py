@@ -1,36 +1,36 @@
-"""A mapping with a bounded number of entries."""
+"""A dictionary with a bounded number of entries, in the order of their last use."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, ValuesView
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Lru(Generic[K, V]):
-    """Keeps the `limit` entries that were used last."""
+class BoundedDict(OrderedDict[K, V]):
+    """The `limit` entries that were used last, least recently used first.
 
-    def __init__(self, limit: int) -> None:
-        self._entries: OrderedDict[K, V] = OrderedDict()
-        self._limit = limit
+    `use` and assignment make an entry the newest; other look-ups leave the order as it is. `on_evicted` is called with
+    every key and value that goes for want of room.
+    """
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __init__(self, limit: int, on_evicted: Callable[[K, V], None] = lambda _key, _value: None) -> None:
+        super().__init__()
+        self._limit, self._on_evicted = limit, on_evicted
 
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the entry of `key`, made where there is none."""
-        if key not in self._entries:
-            self._entries[key] = make()
-            if len(self._entries) > self._limit:
-                self._entries.popitem(last=False)
-        self._entries.move_to_end(key)
-        return self._entries[key]
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self._on_evicted(*self.popitem(last=False))
 
-    def values(self) -> ValuesView[V]:
-        return self._entries.values()
-
-    def clear(self) -> None:
-        self._entries.clear()
+    def use(self, key: K, make: Callable[[], V]) -> V:
+        """Return the entry of `key` as the newest, made where there is none."""
+        if key in self:
+            self.move_to_end(key)
+        else:
+            self[key] = make()
+        return self[key]

@@ -13,7 +13,7 @@ from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria.shareability import Verdict, lacks_length
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.keys import KeyBlock
-from kedge.structures.bounded import Lru
+from kedge.structures.bounded import BoundedDict
 
 _RIDGE = 1e-3
 """In units of the mean square of a dimension of the key vectors"""
@@ -72,15 +72,15 @@ class Leverage:
     max_leverage: float
     weak_leverage: float
     calibrates: bool = False
-    _spreads: Lru[tuple[AnchorId, ...], Spread] = field(
-        default_factory=lambda: Lru(_SPREADS), repr=False, compare=False
+    _spreads: BoundedDict[tuple[AnchorId, ...], Spread] = field(
+        default_factory=lambda: BoundedDict(_SPREADS), repr=False, compare=False
     )
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
         return f"{len(block.ids)} anchors of {self.min_anchors}" if len(block.ids) < self.min_anchors else ""
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
-        spread = self._spreads.get(match.block.ids, lambda: Spread.of(match.block.keys))
+        spread = self._spreads.use(match.block.ids, lambda: Spread.of(match.block.keys))
         leverage = spread.leverage(match.query.keys).cpu()
         mean = float(leverage.mean())
         reason = f"leverage is {mean:.2f}, above {self.max_leverage:g}" if not mean <= self.max_leverage else ""
