@@ -21,9 +21,13 @@ class SoakSettings:
 
     questions: int = 2000
     capacity: int = 5
-    every: int = 100
+    every: int = 200
     """Questions between two looks."""
     workload: TtftSettings = TtftSettings(model_size="tiny", question=24, prefix=16, output=12, agents=3)
+
+
+QUICK = SoakSettings(questions=100, every=20)
+"""A run of less than a minute."""
 
 
 def soak(settings: SoakSettings, on_look: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:

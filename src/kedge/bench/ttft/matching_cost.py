@@ -40,6 +40,10 @@ class MatchingSettings:
     repeats: int = 20
 
 
+QUICK = MatchingSettings(samples=5, tokens=100, repeats=5)
+"""A measurement of a few seconds."""
+
+
 def measure(settings: MatchingSettings) -> dict[str, dict[str, float]]:
     """Milliseconds (medians, and the 90th percentile of the sum) by estimator: match with verdict, blend, and both.
 
