@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from kedge.cli import bench_tables as tables
 from kedge.cli.options import Model, Plot
 from kedge.cli.preflight import require_folder, require_model, require_outputs, require_packages
 from kedge.cli.results import write
-from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kedge.bench.lab.studies.study import Row, Study, StudySettings, Trial
+    from kedge.bench.lab.studies.study import Study, StudySettings, Trial
 
 ABOUT = {
     "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
@@ -164,8 +164,8 @@ def _run(
 ) -> None:
     import torch
 
-    from kedge.bench.plots import study_plot
     from kedge.bench.lab.studies.study import averaged
+    from kedge.bench.plots import study_plot
 
     settings = study.settings(quick=quick, **given)
     if settings.model is None:
@@ -174,7 +174,7 @@ def _run(
     with console.status(study.name) as status:
         trials = _measured(study, settings, saved, json_file, lambda what: status.update(f"{study.name}, {what}"))
     rows = averaged(trials)
-    console.print(_table(study, rows), f"The paper: {study.paper}\n", highlight=False)
+    console.print(tables.study(study.title, rows), f"The paper: {study.paper}\n", highlight=False)
     if json_file:
         console.print(f"results: {json_file}")
     if plot_file:
@@ -217,22 +217,3 @@ def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[
 def _asked(results: Mapping[str, Any]) -> tuple[object, ...]:
     """The study and its settings, but for the number of seeds."""
     return results.get("study"), {**results.get("settings", {}), "seeds": None}
-
-
-def _table(study: Study, rows: list[Row]) -> FittingTable:
-    from kedge.bench.lab.studies.report import shown
-
-    cells = shown(rows)
-    keys = _key_columns(rows)
-    names = frozenset(
-        heading for heading in list(cells[0])[:keys] if any(isinstance(row.get(heading), str) for row in rows)
-    )
-    return FittingTable(study.title, list(cells[0]), [list(row.values()) for row in cells], keys, names)
-
-
-def _key_columns(rows: list[Row]) -> int:
-    """Count the first columns that say what was measured: those without a float, of which there may be none."""
-    measured = [isinstance(value, float) for row in rows for value in row.values()]
-    columns = len(rows[0])
-    by_column = [any(measured[at::columns]) for at in range(columns)]
-    return by_column.index(True) if True in by_column else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from kedge.cli import bench_tables as tables
 from kedge.cli.options import Device, ModelSize
 from kedge.cli.preflight import require_outputs
 from kedge.cli.results import write
-from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
@@ -22,18 +21,6 @@ if TYPE_CHECKING:
     from kedge.bench.load.measure import Key, LoadSettings
 
 QUICK_SECONDS, QUICK_CLIENTS = 10.0, (1, 8)
-COLUMNS = {
-    "teams per min": ("teams_per_min", ".1f"),
-    "TTFT p50": ("ttft_p50_ms", ".0f"),
-    "TTFT p99": ("ttft_p99_ms", ".0f"),
-    "run p50": ("latency_p50_s", ".2f"),
-    "run p99": ("latency_p99_s", ".2f"),
-    "batch mean": ("batch_mean", ".1f"),
-    "last third": ("batch_mean_last_third", ".1f"),
-    "reused": ("translated_share", ".0%"),
-}
-"""Heading -> figure and its format."""
-
 Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """Case -> clients -> mode -> figures."""
 
@@ -89,7 +76,7 @@ def load(
             if json_file:
                 write(json_file, {"settings": asdict(settings), "cases": leaves})
     for name in selection.cases:
-        console.print(_table(name, settings, leaves[name]))
+        console.print(tables.load(name, settings.seconds, leaves[name]))
     if json_file:
         console.print(f"results: {json_file}")
 
@@ -117,17 +104,3 @@ def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
     if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
         raise ConfigError("json", str(file), "holds results of something else or of other settings")
     return saved["cases"]
-
-
-def _table(case: str, settings: LoadSettings, clients: Mapping[str, Mapping[str, Any]]) -> FittingTable:
-    rows = [[count, mode, *_cells(figures)] for count, modes in clients.items() for mode, figures in modes.items()]
-    title = f"{case}, {settings.seconds:g} s each; TTFT in ms, runs in s, batch in requests"
-    return FittingTable(title, ("clients", "mode", *COLUMNS, "errors"), rows, keys=2, left=frozenset({"mode"}))
-
-
-def _cells(figures: Mapping[str, Any]) -> list[str]:
-    return [*(_cell(figures[name], shown) for name, shown in COLUMNS.values()), str(figures["errors"])]
-
-
-def _cell(figure: float | None, shown: str) -> str:
-    return "-" if figure is None else format(figure, shown)

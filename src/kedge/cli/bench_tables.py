@@ -13,6 +13,21 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 MIB = 2**20
+LOAD_COLUMNS = {
+    "teams per min": ("teams_per_min", ".1f"),
+    "TTFT p50": ("ttft_p50_ms", ".0f"),
+    "TTFT p99": ("ttft_p99_ms", ".0f"),
+    "run p50": ("latency_p50_s", ".2f"),
+    "run p99": ("latency_p99_s", ".2f"),
+    "batch mean": ("batch_mean", ".1f"),
+    "last third": ("batch_mean_last_third", ".1f"),
+    "reused": ("translated_share", ".0%"),
+}
+"""Heading -> figure and its format."""
+WORKFLOW_GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_blocking": "times blocking"}
+"""Times as fast as LRU without and with a host tier, and with one whose loads hold up the queue."""
+WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
+"""Tokens found on the device, and waited for. MiB loaded. Seconds waited."""
 
 
 def ttft(settings: TtftSettings, data: Row) -> FittingTable:
@@ -91,3 +106,75 @@ def cache(name: str, times: Sequence[Row], growth: Mapping[str, Mapping[str, flo
 def _cache_row(operation: str, times: Sequence[Row], fit: Mapping[str, float]) -> list[str]:
     cells = (f"{one[operation]:.1f}" for one in times)
     return [operation, *cells, f"{fit['exponent']:.2f}", f"{fit['to_log']:.2f}"]
+
+
+def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]]) -> FittingTable:
+    """Return the figures of a case by number of clients and reuse mode."""
+    rows = [[count, mode, *_load_cells(figures)] for count, modes in clients.items() for mode, figures in modes.items()]
+    title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s, batch in requests"
+    return FittingTable(title, ("clients", "mode", *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({"mode"}))
+
+
+def _load_cells(figures: Row) -> list[str]:
+    shown = ((figures[name], form) for name, form in LOAD_COLUMNS.values())
+    return [*("-" if figure is None else format(figure, form) for figure, form in shown), str(figures["errors"])]
+
+
+def vllm_case(case: Row) -> FittingTable:
+    """Return the figures of all engines in a case, from `Case.as_json()`."""
+    gains = {"kedge": case["speedup"], "stock again": case["control"]}
+    headings = ("engine", "s", "times stock", "hits", "waited for", "TTFT p50 ms", "TTFT p90 ms", "tokens per s")
+    rows = [_vllm_row(name, row, gains.get(name)) for name, row in case["engines"].items()]
+    return FittingTable(f"{case['case']}: {case['workload']}", headings, rows, left=frozenset({"engine"}))
+
+
+def _vllm_row(name: str, row: Row, gain: Row | None) -> list[str]:
+    rates = (f"{row[key]:.3f}" for key in ("hit_rate", "waited_rate"))
+    times = (f"{row[key]:.1f}" for key in ("ttft_p50_ms", "ttft_p90_ms", "tokens_per_s"))
+    return [name, f"{row['seconds']['median']:.2f}", f"{gain['median']:.2f}" if gain else "", *rates, *times]
+
+
+def vllm_team(team: Row) -> FittingTable:
+    """Return the times of the agents whose messages are translated, from `TeamResult.as_json()`."""
+    ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
+    title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
+    headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
+    return FittingTable(title, headings, [_team_row(row) for row in team["agents"]])
+
+
+def _team_row(row: Row) -> list[str]:
+    times = (f"{row[key]:.1f}" for key in ("dense_ms", "stock_ms", "kedge_ms"))
+    gains = (f"{row[key]:.1f}" for key in ("speedup_over_dense", "speedup_over_stock"))
+    return [str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["translated_tokens"]), *times, *gains]
+
+
+def workflow(case: Row) -> FittingTable:
+    """Return the figures of all eviction policies in a case, from its `as_json()`."""
+    ratio, gained = case["load_ratio_measured"], case["speedups"]
+    title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
+    headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW_COUNTS)
+    rows = [_workflow_row(name, row, gained) for name, row in case["policies"].items()]
+    return FittingTable(title, headings, rows, left=frozenset({"policy"}))
+
+
+def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
+    gains = (gained[base].get(name) for base in gained)
+    counts = (f"{row['hit_tokens']:.0f}", f"{row['host_hit_tokens']:.0f}", f"{row['bytes_h2d'] / MIB:.0f}")
+    shown = ("" if gain is None else f"{gain['median']:.2f}" for gain in gains)
+    return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
+
+
+def study(title: str, rows: Sequence[Row]) -> FittingTable:
+    """Return the means of a study with their spreads; the columns without a float say what a row is about."""
+    from kedge.bench.lab.studies.report import shown
+
+    cells = shown(rows)
+    keys = _key_columns(rows)
+    texts = {name.replace("_", " ") for row in rows for name, value in row.items() if isinstance(value, str)}
+    return FittingTable(title, list(cells[0]), [list(row.values()) for row in cells], keys, frozenset(texts))
+
+
+def _key_columns(rows: Sequence[Row]) -> int:
+    """Count the columns before the first one with a measurement, which is a float."""
+    measured = {name for row in rows for name, value in row.items() if isinstance(value, float)}
+    return next((at for at, name in enumerate(rows[0]) if name in measured), 0)

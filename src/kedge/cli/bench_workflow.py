@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from kedge.cli import bench_tables as tables
 from kedge.cli.options import Device, Json, ModelSize, Plot
 from kedge.cli.preflight import require_outputs
 from kedge.cli.results import save
-from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
-
-GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_blocking": "times blocking"}
-"""Times as fast as LRU without and with a host tier, and with one whose loads hold up the queue."""
-COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
-"""Tokens found on the device, and waited for. MiB loaded. Seconds waited."""
 
 
 def workflow(
@@ -68,7 +63,7 @@ def workflow(
     with console.status("building the model") as status:
         result = measure(settings, status.update)
     for case in (*result.cases, *result.controls.values()):
-        console.print(_table(case.as_json()))
+        console.print(tables.workflow(case.as_json()))
     if not all(case.tokens_identical for case in (*result.cases, *result.controls.values())):
         console.print("the policies did not all give the same tokens", style="red")
     if json_file:
@@ -76,24 +71,3 @@ def workflow(
     if plot_file:
         workflow_plot({case.workload.name: case.speedups() for case in result.cases}, plot_file)
         console.print(f"picture: {plot_file}")
-
-
-def _table(case: dict[str, Any]) -> FittingTable:
-    ratio, gained = case["load_ratio_measured"], case["speedups"]
-    title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
-    headings = ("policy", "s", *(GAINS[base] for base in gained), *COUNTS)
-    rows = [_row(name, row, gained) for name, row in case["policies"].items()]
-    return FittingTable(title, headings, rows, left=frozenset({"policy"}))
-
-
-def _row(name: str, row: dict[str, Any], gained: dict[str, Any]) -> list[str]:
-    gains = (gained[base].get(name) for base in gained)
-    return [
-        name,
-        f"{row['latency_s']:.2f}",
-        *("" if gain is None else f"{gain['median']:.2f}" for gain in gains),
-        f"{row['hit_tokens']:.0f}",
-        f"{row['host_hit_tokens']:.0f}",
-        f"{row['bytes_h2d'] / 2**20:.0f}",
-        f"{row['stall_s']:.2f}",
-    ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kedge.cli.options import Json, Model, Plot
 from kedge.cli.preflight import require_model, require_outputs
@@ -44,7 +44,7 @@ def demo(
     console = Console()
     results = _run_all(console, questions, task, names, model, seed)
     for name, result in results.items():
-        console.print(_table(name, result), _summary(name, result))
+        console.print(score_table(name, result), _summary(name, result))
     first, *others = results.items()
     if json_file:
         data = {**first[1].as_json(), "estimator": first[0], "task": task, "questions": questions, "seed": seed}
@@ -74,9 +74,9 @@ def _run_all(
     import torch
 
     from kedge.bench.demo import Comparison, answer, questions
-    from kedge.settings import AnchorSettings, EngineConfig, estimator_settings
     from kedge.engine.local.engine import LocalEngine
     from kedge.errors import TranslationRefused
+    from kedge.settings import AnchorSettings, EngineConfig, estimator_settings
     from kedge.types import ReuseMode
     from kedge.workloads.miniature import TASKS
 
@@ -85,7 +85,7 @@ def _run_all(
     task = TASKS[task_name]
     asked = questions(task, count, seed)
     results: dict[str, Comparison] = {}
-    with _progress(console) as progress:
+    with progress_bars(console) as progress:
         dense = None
         for name in estimators:
             config = EngineConfig(model=model, anchors=AnchorSettings(**estimator_settings(name)))
@@ -99,9 +99,10 @@ def _run_all(
     return results
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console)
+def progress_bars(console: Console) -> Progress:
+    """Return progress bars that fit 80 columns with their notes."""
+    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], None]:
@@ -114,7 +115,7 @@ def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], No
     return advance
 
 
-def _table(name: str, result: Comparison) -> FittingTable:
+def score_table(name: str, result: Comparison) -> FittingTable:
     """Return the agents with their times, dense and translated; tokens are exact/translated/computed."""
     title = f"TTFT, median (p90), and accuracy: dense prefill | translated with `{name}`"
     headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy %")

@@ -106,7 +106,7 @@ def run_all(
 
     An error that ends a run gets a note with the question's number.
     """
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("questions", total=len(questions), note="")
         for number, inputs in enumerate(questions, 1):
             try:
@@ -119,7 +119,8 @@ def run_all(
             progress.update(bar, advance=1, note=f"{reuse.translated / reuse.prompt:.0%} translated")
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """Return a progress bar that fits 80 columns with its note."""
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console)
 

@@ -20,9 +20,9 @@ from kedge.types import ReuseMode
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from kedge.settings import Settings
     from kedge.engine.base import Engine
     from kedge.runner.run import RunResult
+    from kedge.settings import Settings
     from kedge.workflow.graph import Workflow
 
 
@@ -51,8 +51,8 @@ def run(
     require_file("--inputs", inputs_file)
     require_outputs(json_file)
     values = parse_inputs(inputs or [])
-    from kedge.settings import Settings
     from kedge.runner.run import check_inputs
+    from kedge.settings import Settings
     from kedge.workflow.spec import load_workflow
 
     settings = Settings.load(config, reuse=reuse, engine={"model": model, "device": device})

@@ -18,10 +18,10 @@ from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
-    from kedge.settings import ServerSettings, Settings
     from kedge.engine.base import Engine
     from kedge.server.settings import ServerConfig
     from kedge.server.tenancy import KeyRing
+    from kedge.settings import ServerSettings, Settings
 
 EXIT_ENGINE_ENDED = 70
 """The exit code where the engine ended by itself (`EX_SOFTWARE`): a supervisor is to start the server again."""
@@ -160,9 +160,9 @@ def _refuse_for_vllm(told: ServerSettings, keys: KeyRing) -> None:
 
 
 def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSettings, console: Console) -> None:
-    from kedge.server.telemetry import logs, tracing
     from kedge.server.app import create_app
     from kedge.server.shutdown import GracefulServer
+    from kedge.server.telemetry import logs, tracing
 
     logs.configure(told.log_format)
     app = create_app(engine, config, keys, tracing.exporting(config.model_name) if told.tracing else None)
