@@ -127,13 +127,13 @@ def progress_bar(console: Console) -> Progress:
 
 def reuse_table(results: Sequence[RunResult]) -> FittingTable:
     """Return the table of tokens by source, in the order of the questions, so that one sees the pools fill."""
-    rows = [[name, *Reuse.of(some).cells()] for name, some in _portions(results)]
+    rows = [[name, *Reuse.of(some).cells()] for name, some in portions(results)]
     rows.append(["all", *Reuse.of(results).cells()])
     headings = ("question", "prompt tokens", "exact", "translated", "computed", "translated share", "TTFT p50 ms")
     return FittingTable("where the prompt tokens of all agents came from, question by question", headings, rows)
 
 
-def _portions(results: Sequence[RunResult]) -> Iterator[tuple[str, Sequence[RunResult]]]:
+def portions(results: Sequence[RunResult]) -> Iterator[tuple[str, Sequence[RunResult]]]:
     """Cut the results into at most `MAX_ROWS` equal portions, each with the numbers of its questions."""
     size = math.ceil(len(results) / MAX_ROWS)
     for first in range(0, len(results), size):
