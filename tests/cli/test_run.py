@@ -164,7 +164,7 @@ def test_many_questions_run_on_one_engine(opened: Opened) -> None:
 
 def test_an_input_of_all_questions_is_given_once(opened: Opened) -> None:
     flow = FLOW.replace('"Q: {user_question}"', '"W: {user_word} Q: {user_question}"')
-    Path("flow.yaml").write_text(flow, encoding="utf-8")
+    Path("flow.yaml").write_text(f"inputs: [user_question, user_word]{flow}", encoding="utf-8")
     file = many('{"user_question": "a?"}', '{"user_question": "b?", "user_word": "other"}')
     assert kedge("flow.yaml", "-i", "user_word=same", "--inputs", file).exit_code == 0
     decode = opened.engine.tokenizer.decode

@@ -20,7 +20,7 @@ from kedge.cli.results import save
 if TYPE_CHECKING:
     from kedge.bench.ttft.measure import TtftSettings
 
-Quick = Annotated[bool, typer.Option("--quick", help="Smaller and fewer: less than a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")]
 Samples = Annotated[
     int | None, typer.Option(metavar="N", min=2, help="In every pool before the measurement. Default 20, quick 4.")
 ]
