@@ -5,7 +5,7 @@
 
 The workflow is registered once. Every call then names its agent and run; the server fills the agent's template, knows
 the segments of its prompt and remembers what the others said in this run. The first four questions are samples; from
-the fifth on, what one agent reads of another is translated.
+the fifth on, what the analyst reads of the solver is translated. The final agent is the judge and stays exact.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ HANG_SECONDS = 20.0
 
 def serve(
     model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL]", help="Folder of a model; default: the bundled one.")
+        Path | None, typer.Argument(metavar="MODEL", help="Folder of a model; default: the bundled one.")
     ] = None,
     engine: Annotated[
         str | None,
@@ -40,7 +40,9 @@ def serve(
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(metavar="NAME", help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(metavar="N", min=0, max=65535, help="Default: 8000.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="From 0, which takes any, to 65535. Default: 8000.")
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
