@@ -4,7 +4,8 @@
     python examples/over_http.py
 
 The workflow is registered once. Every call then names its agent and run; the server fills the agent's template, knows
-the segments of its prompt and remembers what the others said in this run, so that later questions are translated.
+the segments of its prompt and remembers what the others said in this run. The first four questions are samples; from
+the fifth on, what the analyst reads of the solver is translated. The final agent is the judge and stays exact.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 QUESTIONS = (
     "Tom starts the day with 3 apples. Tom finds 5 more. Tom loses 2. How many apples does Tom have at the end?",
     "Mei starts the day with 7 coins. Mei finds 4 more. Mei gives away 6. How many coins does Mei have at the end?",
-    "Ann starts the day with 9 pens. Ann gives away 2. Ann finds 8 more. How many pens does Ann have at the end?",
+    "Raj starts the day with 9 pens. Raj gives away 2. Raj finds 8 more. How many pens does Raj have at the end?",
+    "Lena starts the day with 6 cups. Lena buys 3 more. Lena loses 4. How many cups does Lena have at the end?",
+    "Igor starts the day with 8 keys. Igor loses 5. Igor finds 4 more. How many keys does Igor have at the end?",
+    "Noah starts the day with 5 books. Noah buys 7 more. Noah loses 3. How many books does Noah have at the end?",
 )
 TEAM = {
     "name": "small team",

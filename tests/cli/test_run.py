@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from kedge.cli import run as command
 from kedge.cli.main import app
+from kedge.cli.questions import portions as portions_of
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
+from kedge.runner.run import RunResult
 from kedge.settings import Settings
-from kedge.types import AgentId, ReuseMode
+from kedge.types import AgentId, ReuseMode, RunId
 
 FLOW = """
 name: pair
@@ -112,6 +114,7 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
         (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json="),
         (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),
         (["none.yaml", *QUESTION], "path='none.yaml'"),
+        (["flow.yaml", "--inputs", "none.jsonl"], "--inputs='none.jsonl': no such file"),
     ],
 )
 def test_bad_input_is_one_line(opened: Opened, args: list[str], message: str) -> None:  # noqa: ARG001
@@ -130,6 +133,85 @@ def test_a_missing_model_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     result = kedge("flow.yaml", *QUESTION, "--model", "nowhere")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith("error: model='nowhere'")
+
+
+# many questions -------------------------------------------------------------------------------------------------------
+
+
+def many(*lines: str) -> str:
+    Path("questions.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return "questions.jsonl"
+
+
+def test_many_questions_run_on_one_engine(opened: Opened) -> None:
+    file = many(*(json.dumps({"user_question": f"number {at}?"}) for at in range(3)), "")
+    result = kedge("flow.yaml", "--inputs", file, "--json", "out.json")
+    assert result.exit_code == 0, result.output
+    assert len(opened.settings) == 1
+    assert [line for line in result.output.splitlines() if "the end" in line] == [f"{at}  the end" for at in (1, 2, 3)]
+    table = result.output.split("question by question")[1]
+    assert [line.split()[0] for line in table.splitlines() if line[:10].strip().isalnum()] == [
+        "question",
+        "1",
+        "2",
+        "3",
+        "all",
+    ]
+    data = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert [one["inputs"]["user_question"] for one in data["questions"]] == ["number 0?", "number 1?", "number 2?"]
+    assert [one["answer"] for one in data["questions"]] == ["the end"] * 3
+
+
+def test_an_input_of_all_questions_is_given_once(opened: Opened) -> None:
+    flow = FLOW.replace('"Q: {user_question}"', '"W: {user_word} Q: {user_question}"')
+    Path("flow.yaml").write_text(f"inputs: [user_question, user_word]{flow}", encoding="utf-8")
+    file = many('{"user_question": "a?"}', '{"user_question": "b?", "user_word": "other"}')
+    assert kedge("flow.yaml", "-i", "user_word=same", "--inputs", file).exit_code == 0
+    decode = opened.engine.tokenizer.decode
+    read = [[decode(segment.tokens) for segment in one.segments] for one in opened.engine.requests]
+    assert ["same" in read[0], "same" in read[2], "other" in read[2]] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "--inputs='questions.jsonl': has no line with inputs"),
+        (["{"], "--inputs='questions.jsonl:1': is no JSON"),
+        (['{"user_question": "a"}', '["a"]'], "--inputs='questions.jsonl:2': is no JSON object"),
+        (['{"user_question": "a"}', "{}"], "inputs.user_question=None"),
+        (['{"user_question": 1}'], "inputs.user_question=1"),
+        (['{"user_question": "a", "x": "b"}'], "inputs='x'"),
+    ],
+)
+def test_a_bad_line_is_told_before_anything_runs(opened: Opened, lines: list[str], message: str) -> None:
+    result = kedge("flow.yaml", "--inputs", many(*lines))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {message}")
+    assert not opened.settings
+
+
+def test_what_was_answered_before_an_error_is_kept(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, calls = opened.engine.submit, []
+
+    def failing(request: object) -> object:
+        calls.append(request)
+        if len(calls) > 2:
+            raise RequestError("prompt", 1, "too long")
+        return submit(request)
+
+    monkeypatch.setattr(opened.engine, "submit", failing)
+    file = many('{"user_question": "a"}', '{"user_question": "b"}')
+    result = kedge("flow.yaml", "--inputs", file, "--json", "out.json")
+    assert result.exit_code == 2
+    assert "question 2 of 2" in result.stderr
+    assert len(json.loads(Path("out.json").read_text(encoding="utf-8"))["questions"]) == 1
+
+
+def test_more_questions_than_rows_share_them() -> None:
+    one = RunResult(RunId("run"), (), 0.0)
+    portions = [(name, len(some)) for name, some in portions_of([one] * 45)]
+    assert portions[:2] == [("1-3", 3), ("4-6", 3)]
+    assert len(portions) == 15 and sum(count for _, count in portions) == 45
 
 
 def test_inputs_are_parsed_as_they_stand() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import re
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def listened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[t
     monkeypatch.chdir(tmp_path)
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(command, "open_engine", lambda _: EchoEngine())
+    monkeypatch.setattr(command, "require_free_port", lambda *_: None)
     monkeypatch.setattr(command, "_listen", lambda *args: calls.append(args))
     yield calls
 
@@ -98,14 +100,20 @@ def test_bad_input_is_one_line(listened: list[tuple[Any, ...]], args: list[str],
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def missing(name: str, *args: Any) -> Any:
-        if name == "fastapi":
-            raise ImportError("no", name=name)
-        return original(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
     result = kedge()
     assert result.exit_code == 2
-    assert result.stderr == "error: kedge serve='fastapi': is not installed: pip install 'kedge[server]'\n"
+    needs = "package='fastapi': kedge serve needs it, and it is not installed: pip install 'kedge[server]'"
+    assert result.stderr == f"error: {needs}\n"
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = kedge("--port", str(port))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: server.port={port}: cannot listen on 127.0.0.1: Address already in use\n"

@@ -197,7 +197,7 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path) -> None:
             load("gsm8k", file)
     with pytest.raises(ConfigError, match="nowhere"):
         load("gsm8k", tmp_path / "nowhere.jsonl")
-    with pytest.raises(ConfigError, match="no row of"):
+    with pytest.raises(ConfigError, match="is not a row of"):
         mmlu.SOURCE._read({"question": "?", "choices": ["a"], "answer": 0}, "here")
 
 

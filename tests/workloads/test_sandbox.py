@@ -177,7 +177,7 @@ def _start(*args):
 
 sandbox._start = _start
 code = "import time\\nwhile True: time.sleep(1000)"
-run = threading.Thread(target=sandbox.run_python, args=(code, sandbox.Limits(seconds=1000)), daemon=True)
+run = threading.Thread(target=sandbox.run_python, args=(code, sandbox.SandboxLimits(seconds=1000)), daemon=True)
 run.start()
 sys.stdin.readline()
 os._exit(70)

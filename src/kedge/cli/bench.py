@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from kedge.cli import bench_tables as tables
 from kedge.cli.bench_lab import add_to
 from kedge.cli.bench_load import load
 from kedge.cli.bench_vllm import vllm
 from kedge.cli.bench_workflow import workflow
+from kedge.cli.options import Device, Json, ModelSize
+from kedge.cli.preflight import require_outputs
 from kedge.cli.results import save
 
 if TYPE_CHECKING:
-    from kedge.bench.ttft.measure import TtftResult, TtftSettings
-    from kedge.bench.workflow.cache import OperationTimes
+    from kedge.bench.ttft.measure import TtftSettings
 
-TTFT_COLUMNS = (
-    "agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "x floor",
-    "parts of 1 ms and more",
-)  # fmt: skip
+Quick = Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")]
+Samples = Annotated[
+    int | None, typer.Option(metavar="N", min=2, help="In every pool before the measurement. Default 20, quick 4.")
+]
+Repeats = Annotated[int | None, typer.Option(metavar="N", min=1, help="Of every measurement. Default 3, quick 1.")]
+Output = Annotated[
+    int | None, typer.Option(metavar="N", min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
+]
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
 bench.command()(workflow)
 bench.command()(load)
@@ -33,99 +37,132 @@ bench.command()(vllm)
 
 @bench.command()
 def ttft(
-    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size with random weights.")] = "32m",
-    question: Annotated[int, typer.Option(min=8, help="Tokens of the question.")] = 1000,
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of every agent's own prefix.")] = 512,
-    output: Annotated[int, typer.Option(min=8, help="Tokens of every agent's answer.")] = 512,
-    agents: Annotated[int, typer.Option(min=1)] = 5,
-    samples: Annotated[int, typer.Option(min=2, help="Samples in every pool before the measurement.")] = 20,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    estimator: Annotated[str, typer.Option(help="A name of `kedge.anchors.registry.ESTIMATORS`.")] = "token",
-    recompute_head: Annotated[int | None, typer.Option(min=0, help="Default: the engine's.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    quick: Quick = False,
+    model_size: ModelSize = "32m",
+    question: Annotated[
+        int | None, typer.Option(metavar="N", min=8, help="Tokens of the question. Default 1000, quick 200.")
+    ] = None,
+    prefix: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of every agent's own prefix. Default 512, quick 128.")
+    ] = None,
+    output: Output = None,
+    agents: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default 5, quick 3.")] = None,
+    samples: Samples = None,
+    repeats: Repeats = None,
+    estimator: Annotated[
+        str, typer.Option(metavar="NAME", help="token, interpolate, nearest, cosine, mean, linear or linear+token.")
+    ] = "token",
+    recompute_head: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="First tokens that are recomputed. Default: the engine's.")
+    ] = None,
+    device: Device = None,
+    json_file: Json = None,
 ) -> None:
     """TTFT of every agent, dense and translated on one engine (KVCOMM, tables 2 and 3)."""
-    from kedge.bench.ttft.measure import TtftSettings, measure
+    require_outputs(json_file)
+    from kedge.bench.ttft.measure import measure
 
-    settings = TtftSettings(
-        model_size, question, prefix, output, agents, samples, repeats, estimator, recompute_head, device
-    )
+    sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents}
+    repeated = {"samples": samples, "repeats": repeats, "recompute_head": recompute_head}
+    settings = _ttft_settings(quick, model_size, device, **sizes, **repeated, estimator=estimator)
     console = Console()
     with console.status("building the model") as status:
         result = measure(settings, status.update)
-    console.print(_table(settings, result))
+    data = result.as_json()
+    console.print(tables.ttft(settings, data))
+    for line in tables.ttft_parts(data):
+        console.print(line, highlight=False)
     console.print(f"floor: the bytes that must move, at the {result.bandwidth / 1e9:.1f} GB/s of a copy on this device")
     console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
     if json_file:
-        save(console, json_file, {"settings": asdict(settings), **result.as_json()})
+        save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @bench.command()
 def preassembly(
-    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size with random weights.")] = "32m",
-    samples: Annotated[int, typer.Option(min=2, help="Samples in every pool before the measurement.")] = 20,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    output: Annotated[int, typer.Option(min=8, help="Tokens of every agent's answer.")] = 512,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    quick: Quick = False,
+    model_size: ModelSize = "32m",
+    samples: Samples = None,
+    repeats: Repeats = None,
+    output: Output = None,
+    device: Device = None,
+    json_file: Json = None,
 ) -> None:
     """TTFT of the next agent without a hint, with one, and with its prompt assembled before the request arrives."""
-    from kedge.bench.ttft.measure import TtftSettings
+    require_outputs(json_file)
     from kedge.bench.ttft.preassembly import measure
 
-    settings = TtftSettings(model_size, output=output, samples=samples, repeats=repeats, device=device)
+    settings = _ttft_settings(quick, model_size, device, output=output, samples=samples, repeats=repeats)
     console = Console()
     with console.status("building the model") as status:
         rows = [times.as_json() for times in measure(settings, status.update)]
-    table = Table(title=f"TTFT, {model_size}, ms; the last column: TTFT of a prompt that was ready over a decode step")
-    for column in ("agent", "prompt", "ready", "no hint", "at once", "ahead", "step", "ahead / step"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        counted = (str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["preassembled"]))
-        times = (f"{row[f'{name}_ms']:.1f}" for name in ("no_hint", "at_once", "ahead", "step"))
-        table.add_row(*counted, *times, f"{row['steps']:.2f}")
-    console.print(table)
+    console.print(tables.preassembly(settings, rows))
     if json_file:
         save(console, json_file, {"settings": asdict(settings), "agents": rows})
 
 
+def _ttft_settings(quick: bool, model_size: str, device: str | None, **given: object) -> TtftSettings:
+    from kedge.bench.ttft.measure import QUICK, TtftSettings
+
+    base = replace(QUICK if quick else TtftSettings(), model_size=model_size)
+    return _with(base, device=device, **given)
+
+
+def _with(settings: Any, **given: object) -> Any:
+    """The settings with whatever is given and not None."""
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
 @bench.command("matching-cost")
 def matching_cost(
-    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: the shape of the KV.")] = "32m",
-    samples: Annotated[int, typer.Option(min=2, help="Samples in the pool.")] = 20,
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens of every sample and of the value.")] = 500,
-    repeats: Annotated[int, typer.Option(min=1)] = 20,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    quick: Quick = False,
+    model_size: ModelSize = "32m",
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Samples in the pool. Default 20, quick 5.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=8, help="Of every sample and of the value. Default 500, quick 100.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of every measurement. Default 20, quick 5.")
+    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Time to match a value with its pool and to blend its offsets, by estimator (KVCOMM, Table A.5)."""
-    from kedge.bench.ttft.matching_cost import MatchingSettings, measure
+    require_outputs(json_file)
+    from kedge.bench.ttft.matching_cost import QUICK, MatchingSettings, measure
 
-    settings = MatchingSettings(model_size, samples, tokens, repeats)
-    results = measure(settings)
-    table = Table(title=f"matching cost, {model_size}, {samples} samples of {tokens} tokens, ms")
-    for column in ("estimator", "match", "blend", "both", "both, p90"):
-        table.add_column(column, justify="right")
-    for name, row in results.items():
-        table.add_row(name, *(f"{ms:.2f}" for ms in row.values()))
+    base = QUICK if quick else MatchingSettings()
+    settings = _with(base, model_size=model_size, samples=samples, tokens=tokens, repeats=repeats)
     console = Console()
-    console.print(table)
+    with console.status("measuring"):
+        results = measure(settings)
+    console.print(tables.matching_cost(settings, results))
     if json_file:
         save(console, json_file, {"settings": asdict(settings), "estimators": results})
 
 
 @bench.command()
 def soak(
-    questions: Annotated[int, typer.Option(min=1, help="New questions, one after the other.")] = 2000,
-    every: Annotated[int, typer.Option(min=1, help="Questions between two looks.")] = 200,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    quick: Quick = False,
+    questions: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="One after the other, all new. Default 2000, quick 100.")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Questions between two looks. Default 200, quick 20.")
+    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Whether anything grows with the number of past messages (a tiny model, new questions only)."""
-    from kedge.bench.load.soak import SoakSettings
+    require_outputs(json_file)
+    from kedge.bench.load.soak import QUICK, SoakSettings
     from kedge.bench.load.soak import soak as run_soak
 
+    settings = _with(QUICK if quick else SoakSettings(), questions=questions, every=every)
     console = Console()
-    looks = run_soak(SoakSettings(questions=questions, every=every), console.print)
+    with console.status("asking") as status:
+        looks = run_soak(settings, lambda look: status.update(f"{look['questions']} of {settings.questions} questions"))
+    console.print(tables.soak(looks))
     if json_file:
         save(console, json_file, {"looks": looks})
 
@@ -133,42 +170,20 @@ def soak(
 @bench.command()
 def cache(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes only.")] = False,
-    repeats: Annotated[int | None, typer.Option(min=2, help="Measurements of each operation.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Of every operation. Default 50, quick 20.")
+    ] = None,
+    json_file: Json = None,
 ) -> None:
     """The cache's policy alone, no model: 10^3 to 10^6 blocks, 10 to 10^4 agents, and how the times grow (KVFlow)."""
+    require_outputs(json_file)
     from kedge.bench.workflow.cache import QUICK, CacheSettings, growth, measure
 
-    settings = QUICK if quick else CacheSettings()
-    settings = replace(settings, repeats=repeats or settings.repeats)
+    settings = _with(QUICK if quick else CacheSettings(), repeats=repeats)
     console = Console()
     with console.status("filling the cache") as status:
         result = measure(settings, status.update)
     for name, times in (("blocks", result.blocks), ("agents", result.agents)):
-        console.print(_cache_table(name, times, growth(times)))
+        console.print(tables.cache(name, [one.as_json() for one in times], growth(times)))
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **result.as_json()})
-
-
-def _cache_table(name: str, times: list[OperationTimes], growth: dict[str, dict[str, float]]) -> Table:
-    table = Table(title=f"microseconds by number of {name}; match and insert of 4,096 tokens", min_width=80)
-    for column in ("operation", *(f"{one.size:,}" for one in times), "~ size^", "of log"):
-        table.add_column(column, justify="right")
-    for operation, fit in growth.items():
-        cells = [f"{one.micros[operation]:.1f}" for one in times]
-        table.add_row(operation, *cells, f"{fit['exponent']:.2f}", f"{fit['to_log']:.2f}")
-    return table
-
-
-def _table(settings: TtftSettings, result: TtftResult) -> Table:
-    title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
-    table = Table(title=title)
-    for column in TTFT_COLUMNS:
-        table.add_column(column, justify="right")
-    for row in result.as_json()["agents"]:
-        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in row["parts_ms"].items() if ms >= 1)
-        measured = (f"{row[key]:.1f}" for key in ("generate_ms", "dense_ms", "translated_ms"))
-        floor = ("", "") if row["floor_ms"] is None else (f"{row['floor_ms']:.1f}", f"{row['times_floor']:.1f}")
-        speedup = f"{row['speedup']:.1f}x"
-        table.add_row(str(row["agent"] + 1), str(row["prompt_tokens"]), *measured, speedup, *floor, parts)
-    return table

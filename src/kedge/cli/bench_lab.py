@@ -10,15 +10,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from kedge.cli import bench_tables as tables
+from kedge.cli.options import Model, Plot
+from kedge.cli.preflight import require_folder, require_model, require_outputs, require_packages
 from kedge.cli.results import write
 from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kedge.bench.lab.studies.study import Row, SeedRows, Study, StudySettings
+    from kedge.bench.lab.studies.study import SeedRows, Study, StudySettings
 
 ABOUT = {
     "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
@@ -38,22 +39,26 @@ ABOUT = {
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({"seconds": 0.0, "trials": ()})
 """What a file of results has before there is one"""
-Task = Annotated[str | None, typer.Option(help="math, choice or code, or a data set such as gsm8k; default math.")]
-Dataset = Annotated[Path | None, typer.Option(help="A JSONL file with the questions of a data set.")]
-Questions = Annotated[int | None, typer.Option(min=1, help="Questions that count, per seed; default 200.")]
-Taught = Annotated[int | None, typer.Option(min=0, help="Questions learned from before, in some; default 20.")]
-Agents = Annotated[int | None, typer.Option(min=2, help="Default 4.")]
-Seeds = Annotated[int | None, typer.Option(min=1, help="Repetitions with other questions; default 3.")]
-Methods = Annotated[str | None, typer.Option(help="Methods to compare, separated by commas, in some.")]
-Model = Annotated[Path | None, typer.Option(help="Folder of a model; default: the bundled one.")]
+Task = Annotated[
+    str | None, typer.Option(metavar="NAME", help="math, choice or code, or a data set such as gsm8k; default math.")
+]
+Dataset = Annotated[Path | None, typer.Option(metavar="FILE", help="A JSONL file with the questions of a data set.")]
+Questions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Questions that count, per seed; default 200.")]
+Taught = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="Questions learned from before, in some; default 20.")
+]
+Agents = Annotated[int | None, typer.Option(metavar="N", min=2, help="Default 4.")]
+Seeds = Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions with other questions; default 3.")]
+Methods = Annotated[str | None, typer.Option(metavar="NAMES", help="Methods to compare, separated by commas, in some.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A minute or two: the choice task, few questions, one seed.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, after every seed.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after every seed.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the seeds that the file of --json has, and go on.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write the figure to this file (extra `plot`).")]
 
 
 def add_to(bench: typer.Typer) -> None:
-    """Adds a command for every study, and `all`."""
+    """Add a command for every study, and `all`."""
     for name, about in ABOUT.items():
         bench.command(name, help=about)(_command(name))
     bench.command("all")(run_all)
@@ -72,8 +77,10 @@ def _command(name: str) -> Callable[..., None]:
         quick: Quick = False,
         json_file: Json = None,
         resume: Resume = False,
-        plot_file: PlotFile = None,
+        plot_file: Plot = None,
     ) -> None:
+        require_outputs(json_file, plot_file)
+        _require(task, dataset, model)
         from kedge.bench.lab.studies.catalog import STUDIES
 
         given: dict[str, Any] = {
@@ -90,7 +97,10 @@ def _command(name: str) -> Callable[..., None]:
 
 
 def run_all(
-    out: Annotated[Path, typer.Option(help="Folder for results, figures and the page.")] = Path("kedge-results"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for results, figures and a page; default: none is written."),
+    ] = None,
     task: Task = None,
     questions: Questions = None,
     seeds: Seeds = None,
@@ -98,19 +108,45 @@ def run_all(
     quick: Quick = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the seeds that the files in --out have.")] = False,
 ) -> None:
-    """All of the papers' experiments on quality, each with its results and figure in one folder, and `kedge report`."""
+    """All of the papers' experiments on quality; with --out, results, figures and `kedge report` in one folder."""
+    _require_out(out, resume)
+    _require(task, None, model)
     from kedge.bench.lab.studies.catalog import STUDIES
 
-    out.mkdir(parents=True, exist_ok=True)
     console = Console()
     given = {"task": task, "questions": questions, "seeds": seeds, "model": model}
     for name, study in STUDIES.items():
-        _run(console, study, given, out / f"{name}.json", out / f"{name}.png", quick=quick, resume=resume)
-    report(out)
+        files = (out / f"{name}.json", out / f"{name}.png") if out else (None, None)
+        _run(console, study, given, *files, quick=quick, resume=resume)
+    if out:
+        report(out)
+
+
+def _require_out(out: Path | None, resume: bool) -> None:
+    """Make the folder. Raises `ConfigError` where there can be none, or where there is nothing to go on from."""
+    if out is None:
+        if resume:
+            raise ConfigError("--resume", True, "needs --out, the folder with the results that there are")
+        return
+    require_packages("--out", ("matplotlib",), "plot")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"cannot be made: {error.strerror}") from error
+
+
+def _require(task: str | None, dataset: Path | None, model: Path | None) -> None:
+    """Raise before anything heavy is imported where the questions or the model are not there."""
+    from kedge.workloads.catalog import require_available
+
+    require_model(model)
+    if task is not None or dataset is not None:
+        require_available(task or "math", dataset)
 
 
 def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kedge bench`.")]) -> None:
-    """Puts the results and figures of a folder into one page, `report.html`, that needs no other file."""
+    """Put the results and figures of a folder into one page, `report.html`, that needs no other file."""
+    require_folder("DIR", folder)
     from kedge.bench.lab.studies.report import write_report
 
     typer.echo(f"page: {write_report(folder)}")
@@ -138,7 +174,7 @@ def _run(
     with console.status(study.name) as status:
         trials = _measured(study, settings, saved, json_file, lambda what: status.update(f"{study.name}, {what}"))
     rows = averaged(trials)
-    console.print(_table(study, rows), f"The paper: {study.paper}\n", highlight=False)
+    console.print(tables.study(study.title, rows), f"The paper: {study.paper}\n", highlight=False)
     if json_file:
         console.print(f"results: {json_file}")
     if plot_file:
@@ -181,14 +217,3 @@ def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[
 def _asked(results: Mapping[str, Any]) -> tuple[object, ...]:
     """The study and its settings, but for the number of seeds."""
     return results.get("study"), {**results.get("settings", {}), "seeds": None}
-
-
-def _table(study: Study, rows: list[Row]) -> Table:
-    from kedge.bench.lab.studies.report import shown
-
-    table, cells = Table(title=study.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False), shown(rows)
-    for heading in cells[0]:
-        table.add_column(heading, justify="right", overflow="fold")  # in a narrow terminal no digit is lost
-    for row in cells:
-        table.add_row(*row.values())
-    return table

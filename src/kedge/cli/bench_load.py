@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from kedge.cli import bench_tables as tables
+from kedge.cli.options import Device, ModelSize
+from kedge.cli.preflight import require_outputs
 from kedge.cli.results import write
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
@@ -21,50 +21,49 @@ if TYPE_CHECKING:
     from kedge.bench.load.measure import Key, LoadSettings
 
 QUICK_SECONDS, QUICK_CLIENTS = 10.0, (1, 8)
-COLUMNS = {
-    "teams\n/min": ("teams_per_min", ".1f"),
-    "TTFT\np50": ("ttft_p50_ms", ".0f"),
-    "TTFT\np99": ("ttft_p99_ms", ".0f"),
-    "run\np50": ("latency_p50_s", ".2f"),
-    "run\np99": ("latency_p99_s", ".2f"),
-    "batch\nmean": ("batch_mean", ".1f"),
-    "last\n1/3": ("batch_mean_last_third", ".1f"),
-    "trans\nlated": ("translated_share", ".0%"),
-}
-"""Heading -> figure and its format."""
-
 Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """Case -> clients -> mode -> figures."""
 
 
 def load(
     case: Annotated[
-        list[str] | None, typer.Option(help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable."),
     ] = None,
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="Default 1, 8 and 32; repeatable.")] = None,
-    mode: Annotated[list[ReuseMode] | None, typer.Option(help="Default: all three; repeatable.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each; default 120, quick 10.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Of each engine, such as 4GiB; default: the engine's.")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Default 1, 8 and 32, quick 1 and 8; repeatable.")
+    ] = None,
+    mode: Annotated[
+        list[ReuseMode] | None,
+        typer.Option(metavar="MODE", help="off, exact or translate. Default: all three; repeatable."),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(metavar="X", min=0.1, help="Of each; default 120, quick 10.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of each engine, such as 4GiB; default: the engine's.")
+    ] = None,
     anchor_memory: Annotated[
-        str | None, typer.Option(help="Of each engine's anchors (`engine.anchors.max_bytes`).")
+        str | None, typer.Option(metavar="SIZE", help="Of each engine's anchors; default: the engine's.")
     ] = None,
     base_memory: Annotated[
-        str | None, typer.Option(help="Of each engine's base KV (`engine.anchors.max_base_bytes`).")
+        str | None, typer.Option(metavar="SIZE", help="Of each engine's base KV; default: the engine's.")
     ] = None,
-    model_size: Annotated[str, typer.Option(help="32m, 100m or 8b: a Llama of that size, random weights.")] = "32m",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
+    model_size: ModelSize = "32m",
+    device: Device = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Ten seconds each, 1 and 8 clients.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, after each.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results here, after each.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the file of --json has, and go on.")] = False,
 ) -> None:
     """Teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
+    require_outputs(json_file)
     from kedge.bench.load.measure import LoadSettings, Selection, measure
     from kedge.bench.load.teams import case_names
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
     seconds = seconds or (QUICK_SECONDS if quick else 120.0)
-    settings = LoadSettings(seconds, **memory, model_size=model_size, device=device, seed=seed)
+    settings = LoadSettings(seconds, **memory, model_size=model_size, device=device or "auto", seed=seed)
     selection = Selection(
         tuple(case or case_names(model_size)),
         tuple(clients or (QUICK_CLIENTS if quick else Selection.clients)),
@@ -77,7 +76,7 @@ def load(
             if json_file:
                 write(json_file, {"settings": asdict(settings), "cases": leaves})
     for name in selection.cases:
-        console.print(_table(name, settings, leaves[name]))
+        console.print(tables.load(name, settings.seconds, leaves[name]))
     if json_file:
         console.print(f"results: {json_file}")
 
@@ -105,19 +104,3 @@ def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
     if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
         raise ConfigError("json", str(file), "holds results of something else or of other settings")
     return saved["cases"]
-
-
-def _table(case: str, settings: LoadSettings, clients: Mapping[str, Mapping[str, Any]]) -> Table:
-    title = f"{case}, {settings.seconds:g} s each; TTFT in ms, runs in s"
-    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("\nclients", "\nmode", *COLUMNS, "\nerr"):
-        table.add_column(heading, justify="left" if heading == "\nmode" else "right", no_wrap=True)
-    for count, modes in clients.items():
-        for mode, figures in modes.items():
-            cells = (_cell(figures[name], shown) for name, shown in COLUMNS.values())
-            table.add_row(count, mode, *cells, str(figures["errors"]))
-    return table
-
-
-def _cell(figure: float | None, shown: str) -> str:
-    return "-" if figure is None else format(figure, shown)

@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from kedge.cli import bench_tables as tables
+from kedge.cli.options import Device, Json, ModelSize, Plot
+from kedge.cli.preflight import require_outputs
 from kedge.cli.results import save
 from kedge.errors import ConfigError
 
-GAINS = {"lru_device": "x LRU", "lru_host": "x host", "lru_blocking": "x block"}
-"""Times as fast as LRU without and with a host tier, and with one whose loads hold up the queue."""
-COUNTS = ("device", "host", "MiB", "stall")
-"""Tokens found on the device, and waited for. MiB loaded. Seconds waited."""
-
 
 def workflow(
-    figure: Annotated[int, typer.Option(help="5: one cycle of agents. 6: many workflows at once. 8: PEER teams.")] = 5,
+    figure: Annotated[
+        int, typer.Option(metavar="N", help="5: one cycle of agents. 6: many workflows at once. 8: PEER teams.")
+    ] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="One case, shorter prompts, three seeds.")] = False,
-    model_size: Annotated[str, typer.Option(help="tiny, 32m, 100m or 8b: a Llama with random weights.")] = "32m",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Trials of every policy; default 10, quick 3.")] = None,
+    model_size: ModelSize = "32m",
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Trials of every policy; default 10, quick 3.")
+    ] = None,
     load_ratio: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
+        float, typer.Option(metavar="X", min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
     ] = 0.43,
     room: Annotated[
-        list[int] | None, typer.Option(min=2, max=10, help="Figure 5: of how many of the ten agents; repeatable.")
+        list[int] | None,
+        typer.Option(metavar="N", min=2, max=10, help="Figure 5: of how many of the ten agents; repeatable."),
     ] = None,
     flows: Annotated[
-        list[int] | None, typer.Option(min=1, help="Figure 6: only its cases of so many workflows; repeatable.")
+        list[int] | None,
+        typer.Option(metavar="N", min=1, help="Figure 6: only its cases of so many workflows; repeatable."),
     ] = None,
-    fixed: Annotated[int | None, typer.Option(min=16, help="Figure 5: tokens of a fixed prompt.")] = None,
-    output: Annotated[int | None, typer.Option(min=1, help="Figure 5: tokens of an answer.")] = None,
+    fixed: Annotated[int | None, typer.Option(metavar="N", min=16, help="Figure 5: tokens of a fixed prompt.")] = None,
+    output: Annotated[int | None, typer.Option(metavar="N", min=1, help="Figure 5: tokens of an answer.")] = None,
     controls: Annotated[
-        bool, typer.Option("--controls", help="Also figure 5 without pressure, with bad hints …")
+        bool, typer.Option("--controls", help="Also figure 5 without pressure, with bad hints and so on.")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
+    device: Device = None,
+    json_file: Json = None,
+    plot_file: Plot = None,
 ) -> None:
     """Policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
+    require_outputs(json_file, plot_file)
     from kedge.bench.plots import workflow_plot
     from kedge.bench.workflow.cases import QUICK, CaseSizes
     from kedge.bench.workflow.measure import WorkflowSettings, measure
@@ -54,13 +57,13 @@ def workflow(
         raise ConfigError("flows", flows, f"the cases have {', '.join(str(many) for _, many in shape.flows)} workflows")
     shape = replace(shape, sizes=sizes, rooms=tuple(room or shape.rooms), flows=chosen)
     settings = WorkflowSettings(
-        figure, model_size, seeds or (3 if quick else 10), load_ratio, shape, controls, device=device
+        figure, model_size, seeds or (3 if quick else 10), load_ratio, shape, controls, device=device or "auto"
     )
     console = Console()
     with console.status("building the model") as status:
         result = measure(settings, status.update)
     for case in (*result.cases, *result.controls.values()):
-        console.print(_table(case.as_json()))
+        console.print(tables.workflow(case.as_json()))
     if not all(case.tokens_identical for case in (*result.cases, *result.controls.values())):
         console.print("the policies did not all give the same tokens", style="red")
     if json_file:
@@ -68,23 +71,3 @@ def workflow(
     if plot_file:
         workflow_plot({case.workload.name: case.speedups() for case in result.cases}, plot_file)
         console.print(f"picture: {plot_file}")
-
-
-def _table(case: dict[str, Any]) -> Table:
-    ratio = case["load_ratio_measured"]
-    table = Table(title=f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"])
-    gained = case["speedups"]
-    for column in ("policy", "s", *(GAINS[base] for base in gained), *COUNTS):
-        table.add_column(column, justify="right")
-    for name, row in case["policies"].items():
-        gains = [gained[base].get(name) for base in gained]
-        table.add_row(
-            name,
-            f"{row['latency_s']:.2f}",
-            *("" if gain is None else f"{gain['median']:.2f}" for gain in gains),
-            f"{row['hit_tokens']:.0f}",
-            f"{row['host_hit_tokens']:.0f}",
-            f"{row['bytes_h2d'] / 2**20:.0f}",
-            f"{row['stall_s']:.2f}",
-        )
-    return table

@@ -8,31 +8,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kedge.cli.options import Json, Model, Plot
+from kedge.cli.preflight import require_model, require_outputs
+from kedge.cli.tables import FittingTable
+from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
     from kedge.bench.demo import AgentScore, Comparison, TeamScore
 
 
 def demo(
-    questions: Annotated[int, typer.Option(min=1, help="How many questions the team answers.")] = 100,
-    task: Annotated[str, typer.Option(help="math, choice or code.")] = "math",
-    estimators: Annotated[str, typer.Option(help="Estimators to run, separated by commas.")] = "token,interpolate",
-    model: Annotated[Path | None, typer.Option(help="Folder of a model; default: the bundled one.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 11,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (needs matplotlib).")] = Path(
-        "kedge-demo.png"
-    ),
+    questions: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many questions the team answers. Default 100, quick 20.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="20 questions, one estimator.")] = False,
+    task: Annotated[str, typer.Option(metavar="NAME", help="math, choice or code.")] = "math",
+    estimators: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Estimators to run, separated by commas. Default token,interpolate, quick token."
+        ),
+    ] = None,
+    model: Model = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 11,
+    json_file: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Five agents answer questions with dense prefill and with translated KV; pools fill from empty."""
+    _require(task, model, json_file, plot)
+    questions = questions or (20 if quick else 100)
+    names = [name.strip() for name in (estimators or ("token" if quick else "token,interpolate")).split(",")]
     console = Console()
-    results = _run_all(console, questions, task, [name.strip() for name in estimators.split(",")], model, seed)
+    results = _run_all(console, questions, task, names, model, seed)
     for name, result in results.items():
-        console.print(_table(name, result), _summary(name, result))
+        console.print(score_table(name, result), _summary(name, result))
     first, *others = results.items()
     if json_file:
         data = {**first[1].as_json(), "estimator": first[0], "task": task, "questions": questions, "seed": seed}
@@ -46,6 +58,16 @@ def demo(
         console.print(f"plot: {plot}")
 
 
+def _require(task: str, model: Path | None, json_file: Path | None, plot: Path | None) -> None:
+    """Raise before anything heavy is imported where the task or the model is not there, or a file cannot be written."""
+    from kedge.workloads.miniature import TASKS
+
+    if task not in TASKS:
+        raise ConfigError("--task", task, f"must be one of {', '.join(TASKS)}")
+    require_model(model)
+    require_outputs(json_file, plot)
+
+
 def _run_all(
     console: Console, count: int, task_name: str, estimators: list[str], model: Path | None, seed: int
 ) -> dict[str, Comparison]:
@@ -53,19 +75,17 @@ def _run_all(
 
     from kedge.bench.demo import Comparison, answer, questions
     from kedge.engine.local.engine import LocalEngine
-    from kedge.errors import ConfigError, TranslationRefused
+    from kedge.errors import TranslationRefused
     from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
     from kedge.types import ReuseMode
     from kedge.workloads.miniature import TASKS
 
-    if task_name not in TASKS:
-        raise ConfigError("task", task_name, f"is none of {', '.join(TASKS)}")
     if model is None:
         torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
     task = TASKS[task_name]
     asked = questions(task, count, seed)
     results: dict[str, Comparison] = {}
-    with _progress(console) as progress:
+    with progress_bars(console) as progress:
         dense = None
         for name in estimators:
             config = EngineSettings(model=model, anchors=AnchorSettings(**estimator_settings(name)))
@@ -79,9 +99,10 @@ def _run_all(
     return results
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console)
+def progress_bars(console: Console) -> Progress:
+    """Return progress bars that fit 80 columns with their notes."""
+    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], None]:
@@ -94,26 +115,25 @@ def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], No
     return advance
 
 
-def _table(name: str, result: Comparison) -> Table:
-    """Narrow enough for 80 columns; tokens are exact/translated/computed."""
+def score_table(name: str, result: Comparison) -> FittingTable:
+    """Return the agents with their times, dense and translated; tokens are exact/translated/computed."""
     title = f"TTFT, median (p90), and accuracy: dense prefill | translated with `{name}`"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
-    table.add_column("agent", no_wrap=True)
-    for column in ("dense ms", "transl. ms", "speed-up", "reuse", "tokens %", "accuracy %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for agent, dense in result.dense.agents.items():
-        ours = result.translated.agents[agent]
-        total = ours.exact + ours.translated + ours.computed
-        table.add_row(
-            agent,
-            _ttft(dense),
-            _ttft(ours),
-            f"{dense.ttft_median / ours.ttft_median:.2f}x",
-            f"{ours.reuse_rate:.0%}",
-            "/".join(f"{n / total * 100:.0f}" for n in (ours.exact, ours.translated, ours.computed)),
-            f"{dense.accuracy * 100:.0f} | {ours.accuracy * 100:.0f}",
-        )
-    return table
+    headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy %")
+    pairs = [(dense, result.translated.agents[agent]) for agent, dense in result.dense.agents.items()]
+    return FittingTable(title, headings, [_row(*pair) for pair in pairs], left=frozenset({"agent"}))
+
+
+def _row(dense: AgentScore, ours: AgentScore) -> list[str]:
+    counts = (ours.exact, ours.translated, ours.computed)
+    return [
+        dense.agent,
+        _ttft(dense),
+        _ttft(ours),
+        f"{dense.ttft_median / ours.ttft_median:.2f}x",
+        f"{ours.reuse_rate:.0%}",
+        "/".join(f"{count / sum(counts) * 100:.0f}" for count in counts),
+        f"{dense.accuracy * 100:.0f} | {ours.accuracy * 100:.0f}",
+    ]
 
 
 def _ttft(score: AgentScore) -> str:

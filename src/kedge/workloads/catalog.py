@@ -26,6 +26,20 @@ _GENERATED: Mapping[str, tuple[Workload, Callable[[int], Iterable[Question]]]] =
 NAMES = (*_GENERATED, *_DATASETS)
 
 
+def require_available(name: str, file: Path | None = None) -> None:
+    """Raise `ConfigError` as `load` does, as far as that can be known without reading or downloading a data set."""
+    _require_known(name, file)
+    if name in _DATASETS:
+        _DATASETS[name][1].require_available(file)
+
+
+def _require_known(name: str, file: Path | None) -> None:
+    if name not in NAMES:
+        raise ConfigError("workload", name, f"must be one of {', '.join(NAMES)}")
+    if name in _GENERATED and file is not None:
+        raise ConfigError("dataset", str(file), f"the questions of {name} are generated")
+
+
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, Iterable[Question]]:
     """Return a workload with its questions: an endless stream generated from `seed`, or those of a data set in their
     own order, read from `file` or else from the hub.
@@ -33,12 +47,9 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, 
     Raises `ConfigError` for an unknown name, for a file where questions are generated, and as `DatasetSource.questions`
     does.
     """
+    _require_known(name, file)
     if name in _DATASETS:
         team, source = _DATASETS[name]
         return team, source.questions(file)
-    if name not in _GENERATED:
-        raise ConfigError("workload", name, f"must be one of {', '.join(NAMES)}")
-    if file is not None:
-        raise ConfigError("dataset", str(file), f"the questions of {name} are generated")
     workload, generate = _GENERATED[name]
     return workload, generate(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from kedge.errors import ConfigError
 from kedge.workloads.base import Question
 
 Row = Mapping[str, Any]
+UNAVAILABLE = "to download it, install `datasets` (pip install 'kedge[data]'); or give a file with --dataset"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class DatasetSource:
         """
         rows = _of_hub(self) if file is None else _of_file(file)
         return [self._read(row, f"{file or self.hub}:{number}") for number, row in enumerate(rows, 1)]
+
+    def require_available(self, file: Path | None) -> None:
+        """Raise `ConfigError` for a file that does not exist, or without one where `datasets` is not installed."""
+        if file is not None and not file.is_file():
+            raise ConfigError("dataset", str(file), "no such file")
+        if file is None and importlib.util.find_spec("datasets") is None:
+            raise ConfigError("dataset", self.hub, UNAVAILABLE)
 
     def _read(self, row: Row, where: str) -> Question:
         try:
@@ -62,7 +71,7 @@ def _of_hub(source: DatasetSource) -> list[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError("dataset", source.hub, "needs `datasets` (pip install 'kedge[data]') or a file") from error
+        raise ConfigError("dataset", source.hub, UNAVAILABLE) from error
     try:
         return list(datasets.load_dataset(source.hub, source.config, split=source.split))
     except (OSError, ValueError) as error:

@@ -21,13 +21,17 @@ class SoakSettings:
 
     questions: int = 2000
     capacity: int = 5
-    every: int = 100
+    every: int = 200
     """Questions between two samples."""
     workload: TtftSettings = TtftSettings(model_size="tiny", question=24, prefix=16, output=12, agents=3)
 
 
+QUICK = SoakSettings(questions=100, every=20)
+"""A run of less than a minute."""
+
+
 def soak(settings: SoakSettings, on_sample: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Run all questions; return what is stored and the process's peak memory at regular intervals."""
+    """Run all questions. Returns what is stored and the process's peak memory at regular intervals."""
     config = EngineSettings(
         num_blocks=256,
         anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20),

@@ -39,6 +39,10 @@ class MatchingSettings:
     repeats: int = 20
 
 
+QUICK = MatchingSettings(samples=5, tokens=100, repeats=5)
+"""A measurement of a few seconds."""
+
+
 def measure(settings: MatchingSettings) -> dict[str, dict[str, float]]:
     """Measure matching with its verdict, blending, and both, by estimator.
 

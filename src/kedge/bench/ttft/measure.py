@@ -47,6 +47,10 @@ class TtftSettings:
     seed: int = 0
 
 
+QUICK = TtftSettings(question=200, prefix=128, output=64, agents=3, samples=4, repeats=1)
+"""A measurement of less than a minute."""
+
+
 @dataclass
 class AgentTimes:
     """One agent's times in milliseconds, one entry per repeat."""

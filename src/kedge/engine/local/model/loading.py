@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.model import masks, probe
@@ -22,21 +25,39 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from kedge.kv.spec import KVSpec, translation_refusal
 
+MIN_BYTES_WITH_BAR = 1 << 30
+"""Bytes of weights that take seconds to load."""
+
 
 def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
     """Return a folder's model with its weights. Raises `ModelNotFound`, `CorruptWeights` or `UnsupportedModel`."""
     config = read_config(path)
     require_buildable(config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
-        )
+        with _progress_bar_for(path):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
+            )
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CorruptWeights("model", str(path), f"its weights cannot be loaded: {error}") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise CorruptWeights("model", str(path), f"its weights lack {missing[0]} and {len(missing) - 1} more")
     return model.to(device).eval()
+
+
+@contextmanager
+def _progress_bar_for(path: Path) -> Iterator[None]:
+    """Silence the progress bar of Transformers for weights of less than `MIN_BYTES_WITH_BAR`."""
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if size >= MIN_BYTES_WITH_BAR or not is_progress_bar_enabled():
+        yield
+        return
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
 
 
 def read_config(path: Path) -> PretrainedConfig:

@@ -1,0 +1,180 @@
+"""The tables of `kedge bench`, made of the same data that `--json` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kedge.cli.tables import FittingTable
+
+if TYPE_CHECKING:
+    from kedge.bench.ttft.matching_cost import MatchingSettings
+    from kedge.bench.ttft.measure import TtftSettings
+
+Row = Mapping[str, Any]
+MIB = 2**20
+LOAD_COLUMNS = {
+    "teams per min": ("teams_per_min", ".1f"),
+    "TTFT p50": ("ttft_p50_ms", ".0f"),
+    "TTFT p99": ("ttft_p99_ms", ".0f"),
+    "run p50": ("latency_p50_s", ".2f"),
+    "run p99": ("latency_p99_s", ".2f"),
+    "batch mean": ("batch_mean", ".1f"),
+    "last third": ("batch_mean_last_third", ".1f"),
+    "reused": ("translated_share", ".0%"),
+}
+"""Heading -> figure and its format."""
+WORKFLOW_GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_blocking": "times blocking"}
+"""Times as fast as LRU without and with a host tier, and with one whose loads hold up the queue."""
+WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
+"""Tokens found on the device, and waited for. MiB loaded. Seconds waited."""
+
+
+def ttft(settings: TtftSettings, data: Row) -> FittingTable:
+    """Return the times of every agent, and how far they are above the floor."""
+    title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
+    headings = ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "times floor")
+    return FittingTable(title, headings, [_ttft_row(row) for row in data["agents"]])
+
+
+def _ttft_row(row: Row) -> list[str]:
+    times = (f"{row[name]:.1f}" for name in ("generate_ms", "dense_ms", "translated_ms"))
+    floor = ("", "") if row["floor_ms"] is None else (f"{row['floor_ms']:.1f}", f"{row['times_floor']:.1f}")
+    return [str(row["agent"] + 1), str(row["prompt_tokens"]), *times, f"{row['speedup']:.1f}x", *floor]
+
+
+def ttft_parts(data: Row) -> Iterator[str]:
+    """Yield a line for every agent with the parts of Kedge's time that take a millisecond and more."""
+    for row in data["agents"]:
+        parts = ", ".join(f"{name} {ms:.1f} ms" for name, ms in row["parts_ms"].items() if ms >= 1)
+        if parts:
+            yield f"agent {row['agent'] + 1}: {parts}"
+
+
+def preassembly(settings: TtftSettings, rows: Sequence[Row]) -> FittingTable:
+    """Return the TTFT of every agent by what the engine knew before the request."""
+    title = f"TTFT in ms, {settings.model_size}; the last column: that of a prompt assembled ahead, in decode steps"
+    headings = ("agent", "prompt", "tokens ready", "no hint", "hint at once", "ahead", "decode step", "ahead / step")
+    return FittingTable(title, headings, [_preassembly_row(row) for row in rows])
+
+
+def _preassembly_row(row: Row) -> list[str]:
+    counts = (str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["preassembled"]))
+    times = (f"{row[f'{name}_ms']:.1f}" for name in ("no_hint", "at_once", "ahead", "step"))
+    return [*counts, *times, f"{row['steps']:.2f}"]
+
+
+def matching_cost(settings: MatchingSettings, results: Mapping[str, Mapping[str, float]]) -> FittingTable:
+    """Return the milliseconds of every estimator."""
+    title = f"matching cost, {settings.model_size}, {settings.samples} samples of {settings.tokens} tokens, ms"
+    rows = [[name, *(f"{ms:.2f}" for ms in times.values())] for name, times in results.items()]
+    headings = ("estimator", "match", "blend", "both", "both, p90")
+    return FittingTable(title, headings, rows, left=frozenset({"estimator"}))
+
+
+def soak(looks: Sequence[Row]) -> FittingTable:
+    """Return what is stored after more and more questions."""
+    stored = ("anchors", "anchors MiB", "base values", "base MiB", "cached blocks", "leased blocks")
+    headings = ("questions", *stored, "peak RSS MiB")
+    return FittingTable("what is stored after so many questions", headings, [_soak_row(look) for look in looks])
+
+
+def _soak_row(look: Row) -> list[str]:
+    return [
+        f"{look['questions']:,}",
+        str(look["anchors"]),
+        f"{look['anchor_bytes'] / MIB:.2f}",
+        str(look["base_values"]),
+        f"{look['base_bytes'] / MIB:.2f}",
+        str(look["cached_blocks"]),
+        str(look["leased_blocks"]),
+        str(look["peak_rss_mb"]),
+    ]
+
+
+def cache(name: str, times: Sequence[Row], growth: Mapping[str, Mapping[str, float]]) -> FittingTable:
+    """Return the microseconds of every operation by size, with the exponent of their growth.
+
+    `name` is what the sizes count, `times` are `Times.as_json()`, one of each size.
+    """
+    rows = [_cache_row(operation, times, fit) for operation, fit in growth.items()]
+    headings = ("operation", *(f"{one['size']:,}" for one in times), "growth exponent", "times log growth")
+    title = f"microseconds by number of {name}; match and insert of 4,096 tokens"
+    return FittingTable(title, headings, rows, left=frozenset({"operation"}))
+
+
+def _cache_row(operation: str, times: Sequence[Row], fit: Mapping[str, float]) -> list[str]:
+    cells = (f"{one[operation]:.1f}" for one in times)
+    return [operation, *cells, f"{fit['exponent']:.2f}", f"{fit['to_log']:.2f}"]
+
+
+def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]]) -> FittingTable:
+    """Return the figures of a case by number of clients and reuse mode."""
+    rows = [[count, mode, *_load_cells(figures)] for count, modes in clients.items() for mode, figures in modes.items()]
+    title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s, batch in requests"
+    return FittingTable(title, ("clients", "mode", *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({"mode"}))
+
+
+def _load_cells(figures: Row) -> list[str]:
+    shown = ((figures[name], form) for name, form in LOAD_COLUMNS.values())
+    return [*("-" if figure is None else format(figure, form) for figure, form in shown), str(figures["errors"])]
+
+
+def vllm_case(case: Row) -> FittingTable:
+    """Return the figures of all engines in a case, from `Case.as_json()`."""
+    gains = {"kedge": case["speedup"], "stock again": case["control"]}
+    headings = ("engine", "s", "times stock", "hits", "waited for", "TTFT p50 ms", "TTFT p90 ms", "tokens per s")
+    rows = [_vllm_row(name, row, gains.get(name)) for name, row in case["engines"].items()]
+    return FittingTable(f"{case['case']}: {case['workload']}", headings, rows, left=frozenset({"engine"}))
+
+
+def _vllm_row(name: str, row: Row, gain: Row | None) -> list[str]:
+    rates = (f"{row[key]:.3f}" for key in ("hit_rate", "waited_rate"))
+    times = (f"{row[key]:.1f}" for key in ("ttft_p50_ms", "ttft_p90_ms", "tokens_per_s"))
+    return [name, f"{row['seconds']['median']:.2f}", f"{gain['median']:.2f}" if gain else "", *rates, *times]
+
+
+def vllm_team(team: Row) -> FittingTable:
+    """Return the times of the agents whose messages are translated, from `TeamResult.as_json()`."""
+    ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
+    title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
+    headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
+    return FittingTable(title, headings, [_team_row(row) for row in team["agents"]])
+
+
+def _team_row(row: Row) -> list[str]:
+    times = (f"{row[key]:.1f}" for key in ("dense_ms", "stock_ms", "kedge_ms"))
+    gains = (f"{row[key]:.1f}" for key in ("speedup_over_dense", "speedup_over_stock"))
+    return [str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["translated_tokens"]), *times, *gains]
+
+
+def workflow(case: Row) -> FittingTable:
+    """Return the figures of all eviction policies in a case, from its `as_json()`."""
+    ratio, gained = case["load_ratio_measured"], case["speedups"]
+    title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
+    headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW_COUNTS)
+    rows = [_workflow_row(name, row, gained) for name, row in case["policies"].items()]
+    return FittingTable(title, headings, rows, left=frozenset({"policy"}))
+
+
+def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
+    gains = (gained[base].get(name) for base in gained)
+    counts = (f"{row['hit_tokens']:.0f}", f"{row['host_hit_tokens']:.0f}", f"{row['bytes_h2d'] / MIB:.0f}")
+    shown = ("" if gain is None else f"{gain['median']:.2f}" for gain in gains)
+    return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
+
+
+def study(title: str, rows: Sequence[Row]) -> FittingTable:
+    """Return the means of a study with their spreads; the columns without a float say what a row is about."""
+    from kedge.bench.lab.studies.report import shown
+
+    cells = shown(rows)
+    keys = _key_columns(rows)
+    texts = {name.replace("_", " ") for row in rows for name, value in row.items() if isinstance(value, str)}
+    return FittingTable(title, list(cells[0]), [list(row.values()) for row in cells], keys, frozenset(texts))
+
+
+def _key_columns(rows: Sequence[Row]) -> int:
+    """Count the columns before the first one with a measurement, which is a float."""
+    measured = {name for row in rows for name, value in row.items() if isinstance(value, float)}
+    return next((at for at, name in enumerate(rows[0]) if name in measured), 0)

@@ -1,0 +1,21 @@
+"""Options that several commands share. Every one has a short placeholder, so that help fits a narrow terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of a model; default: the bundled one.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Settings; default: kedge.toml, if there is one here.")
+]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda. Default: auto.")]
+ModelSize = Annotated[
+    str, typer.Option(metavar="NAME", help="tiny, 32m, 100m or 8b: a Llama of that size with random weights.")
+]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture to this file (extra `plot`).")
+]

@@ -1,0 +1,78 @@
+"""Checks of paths, ports and packages that need no heavy import, so that a mistake is reported at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kedge.errors import ConfigError, ModelNotFound
+
+
+def require_file(option: str, file: Path | None) -> None:
+    """Raise `ConfigError` for a file that does not exist; None is an option that was not given."""
+    if file is not None and not file.is_file():
+        raise ConfigError(option, str(file), "is a folder, not a file" if file.is_dir() else "no such file")
+
+
+def require_folder(option: str, folder: Path | None) -> None:
+    """Raise `ConfigError` for a folder that does not exist; None is an option that was not given."""
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(option, str(folder), "is a file, not a folder" if folder.exists() else "no such folder")
+
+
+def require_parent(option: str, file: Path | None) -> None:
+    """Raise `ConfigError` for a file that cannot be written because of where it is."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise ConfigError(option, str(file), "its folder does not exist")
+    if file.is_dir():
+        raise ConfigError(option, str(file), "is a folder, not a file")
+
+
+def require_outputs(json_file: Path | None, plot_file: Path | None = None) -> None:
+    """Raise `ConfigError` where results could not be written, or a picture could not be drawn without matplotlib."""
+    require_parent("--json", json_file)
+    require_parent("--plot", plot_file)
+    if plot_file is not None:
+        require_packages("--plot", ("matplotlib",), "plot")
+
+
+def require_model(model: Path | None) -> None:
+    """Raise `ModelNotFound` for a folder without a model; None is the bundled one."""
+    if model is not None and not (model / "config.json").is_file():
+        raise ModelNotFound("model", str(model), "no such folder, or no config.json in it")
+
+
+def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
+    """Raise `ConfigError` for the first of the packages that `what` needs and that is not installed."""
+    for package in packages:
+        if not _is_installed(package):
+            raise ConfigError(
+                "package", package, f"{what} needs it, and it is not installed: pip install 'kedge[{extra}]'"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # its parent is missing; `sys.modules` has None or a stand-in without a spec
+        return sys.modules.get(package) is not None
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise `ConfigError` where no server could listen at `host` and `port`; port 0 takes any that is free."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError("server.host", host, f"is no address of this machine: {error.strerror}") from error
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError("server.port", port, f"cannot listen on {host}: {error.strerror}") from error

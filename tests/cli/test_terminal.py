@@ -1,0 +1,175 @@
+"""Whatever a command shows fits 80 columns: nothing is cut, and no word or number is broken."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from rich.console import Console
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+from kedge.bench.demo import AgentScore, Comparison, TeamScore
+from kedge.bench.ttft.matching_cost import MatchingSettings
+from kedge.bench.ttft.measure import TtftSettings
+from kedge.cli import bench_tables, demo, questions, run_output
+from kedge.cli.main import app
+from kedge.cli.tables import FittingTable
+from kedge.runner.run import AgentResult, RunResult
+from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
+
+WIDTH = 80
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+BORDER = "│╭╮╰╯─"
+
+
+def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """A command and those below it, by what one types."""
+    yield name, command
+    for child_name, child in getattr(command, "commands", {}).items():
+        yield from commands(f"{name} {child_name}".strip(), child)
+
+
+COMMANDS = dict(commands("", typer.main.get_command(app)))
+
+
+def words(command: Any) -> Iterator[str]:
+    """All that the help of a command must show in one piece."""
+    children = getattr(command, "commands", {})
+    for text in (command.help, *children, *(child.help for child in children.values())):
+        yield from text.split()
+    for parameter in command.params:
+        is_option = parameter.param_type_name == "option"
+        yield from (*parameter.opts, *parameter.secondary_opts) if is_option else ()
+        yield from (parameter.metavar or "").split()
+        yield from (parameter.help or "").split()
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=lambda name: name or "kedge")
+def test_help_is_shown_in_one_piece(name: str) -> None:
+    done = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": ""})
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert "…" not in done.output
+    shown = {word for line in lines for word in line.strip(BORDER).split()}
+    missing = [word for word in words(COMMANDS[name]) if word not in shown]
+    assert not missing
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def stored(name: str) -> Any:
+    """Results of a measurement, as the repository has them."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def run_result(agent: str, translated: int) -> RunResult:
+    computed = 1000 + translated
+    spans = (
+        Span(0, 1000, Source.DEVICE),
+        Span(1000, computed, Source.TRANSLATED),
+        Span(computed, 12_345, Source.COMPUTED),
+    )
+    receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
+    completion = Completion(RequestId("r"), "text", (1,), FinishReason.STOP, receipt, 12345.6, 23456.7)
+    return RunResult(RunId("run"), (AgentResult(AgentId(agent), 2, completion),), 1.0)
+
+
+def comparison() -> Comparison:
+    agents = ("solver", "analyst", "programmer", "inspector", "mathematician")
+    scores = {AgentId(name): AgentScore(AgentId(name), [1234.5, 2345.6], 2, 1, 1000, 3000, 4000) for name in agents}
+    return Comparison(TeamScore(scores), TeamScore(scores))
+
+
+CACHE = [{"size": 10**at, "match": 12345.6, "evict a run, per block": 0.1 * at} for at in (3, 4, 5, 6)]
+GROWTH = {name: {"exponent": 0.123, "to_log": 12.34} for name in ("match", "evict a run, per block")}
+LOOK = {
+    "questions": 2000, "anchors": 15, "anchor_bytes": 123 << 20, "base_values": 1234, "base_bytes": 1 << 20,
+    "cached_blocks": 12345, "leased_blocks": 12345, "peak_rss_mb": 1234,
+}  # fmt: skip
+
+
+def tables() -> Iterator[tuple[str, FittingTable]]:
+    """Every table that the commands make, with results that are stored or as large as any."""
+    yield "run", run_output.receipts(run_result("an agent of a longer name", 10_000))
+    yield "run --inputs", questions.reuse_table([run_result("solver", 500 * at) for at in range(23)])
+    yield "demo", demo.score_table("interpolate", comparison())
+    yield "bench ttft", bench_tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))
+    yield "bench preassembly", bench_tables.preassembly(TtftSettings(), stored("preassembly-32m.json")["agents"])
+    matching = stored("matching-cost-32m.json")["estimators"]
+    yield "bench matching-cost", bench_tables.matching_cost(MatchingSettings(), matching)
+    yield "bench soak", bench_tables.soak([LOOK])
+    yield "bench cache", bench_tables.cache("blocks", CACHE, GROWTH)
+    yield "bench vllm", bench_tables.vllm_team(stored("vllm-team.json")["team"])
+    yield from stored_tables()
+
+
+def stored_tables() -> Iterator[tuple[str, FittingTable]]:
+    for file in ("load-nano.json", "load-32m-long.json"):
+        data = stored(file)
+        for case, clients in data["cases"].items():
+            yield f"bench load, {case}", bench_tables.load(case, data["settings"]["seconds"], clients)
+    for file in sorted(RESULTS.glob("workflow-*.json")):
+        data = stored(file.name)
+        for case in (data, *data["other_cases"], *data["controls"].values()):
+            yield f"bench workflow, {file.stem}", bench_tables.workflow(case)
+    for file in sorted(RESULTS.glob("vllm-*.json")):
+        for case in stored(file.name)["cases"]:
+            yield f"bench vllm, {file.stem}", bench_tables.vllm_case({"control": None, **case})
+    for file in sorted((RESULTS / "lab").glob("*.json")):
+        data = stored(f"lab/{file.name}")
+        yield f"bench {data['study']}, {file.stem}", bench_tables.study(data["title"], data["rows"])
+
+
+TABLES = list(tables())
+
+
+def shown(item: object) -> str:
+    console = Console(width=WIDTH, file=io.StringIO())
+    console.print(item)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("table", [table for _, table in TABLES], ids=[name for name, _ in TABLES])
+def test_a_table_is_shown_in_one_piece(table: FittingTable) -> None:
+    text = shown(table)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "…" not in text
+    pieces = [cell for row in table.rows for cell in row] + [word for name in table.headings for word in name.split()]
+    around = f" {text} ".replace("\n", " \n ")
+    assert [piece for piece in pieces if f" {piece} " not in around] == []
+
+
+def test_columns_that_find_no_room_follow_below_with_the_names_of_their_rows() -> None:
+    headings = ("agent", *(f"figure {letter}" for letter in "abcdefghij"))
+    table = FittingTable("many", headings, [["solver", *("1234567.8901" for _ in headings[1:])]])
+    lines = [line.split() for line in shown(table).splitlines()]
+    assert sum(line[:1] == ["solver"] for line in lines) == 2
+    assert sum(line.count("1234567.8901") for line in lines) == 10
+
+
+def test_only_a_name_without_room_is_folded() -> None:
+    text = shown(FittingTable("long", ("agent", "ms"), [["x" * 100, "1234.5"]]))
+    assert " 1234.5 " in text
+    assert (text.count("x"), "…" in text) == (100, False)
+
+
+@pytest.mark.parametrize(
+    ("bars", "what", "note"),
+    [
+        (demo.progress_bars, "translated, interpolate", "accuracy 100%, reuse 100%"),
+        (questions.progress_bar, "questions", "100% translated"),
+    ],
+)
+def test_a_progress_bar_is_shown_in_one_piece(bars: Any, what: str, note: str) -> None:
+    progress: Progress = bars(Console(width=WIDTH, file=io.StringIO()))
+    progress.add_task(what, total=1000, completed=999, note=note)
+    text = shown(progress.get_renderable())
+    assert what in text and note in text and "999/1000" in text
