@@ -215,13 +215,13 @@ def filled(host: int, device: int, steps: dict[str, float] | None = None, **sett
 
 
 def observations(store: AnchorStore) -> int:
-    return sum(len(offsets.holders) for offsets in store._table.sites())
+    return sum(len(offsets.holders) for offsets in store.table.sites())
 
 
 def whole() -> tuple[int, int]:
     """Bytes of all offsets, and of the key vectors beside them."""
     told = filled(0, 1 << 30).stats()
-    keys = filled(0, 1 << 30)._table.key_bytes()
+    keys = filled(0, 1 << 30).table.key_bytes()
     return told.nbytes - keys, keys
 
 
@@ -365,5 +365,5 @@ def test_base_kv_that_fits_neither_tier_is_forgotten_by_age() -> None:
 
 def test_slots_are_named_by_their_template() -> None:
     store = filled(0, 1 << 30)
-    assert {one.owner for one in store._table.sites()} == {TemplateOwner(TENANT, slot.agent_key) for slot in SLOTS}
+    assert {one.owner for one in store.table.sites()} == {TemplateOwner(TENANT, slot.agent_key) for slot in SLOTS}
     assert SLOT not in SLOTS

@@ -309,8 +309,8 @@ def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
         for agent in "abcd":
             store.observe(Slot(agent, 1), value, in_context_like(value.base))
         store.check_integrity()
-        assert store.nbytes() < 2.1 * message  # key vectors weigh four times as much as with 4 heads of 64
-    assert store.nbytes() > 1.7 * message
+        assert store.table.nbytes() < 2.1 * message  # key vectors weigh four times as much as with 4 heads of 64
+    assert store.table.nbytes() > 1.7 * message
 
 
 def in_context_like(base: KVSegment) -> KVSegment:
@@ -332,7 +332,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
         store.estimate(slot, value)
         if number % 100 == 99:
             store.check_integrity()
-            sizes.append(store.nbytes())
+            sizes.append(store.table.nbytes())
     stats = store.stats()
     assert (stats.pools, stats.observed) == (4, 2000)
     assert stats.anchors <= 24
@@ -341,7 +341,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
 
 def test_memory_is_bounded_and_the_least_used_go_first() -> None:
     store = filled(range(4), **OPEN)
-    limit = store.nbytes()
+    limit = store.table.nbytes()
     store = AnchorStore(AnchorSettings(**OPEN, max_bytes=limit))
     for seed in range(4):
         observe(store, sample(seed))
@@ -349,7 +349,7 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
         store.use(store.estimate(SLOT, sample(seed)))
     observe(store, sample(9))
     store.check_integrity()
-    assert store.nbytes() <= limit
+    assert store.table.nbytes() <= limit
     kept = [a.tokens[0] for pool in store.pools.values() for a in pool.anchors.values()]
     assert 2 not in kept
     assert kept[-1] == 9
@@ -359,7 +359,7 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
 def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
     store = AnchorStore(AnchorSettings(max_bytes=100))
     observe(store, sample(0))
-    assert store.stats().pools == store.nbytes() == 0
+    assert store.stats().pools == store.table.nbytes() == 0
 
 
 def test_pools_are_dropped_in_order_of_use() -> None:
@@ -380,7 +380,7 @@ def test_clear_forgets_one_tenant_or_all() -> None:
     store.clear(TenantId("a"))
     assert [key[0] for key in store.pools] == ["b"]
     store.clear()
-    assert store.nbytes() == 0
+    assert store.table.nbytes() == 0
 
 
 def test_tenants_workflows_and_placeholders_share_nothing() -> None:
@@ -483,5 +483,5 @@ def test_slack_goes_before_anchors() -> None:
         observe(store, in_tenant("a", seed))
     slack = sum(table.slack_bytes for pool in store.pools.values() for table in pool.tables)
     assert slack > 0
-    store.limit(TenantId("a"), nbytes=store.nbytes() - slack)
+    store.limit(TenantId("a"), nbytes=store.table.nbytes() - slack)
     assert (store.stats().anchors, store.stats().over_limit) == (8, 0)

@@ -97,8 +97,8 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
     assert brought_back(store, **OPEN, capacity=3)[0].stats().anchors == 3
     observe(store, sample(1), OTHER)
     assert brought_back(store, **OPEN, max_slots=1)[0].stats().slots == 1
-    bounded, _ = brought_back(store, **OPEN, max_bytes=store.nbytes() // 2)
-    assert 0 < bounded.nbytes() <= store.nbytes() // 2
+    bounded, _ = brought_back(store, **OPEN, max_bytes=store.table.nbytes() // 2)
+    assert 0 < bounded.table.nbytes() <= store.table.nbytes() // 2
 
 
 def test_a_tenants_pool_stays_its_own() -> None:

@@ -44,7 +44,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
         note(name)
         for tokens in _QUICK_LENGTHS if settings.quick else _LENGTHS:
             for samples in _QUICK_SAMPLES if settings.quick else _SAMPLES:
-                ours = filled(estimator, bits, spec, samples, tokens, readers, seed).nbytes() / 2**20
+                ours = filled(estimator, bits, spec, samples, tokens, readers, seed).table.nbytes() / 2**20
                 paper = samples * (tokens + readers * (tokens + _PREFIX)) * spec.bytes_per_token / 2**20
                 message = tokens * spec.bytes_per_token / 2**20
                 sizes = {"mib": ours, "paper_mib": paper, "message_mib": message, "to_paper": ours / paper}
