@@ -88,9 +88,9 @@ class MethodBench:
     """One method's engine with a probe on its requests."""
 
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
-        self.probe, self.reuse = Probe(method.parts), method.reuse
+        self.probe, self.reuse = Probe(method.components), method.reuse
         self.engine = open_engine(
-            method, loaded, settings.anchors, settings.planner, self.probe.parts, **settings.engine
+            method, loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine
         )
 
     def look(

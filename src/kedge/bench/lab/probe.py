@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.base import Tokenizer
-from kedge.engine.local.components import Assembler, Parts
+from kedge.engine.local.components import Assembler, EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
@@ -58,18 +58,18 @@ class _RequestProbe:
 
 
 class Probe:
-    """The observer of one engine, which has to be built with `probe.parts`.
+    """The observer of one engine, which has to be built with `probe.components`.
 
     While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
     """
 
-    def __init__(self, parts: Parts = Parts()) -> None:  # noqa: B008 (it is frozen)
+    def __init__(self, components: EngineComponents = EngineComponents()) -> None:  # noqa: B008 (it is frozen)
         self.probes: dict[RequestId, _RequestProbe] = {}
         self.teaching = False
-        self.parts = replace(parts, assembler=partial(self._assembler, parts))
+        self.components = replace(components, assembler=partial(self._assembler, components))
 
-    def _assembler(self, parts: Parts, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _ProbingAssembler(parts.assembler(runner, storage), storage, self)
+    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
 
     def submit(
         self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False

@@ -24,7 +24,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.local import build
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
@@ -59,7 +59,7 @@ class LocalEngine:
         path = build.model_path(model or self.config.model)
         runner = build.apart(partial(build.load_runner, path, self.config))
         self.tokenizer = HFTokenizer.load(path)
-        self._start(runner, None, Parts())
+        self._start(runner, None, EngineComponents())
 
     @classmethod
     def from_runner(
@@ -68,21 +68,21 @@ class LocalEngine:
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-        parts: Parts = Parts(),  # noqa: B008 (it is frozen)
+        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
     ) -> LocalEngine:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings, `parts` those of the engine (in experiments).
+        `policy` replaces that of the settings, `components` its own (in experiments).
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy, parts)
+        self._start(runner, policy, components)
         return self
 
-    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, parts: Parts) -> None:
+    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
         self._runner = runner
         self._mailbox = Mailbox(self.config.max_waiting)
-        build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, parts)
+        build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
         self._state = StateKeeper(runner, self.tokenizer, self.config.anchors, self._ask_learned)
