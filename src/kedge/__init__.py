@@ -65,6 +65,7 @@ from kedge.types import (
     TenantId,
     TokenDelta,
     TokenLogprob,
+    ValueKind,
     WorkflowId,
 )
 
@@ -156,6 +157,7 @@ __all__ = [
     "Unauthenticated",
     "UnknownPlaceholder",
     "UnsupportedModel",
+    "ValueKind",
     "Workflow",
     "WorkflowError",
     "WorkflowId",

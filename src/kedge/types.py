@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 AgentId = NewType("AgentId", str)
 WorkflowId = NewType("WorkflowId", str)
@@ -15,9 +16,6 @@ RequestId = NewType("RequestId", str)
 TenantId = NewType("TenantId", str)
 ClientId = NewType("ClientId", str)
 """Who drives a run, among the clients of one tenant: two of them may use the same run ids."""
-SampleId = NewType("SampleId", str)
-"""Identity of one placeholder value inside a run, e.g. `agent_solver@0`: producer and turn."""
-
 Tokens = tuple[int, ...]
 
 GREEDY_TEMPERATURE: Final = 1e-5
@@ -26,6 +24,41 @@ MIN_TOP_P: Final = 1e-6
 """Less than the likeliest of a million tokens has."""
 
 _counter = itertools.count()
+_SAMPLE = re.compile(r"(input|agent|condition)_(.*)@([0-9]{1,18})(?:#([0-9a-f]+))?", re.DOTALL)
+
+
+class ValueKind(StrEnum):
+    """What fills a placeholder: an input of the run, an agent's answer, or the result of an agent's tool."""
+
+    INPUT = "input"
+    AGENT = "agent"
+    CONDITION = "condition"
+
+
+class SampleId(NamedTuple):
+    """Identity of one placeholder value inside a run.
+
+    Its text form is `agent_solver@0`: kind, name and turn; with a digest `agent_solver@0#0a1b`.
+    """
+
+    kind: ValueKind
+    of: str
+    """Name of an input, or id of the agent that answered or called the tool."""
+    turn: int = 0
+    digest: str = ""
+    """Hexadecimal digest of the tokens, for a value that a client gave: equal values are one sample."""
+
+    @classmethod
+    def parse(cls, text: str) -> SampleId:
+        """Return the sample with this text form. Text of any other form is the name of an input."""
+        found = _SAMPLE.fullmatch(text)
+        if found is None:
+            return cls(ValueKind.INPUT, text)
+        kind, of, turn, digest = found.groups(default="")
+        return cls(ValueKind(kind), of, int(turn), digest)
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.of}@{self.turn}" + (f"#{self.digest}" if self.digest else "")
 
 
 def tenant_of(namespace: TenantId) -> TenantId:
@@ -94,8 +127,8 @@ class Segment:
 
     @property
     def is_answer(self) -> bool:
-        """Whether it is what an agent said."""
-        return self.is_placeholder and self.name.startswith("agent_")
+        """Whether it is an agent's answer."""
+        return self.sample is not None and self.sample.kind is ValueKind.AGENT
 
     @property
     def value(self) -> Tokens:

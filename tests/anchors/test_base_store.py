@@ -10,7 +10,7 @@ from kedge.errors import ConfigError
 from kedge.types import RunId, SampleId, TenantId
 from tests.anchors.helpers import random_kv
 
-TENANT, RUN, SAMPLE = TenantId("t"), RunId("r"), SampleId("agent_a@0")
+TENANT, RUN, SAMPLE = TenantId("t"), RunId("r"), SampleId.parse("agent_a@0")
 ONE = random_kv(1, 0).nbytes
 
 
@@ -27,7 +27,7 @@ def test_a_response_is_found_in_its_run_only() -> None:
     assert entry is not None
     assert (entry.tokens, entry.exact_lineage) == (tokens, False)
     assert torch.equal(entry.kv.keys, random_kv(4, 1).keys)
-    for where in ((TenantId("x"), RUN, SAMPLE), (TENANT, RunId("x"), SAMPLE), (TENANT, RUN, SampleId("x"))):
+    for where in ((TenantId("x"), RUN, SAMPLE), (TENANT, RunId("x"), SAMPLE), (TENANT, RUN, SampleId.parse("x"))):
         assert store.find(*where, tokens, ()) is None
     assert store.find(TENANT, RUN, SAMPLE, (9, 9), ()) is None
 
@@ -54,12 +54,12 @@ def test_a_last_token_that_nobody_ran_has_no_base_kv() -> None:
 def test_inputs_are_found_by_content_in_every_run() -> None:
     store = BaseStore(100 * ONE)
     store.put_content(TENANT, (1, 2), (0,), random_kv(2, 1))
-    found = [store.find(TENANT, RunId(run), SampleId("q"), (1, 2), (0,)) for run in "ab"]
+    found = [store.find(TENANT, RunId(run), SampleId.parse("q"), (1, 2), (0,)) for run in "ab"]
     assert found[0] is not None
     assert found[0].key == found[1].key
     assert found[0].exact_lineage
-    assert store.find(TENANT, RUN, SampleId("q"), (1, 2), (5,)) is None
-    assert store.find(TENANT, RUN, SampleId("q"), (1,), (0,)) is None
+    assert store.find(TENANT, RUN, SampleId.parse("q"), (1, 2), (5,)) is None
+    assert store.find(TENANT, RUN, SampleId.parse("q"), (1,), (0,)) is None
 
 
 def test_prefix_segments_of_a_template() -> None:

@@ -321,12 +321,12 @@ def test_base_kv_goes_to_the_host_and_comes_back_as_it_was() -> None:
     ids = tuple(range(4))
     for run in "abc":
         store.put_sample(
-            TENANT, RunId(run), SampleId("s"), ids, random_kv(4, ord(run), layers=4), exact_lineage=run == "a"
+            TENANT, RunId(run), SampleId.parse("s"), ids, random_kv(4, ord(run), layers=4), exact_lineage=run == "a"
         )
         store.check_integrity()
     assert store.stats().tiers.host_units == 1
     for run in "abc":
-        entry = store.find(TENANT, RunId(run), SampleId("s"), ids, ())
+        entry = store.find(TENANT, RunId(run), SampleId.parse("s"), ids, ())
         assert entry is not None
         assert torch.equal(entry.kv.keys, random_kv(4, ord(run)).keys)
         assert entry.exact_lineage is (run == "a")
@@ -339,7 +339,7 @@ def test_values_of_runs_that_go_on_stay_and_a_template_that_is_needed_is_fetched
     store = base_store(10, 100, steps)
     store.put_prefix(TENANT, "template", 1, random_kv(4, 1))
     for run in "ab":
-        store.put_sample(TENANT, RunId(run), SampleId("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
+        store.put_sample(TENANT, RunId(run), SampleId.parse("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
     assert [key[1] for key, one in store._entries.items() if one.on_host] == ["template"]
     steps["template"] = 1.0
     store.notice()
@@ -354,9 +354,9 @@ def test_values_of_runs_that_go_on_stay_and_a_template_that_is_needed_is_fetched
 def test_base_kv_that_fits_neither_tier_is_forgotten_by_age() -> None:
     store = base_store(4, 4)
     for run in "abc":
-        store.put_sample(TENANT, RunId(run), SampleId("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
+        store.put_sample(TENANT, RunId(run), SampleId.parse("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
         store.check_integrity()
-    found = [store.find(TENANT, RunId(run), SampleId("s"), (1, 2, 3, 4), ()) for run in "abc"]
+    found = [store.find(TENANT, RunId(run), SampleId.parse("s"), (1, 2, 3, 4), ()) for run in "abc"]
     assert [one is not None for one in found] == [False, True, True]
     store.end_run(TENANT, RunId("b"))
     store.check_integrity()

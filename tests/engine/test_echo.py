@@ -37,7 +37,7 @@ def engine() -> Iterator[EchoEngine]:
 
 def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.EXACT, **sampling) -> GenerateRequest:
     encode = ByteTokenizer().encode
-    samples = (Segment(encode(part), f"x{n}", SampleId(f"x{n}@0")) for n, part in enumerate(filled))
+    samples = (Segment(encode(part), f"x{n}", SampleId.parse(f"x{n}@0")) for n, part in enumerate(filled))
     segments = (Segment(encode(text), "p0"), *samples)
     return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=AgentId(agent))
 

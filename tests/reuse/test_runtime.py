@@ -35,7 +35,7 @@ class Above:
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
     """A prompt that ends with its value, so that no base KV of a template is needed."""
-    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId("question@0"), lead_in=(1, 2))
+    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId.parse("question@0"), lead_in=(1, 2))
     segments = (Segment((5, 6, 7), "p0"), value)
     return GenerateRequest(
         segments, reuse=reuse, tenant=TENANT, workflow=FLOW, run=RunId(f"run-{seed}"), agent=AgentId("agent")

@@ -9,8 +9,9 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import ClientId, FinishReason, GenerateRequest, ReuseMode, RunId, TenantId
+from kedge.runner.results import EventKind, RunEvent
+from kedge.runner.run import run
+from kedge.types import ClientId, FinishReason, GenerateRequest, ReuseMode, RunId, SampleId, TenantId, ValueKind
 from kedge.workflow import UNKNOWN, Agent, AgentKey, Workflow
 
 ASK = {"user_question": "why?"}
@@ -55,7 +56,7 @@ CHAIN = flow(agent("a"), agent("b", "agent_a_current"))
 
 def filled(engine: EchoEngine, request: GenerateRequest) -> list[tuple[str, str, str | None]]:
     decode = engine.tokenizer.decode
-    return [(s.name, decode(s.tokens), s.sample) for s in request.segments if s.is_placeholder]
+    return [(s.name, decode(s.tokens), str(s.sample)) for s in request.segments if s.is_placeholder]
 
 
 def test_answers_and_tool_results_go_on(engine: Engine) -> None:
@@ -81,7 +82,7 @@ def test_requests_say_whose_they_are(engine: Engine) -> None:
     assert (first.tenant, first.workflow, first.run, first.agent) == ("t", "flow", "r", "a")
     assert (first.reuse, second.reuse) == (ReuseMode.OFF, ReuseMode.EXACT)
     assert (first.sampling.max_tokens, second.sampling.stop) == (7, ("s",))
-    assert (first.produces, second.produces) == ("agent_a@0", None)
+    assert (first.produces, second.produces) == (SampleId(ValueKind.AGENT, "a"), None)
 
 
 def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
@@ -168,8 +169,8 @@ def test_history_and_loops_over_turns(engine: Engine) -> None:
     assert [(said.agent, said.turn) for said in result.results] == [(x, t) for t in range(3) for x in "ab"]
     heard = [[sample for _, _, sample in filled(engine, request)[1:]] for request in engine.requests]
     assert heard == [[], ["agent_a@0"], ["agent_b@0"], ["agent_a@1"], ["agent_b@1", "agent_a@0"], ["agent_a@2"]]
-    assert [request.produces for request in engine.requests] == [
-        "agent_a@0", "agent_b@0", "agent_a@1", "agent_b@1", "agent_a@2", None,
+    assert [str(request.produces) for request in engine.requests] == [
+        "agent_a@0", "agent_b@0", "agent_a@1", "agent_b@1", "agent_a@2", "None",
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kedge.engine.base import Engine
-    from kedge.runner.run import AgentResult, RunEvent, RunResult
+    from kedge.runner.results import AgentResult, RunEvent, RunResult
     from kedge.settings import Settings
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kedge.checks import brief, is_number, require_sampling, require_text
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
-from kedge.types import AgentId, ReuseMode, SamplingParams
-from kedge.workflow.template import Kind, Placeholder, placeholders
+from kedge.types import AgentId, ReuseMode, SampleId, SamplingParams, ValueKind
+from kedge.workflow.template import Placeholder, placeholders
 
 Tool = Callable[[str, Mapping[str, str]], str]
 """A tool: an agent's answer and the run's inputs to the text of the result (the agent's `condition`)."""
@@ -74,6 +74,10 @@ class Step(NamedTuple):
     agent: AgentId
     turn: int
 
+    def sample(self, kind: ValueKind = ValueKind.AGENT) -> SampleId:
+        """Return the sample that this step makes: its answer, or its tool's result."""
+        return SampleId(kind, self.agent, self.turn)
+
 
 @dataclass(frozen=True)
 class Workflow:
@@ -111,7 +115,7 @@ class Workflow:
         if self.turns < 1:
             raise WorkflowError("turns", self.turns, "must be at least 1")
         for name in self.inputs:
-            if Placeholder.parse(name).kind is not Kind.INPUT:
+            if Placeholder.parse(name).kind is not ValueKind.INPUT:
                 raise WorkflowError("inputs", name, "this name is kept for what agents say")
         for agent in self.agents:
             if not agent.user.strip():
@@ -119,12 +123,12 @@ class Workflow:
 
     def _check(self, agent: Agent, placeholder: Placeholder) -> None:
         key, name = f"agent {agent.id}", placeholder.name
-        if placeholder.kind is Kind.INPUT:
+        if placeholder.kind is ValueKind.INPUT:
             if name not in self.inputs:
                 raise UnknownPlaceholder(key, name, f"no input has this name (inputs: {', '.join(self.inputs)})")
         elif placeholder.of not in self.ids:
             raise UnknownPlaceholder(key, name, f"there is no agent {placeholder.of!r}")
-        elif placeholder.kind is Kind.CONDITION and self.agent(placeholder.of).tool is None:
+        elif placeholder.kind is ValueKind.CONDITION and self.agent(placeholder.of).tool is None:
             raise UnknownPlaceholder(key, name, f"agent {placeholder.of!r} has no tool")
 
     def _check_loops(self) -> None:
@@ -175,15 +179,29 @@ class Workflow:
             back = 1
         return Step(AgentId(placeholder.of), step.turn - back) if step.turn >= back else None
 
+    def sample(self, step: Step, placeholder: Placeholder) -> SampleId | None:
+        """Return the sample that fills `placeholder`; None where that is before the first turn."""
+        if placeholder.kind is ValueKind.INPUT:
+            return SampleId(ValueKind.INPUT, placeholder.of)
+        source = self.source(step, placeholder)
+        return None if source is None else source.sample(placeholder.kind)
+
+    @cached_property
+    def read_answers(self) -> frozenset[Step]:
+        """The steps whose answers some step of the run reads."""
+        reads = ((step, read) for step in self.steps for read in self.agent(step.agent).placeholders)
+        sources = (self.source(step, read) for step, read in reads if read.kind is ValueKind.AGENT)
+        return frozenset(source for source in sources if source)
+
     def needs(self, step: Step) -> frozenset[Step]:
         """The steps that must be done before this one: those it reads from, and its own agent's last turn."""
-        reads = (read for read in self.agent(step.agent).placeholders if read.kind is not Kind.INPUT)
+        reads = (read for read in self.agent(step.agent).placeholders if read.kind is not ValueKind.INPUT)
         sources = {source for read in reads if (source := self.source(step, read))}
         return frozenset(sources | ({Step(step.agent, step.turn - 1)} if step.turn else set()))
 
 
 def _is_current(placeholder: Placeholder) -> bool:
-    return placeholder.kind is not Kind.INPUT and placeholder.turns_back == 0
+    return placeholder.kind is not ValueKind.INPUT and placeholder.turns_back == 0
 
 
 def order(ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]]) -> tuple[AgentId, ...]:

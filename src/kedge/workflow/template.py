@@ -17,38 +17,29 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
-from kedge.types import AgentId, SampleId, Segment, Tokens
+from kedge.types import AgentId, SampleId, Segment, Tokens, ValueKind
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _NAME = re.compile(r"[\w-]+")
 _OF_AGENT = re.compile(r"(agent|condition)_(.+)_(?:current|history_(\d+))")
 
 
-class Kind(StrEnum):
-    """What a placeholder is filled with."""
-
-    INPUT = "input"
-    AGENT = "agent"
-    CONDITION = "condition"
-
-
 @dataclass(frozen=True, slots=True)
 class Placeholder:
     """A typed placeholder. `of` is the name of an input or the id of an agent."""
 
-    kind: Kind
+    kind: ValueKind
     of: str
     turns_back: int = 0
 
     @property
     def name(self) -> str:
         """Its name in the template, without braces."""
-        if self.kind is Kind.INPUT:
+        if self.kind is ValueKind.INPUT:
             return self.of
         return f"{self.kind}_{self.of}_{f'history_{self.turns_back}' if self.turns_back else 'current'}"
 
@@ -61,11 +52,11 @@ class Placeholder:
             )
         found = _OF_AGENT.fullmatch(name)
         if not found:
-            return cls(Kind.INPUT, name)
+            return cls(ValueKind.INPUT, name)
         kind, of, turns = found.groups()
         if turns is not None and (turns.startswith("0") or not turns.isascii()):
             raise WorkflowError("placeholder", name, "history counts turns back as 1, 2, 3, …")
-        return cls(Kind(kind), of, int(turns or 0))
+        return cls(ValueKind(kind), of, int(turns or 0))
 
 
 Part = str | Placeholder
@@ -133,7 +124,8 @@ class Value(NamedTuple):
     """What fills a placeholder: token ids and the sample that they are. No tokens: the segment is left out."""
 
     tokens: Tokens
-    sample: SampleId
+    sample: SampleId | None
+    """None where the value is known to be empty, because no step makes it."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +181,7 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
             tuple(lead_ins[placeholder] for placeholder in found),
             tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
             tuple(trails[_trailed(placeholder)] for placeholder in found),
-            trails.get((Kind.AGENT, agent), ()),
+            trails.get((ValueKind.AGENT, agent), ()),
         )
         for agent, (prefixes, found) in cuts.items()
     }
@@ -204,18 +196,18 @@ def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     return tuple(tokenizer.encode(text) if text else () for text in texts), found
 
 
-def _trails(cuts: Iterable[Cut]) -> dict[tuple[Kind, str], Tokens]:
+def _trails(cuts: Iterable[Cut]) -> dict[tuple[ValueKind, str], Tokens]:
     """The tokens that are the same wherever they come behind an input, or behind an agent's answer or tool result of
     whatever turn: one sample has one base KV.
     """
-    behind: dict[tuple[Kind, str], list[Tokens]] = {}
+    behind: dict[tuple[ValueKind, str], list[Tokens]] = {}
     for prefixes, found in cuts:
         for placeholder, prefix in zip(found, prefixes[1:], strict=True):
             behind.setdefault(_trailed(placeholder), []).append(prefix)
     return {of: _common(prefixes) for of, prefixes in behind.items()}
 
 
-def _trailed(placeholder: Placeholder) -> tuple[Kind, str]:
+def _trailed(placeholder: Placeholder) -> tuple[ValueKind, str]:
     return placeholder.kind, placeholder.of
 
 

@@ -12,9 +12,9 @@ from random import Random
 from typing import NamedTuple
 
 from kedge.errors import WorkflowError
-from kedge.types import AgentId
+from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Agent, Workflow
-from kedge.workflow.template import Kind, Placeholder, escape
+from kedge.workflow.template import Placeholder, escape
 
 
 class Hears(NamedTuple):
@@ -132,10 +132,10 @@ class Heard:
     turns_back: int = 0
 
     def template(self, wording: Wording) -> str:
-        text = _titled(wording.speaker, self.title) + self._placeholder(Kind.AGENT)
-        return text if self.tool_lead is None else text + self.tool_lead + self._placeholder(Kind.CONDITION)
+        text = _titled(wording.speaker, self.title) + self._placeholder(ValueKind.AGENT)
+        return text if self.tool_lead is None else text + self.tool_lead + self._placeholder(ValueKind.CONDITION)
 
-    def _placeholder(self, kind: Kind) -> str:
+    def _placeholder(self, kind: ValueKind) -> str:
         return f"{{{Placeholder(kind, self.id, self.turns_back).name}}}"
 
 

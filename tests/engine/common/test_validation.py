@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
-from kedge.types import GREEDY_TEMPERATURE, MIN_TOP_P, GenerateRequest, RequestId, SamplingParams, Segment
+from kedge.types import (
+    GREEDY_TEMPERATURE,
+    MIN_TOP_P,
+    GenerateRequest,
+    RequestId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    ValueKind,
+)
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
@@ -89,7 +98,7 @@ def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
 
 
 def test_what_a_value_holds_stands_at_its_end() -> None:
-    value = Segment((1, 2, 3), "user_question", "user_question@0", held=(2, 3))
+    value = Segment((1, 2, 3), "user_question", SampleId(ValueKind.INPUT, "user_question"), held=(2, 3))
     require_sensible(replace(GOOD, segments=(value,)))
     assert refused(replace(GOOD, segments=(replace(value, held=(1, 2)),))).key == "segments[0].held"
     assert refused(replace(GOOD, segments=(replace(value, held=(1,) * 9),))).key == "segments[0].held"

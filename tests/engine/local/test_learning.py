@@ -129,7 +129,7 @@ def is_known(engine: Stepped, writer: RequestSequence) -> bool:
     """Whether the KV of an answer is kept for those that read it."""
     request = writer.request
     found = engine.core.learned[1].find(
-        request.tenant, request.run, SampleId("agent_writer@0"), tuple(writer.response), ()
+        request.tenant, request.run, SampleId.parse("agent_writer@0"), tuple(writer.response), ()
     )
     return found is not None
 

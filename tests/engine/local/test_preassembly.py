@@ -66,9 +66,9 @@ def prompt_of(
     seed = sum(agent.encode())
     around = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
     p0, p1, p2 = (Segment(tokens(seed + i, size), f"p{i}") for i, size in enumerate(TEMPLATE))
-    segments = [p0, Segment(question, "user_question", SampleId("input_user_question@0"), **around), p1]
+    segments = [p0, Segment(question, "user_question", SampleId.parse("input_user_question@0"), **around), p1]
     if answer is not None:
-        segments += [Segment(answer, "agent_writer_current", SampleId("agent_writer@0"), **around), p2]
+        segments += [Segment(answer, "agent_writer_current", SampleId.parse("agent_writer@0"), **around), p2]
     return GenerateRequest(
         tuple(segments),
         SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling}),  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def prompt_of(
         client=ClientId("client"),
         workflow=WorkflowId("flow"),
         agent=AgentId(agent),
-        produces=SampleId(produces) if produces else None,
+        produces=SampleId.parse(produces) if produces else None,
     )
 
 
@@ -208,7 +208,7 @@ def outcome(sequence: RequestSequence) -> tuple[object, ...]:
 def pieces(request: GenerateRequest) -> GenerateRequest:
     """The request as it is known before the writer has answered."""
     segments = (
-        replace(one, tokens=()) if one.sample == SampleId("agent_writer@0") else one for one in request.segments
+        replace(one, tokens=()) if one.sample == SampleId.parse("agent_writer@0") else one for one in request.segments
     )
     return replace(request, segments=tuple(segments), request_id=RequestId(f"hint-{next(_ids)}"))
 
@@ -449,7 +449,7 @@ def test_requests_without_reuse_or_agent_are_not_prepared() -> None:
 def test_an_empty_answer_means_another_prompt() -> None:
     stage = taught()
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), ())
+    stage.core._preassembly.answered(TENANT, RUN, SampleId.parse("agent_writer@0"), ())
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -457,7 +457,7 @@ def test_an_empty_answer_means_another_prompt() -> None:
 def test_an_answer_that_makes_the_prompt_too_long_ends_it() -> None:
     stage = Stage(num_blocks=20)
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), tokens(71, 20 * 16))
+    stage.core._preassembly.answered(TENANT, RUN, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -568,7 +568,7 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     stage = Stage(num_blocks=12)
     near, fixed = AgentKey(TENANT, "client", RUN, AgentId("near")), tokens(5, 96)
     stage.core.forecast({near: NextRun(1.0)}, {})
-    segments = (Segment(fixed, "p0"), Segment(tokens(6, 3), "x", SampleId("x")))
+    segments = (Segment(fixed, "p0"), Segment(tokens(6, 3), "x", SampleId.parse("x")))
     stage.serve(
         GenerateRequest(
             segments, SamplingParams(1), ReuseMode.EXACT, client=ClientId("client"), run=RUN, agent=near.agent
@@ -577,7 +577,7 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     expected = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.prepare(pieces(expected) if answered else expected)
     if answered:
-        stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), tokens(71, ANSWER))
+        stage.core._preassembly.answered(TENANT, RUN, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
         stage.rest()
     [one] = stage.core._preassembly._expected.values()
     assert (one.admitted, one.drafts_on) == (answered, True)
@@ -669,7 +669,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
             case 3 | 4 if request.segments[3].tokens:
                 live.append(stage.submit(request))
             case 5:
-                stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), rng.choice(answers))
+                stage.core._preassembly.answered(TENANT, RUN, SampleId.parse("agent_writer@0"), rng.choice(answers))
             case 6 if live:
                 stage.core.requests.cancel(rng.choice(live).key)
         stage.check()

@@ -72,7 +72,7 @@ def fixed(agent: int) -> Tokens:
 def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> GenerateRequest:
     """Call number `asked` of an agent: its fixed prompt and something new."""
     params = SamplingParams(**{"max_tokens": OUT, "ignore_eos": True, **sampling})
-    segments = (Segment(fixed(agent), "p0"), Segment(prompt(asked, size), "x", SampleId(f"x@{asked}")))
+    segments = (Segment(fixed(agent), "p0"), Segment(prompt(asked, size), "x", SampleId.parse(f"x@{asked}")))
     return GenerateRequest(
         segments, params, ReuseMode.EXACT, client=ClientId("client"), run=RUN.run_id, agent=AgentId(f"a{agent}")
     )

@@ -17,7 +17,7 @@ from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_preassembly import ASKED, prompt_of
 from tests.engine.local.test_translation import OPEN, tokens
 
-ANSWER = SampleId("agent_writer@0")
+ANSWER = SampleId.parse("agent_writer@0")
 TRAIL = tokens(3, 3)
 """Tokens that follow every value everywhere; two of them are held by default."""
 
@@ -54,7 +54,7 @@ def reading(answer: Tokens, question: Tokens = ASKED, run: str = "run") -> Gener
 
 def written(question: Tokens = ASKED, run: str = "run", **sampling: object) -> GenerateRequest:
     """What the writer is asked."""
-    asked = prompt_of("writer", question, run=run, produces=ANSWER, **{"max_tokens": 8, **sampling})
+    asked = prompt_of("writer", question, run=run, produces=str(ANSWER), **{"max_tokens": 8, **sampling})
     return replace(alike(asked), trail=TRAIL)
 
 

@@ -25,7 +25,8 @@ from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
-from kedge.runner.run import RunResult, run
+from kedge.runner.results import RunResult
+from kedge.runner.run import run
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow

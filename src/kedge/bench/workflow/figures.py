@@ -17,6 +17,7 @@ from kedge.types import (
     Segment,
     TenantId,
     Tokens,
+    ValueKind,
 )
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.step_graph import Node, StepGraph
@@ -49,7 +50,7 @@ class Flow:
         agent = self.agent(turn)
         new = self.dynamic(turn) + (answer if self.reads_answer else ())
         return GenerateRequest(
-            (Segment(self.fixed[agent], "p0"), Segment(new, "new", SampleId(f"new@{turn}"))),
+            (Segment(self.fixed[agent], "p0"), Segment(new, "new", SampleId(ValueKind.INPUT, "new", turn))),
             SamplingParams(max_tokens=self.output, ignore_eos=True),
             ReuseMode.EXACT,
             tenant=self.run.tenant,

@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 from kedge.engine.base import Engine
 from kedge.errors import LimitReached
+from kedge.runner.prompts import fixed_prompts
 from kedge.server.hints import Hints
-from kedge.server.workflows.lookahead import Ahead
+from kedge.server.workflows.lookahead import Lookahead
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import AgentRun
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens, tenant_of
@@ -31,10 +32,10 @@ class AgentRuns:
     """The runs that clients drive, and what they tell the engine. Only the event loop's thread touches it."""
 
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
-        """`default` and `withdraw` as `Ahead` takes them."""
+        """`default` and `withdraw` as `Lookahead` takes them."""
         self.board = ForecastBoard(TTL)
         self._engine = engine
-        self._ahead = Ahead(engine, default, withdraw)
+        self._lookahead = Lookahead(engine, default, withdraw)
         self._runs: dict[TenantId, OrderedDict[RunKey, AgentRun]] = {}
         """By tenant, so that nobody's runs push out another's, and by the time of the last word."""
 
@@ -83,17 +84,17 @@ class AgentRuns:
         self, run: AgentRun, registered: Registered, step: Step, request: GenerateRequest, asked: ReuseMode | None
     ) -> None:
         """A registered agent's call begins, with its template filled; `asked` is the mode that it names."""
-        self._ahead.called(run, registered, step, request, asked)
+        self._lookahead.called(run, registered, step, request, asked)
 
     def look_ahead(self, run: AgentRun) -> None:
         """Tells the engine the prompts of those who are expected next."""
         if forecast := self.board.forecast(run.key):
-            self._ahead.expect(run, forecast.next_runs)
+            self._lookahead.expect(run, forecast.next_runs)
 
     def end(self, run: AgentRun) -> None:
         """Forgets a run, in the engine too."""
         if self._of(run.key.tenant).pop(run.key, None) is not None:
-            self._ahead.over(run.key)
+            self._lookahead.end_run(run.key)
             self._tell(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key.tenant, run.key.run_id)
 
@@ -111,8 +112,7 @@ class AgentRuns:
                 run.called.clear()
         elif run.progress is None and registered is not None and self.board.forecast(run.key) is None:
             run.progress = RunProgress(registered.graph, run.key, self.board)
-            begins = {AgentKey(*run.key, agent): prompt.prefixes[0] for agent, prompt in registered.prompts.items()}
-            self._tell(run.progress.begin(now), {key: tokens for key, tokens in begins.items() if tokens})
+            self._tell(run.progress.begin(now), fixed_prompts(run.key, registered.prompts))
 
     def _tell(self, changes: Changes, begins: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         if changes:

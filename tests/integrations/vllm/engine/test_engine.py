@@ -121,7 +121,7 @@ def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:
 def test_an_answer_that_others_read_is_as_long_as_it_was_wanted(engine: VLLMEngine) -> None:
     tokens = tuple(prompt(50, 21))
     plain = ask(engine, tokens, 6)
-    read = ask(engine, tokens, 6, produces=SampleId("a@0"), run=RunId("r"), reuse=ReuseMode.TRANSLATE)
+    read = ask(engine, tokens, 6, produces=SampleId.parse("a@0"), run=RunId("r"), reuse=ReuseMode.TRANSLATE)
     assert (read.tokens, read.text, read.finish_reason) == (plain.tokens, plain.text, FinishReason.LENGTH)
 
 

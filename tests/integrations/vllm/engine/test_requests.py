@@ -32,7 +32,7 @@ from kedge.workflow.steps import NextRun
 TENANT, RUN = TenantId("t"), RunId("r")
 SEGMENTS = (
     Segment((1, 2, 3), "p0"),
-    Segment((4, 5), "q", SampleId("q@0"), lead_in=(9,), stand_in=(8, 8)),
+    Segment((4, 5), "q", SampleId.parse("q@0"), lead_in=(9,), stand_in=(8, 8)),
     Segment((6,), "p1"),
 )
 
@@ -40,7 +40,7 @@ SEGMENTS = (
 def request(**more: Any) -> GenerateRequest:
     said: dict[str, Any] = {
         "tenant": TENANT, "client": ClientId("c"), "workflow": WorkflowId("w"), "run": RUN, "agent": AgentId("a"),
-        "produces": SampleId("a@0"), "reuse": ReuseMode.TRANSLATE,
+        "produces": SampleId.parse("a@0"), "reuse": ReuseMode.TRANSLATE,
     }  # fmt: skip
     return GenerateRequest(SEGMENTS, **{**said, **more})
 
@@ -73,9 +73,9 @@ def test_names_that_no_log_can_take_stay_apart() -> None:
     long, longer, line = "x" * 300, "x" * 301, "a\nb\ud800"
     assert short("agent 7") == "agent 7"
     assert len({short(long), short(longer), short(line)}) == 3
-    segments = (SEGMENTS[0], Segment((4,), "q", SampleId(long)))
+    segments = (SEGMENTS[0], Segment((4,), "q", SampleId.parse(long)))
     got = read(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, agent=AgentId(line)))
-    assert (got.agent, got.segments[1].sample) == (short(line), short(long))
+    assert (got.agent, got.segments[1].sample) == (short(line), SampleId.parse(short(f"input_{long}@0")))
 
 
 def test_one_token_more_is_drawn_where_others_read_the_answer() -> None:

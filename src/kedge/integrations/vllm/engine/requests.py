@@ -40,7 +40,7 @@ def request_hints(request: GenerateRequest) -> Hints:
         "run": short(request.run),
         "client": short(request.client),
         "agent": short(request.agent),
-        "produces": short(request.produces or ""),
+        "produces": short(str(request.produces or "")),
         "fixed_tokens": _fixed(request),
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE else None,
     }

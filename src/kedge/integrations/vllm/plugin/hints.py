@@ -108,7 +108,7 @@ class _Reader:
 
 
 def _sample(value: Any) -> SampleId | None:
-    return SampleId(read_text(value))
+    return SampleId.parse(read_text(value))
 
 
 def _flag(value: Any) -> bool:
@@ -173,7 +173,7 @@ def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
         {
             "name": segment.name,
             "length": len(segment.tokens),
-            "sample": segment.sample,
+            "sample": None if segment.sample is None else str(segment.sample),
             "lead_in": list(segment.lead_in),
             "stand_in": list(segment.stand_in),
         }

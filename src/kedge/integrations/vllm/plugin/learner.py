@@ -19,12 +19,12 @@ from kedge.reuse.contracts import BaseNeed
 from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
-from kedge.types import GenerateRequest, Miss, RequestId, RunId, SampleId, Source, Span, TenantId, Tokens
+from kedge.types import GenerateRequest, Miss, RequestId, RunId, SampleId, Source, Span, TenantId, Tokens, ValueKind
 
 logger = logging.getLogger(__name__)
 MOST_NEEDS = 1024
 """Base prefills that may be waited for; what was asked for longest ago goes first."""
-_HEAD = SampleId("")
+_HEAD = SampleId(ValueKind.INPUT, "")
 """No sample: the beginning of a prompt is known by its tokens alone"""
 ROUNDING = 0.05
 """Relative difference of keys that is rounding of a half type and no other rotation"""
