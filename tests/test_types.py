@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.types import SampleId, Segment, ValueKind
+from kedge.types import (
+    AgentId,
+    AgentKey,
+    ClientId,
+    GenerateRequest,
+    Namespace,
+    RunId,
+    RunKey,
+    SampleId,
+    Segment,
+    TenantId,
+    ValueKind,
+    is_owned,
+)
 
 DIGESTS = st.text("0123456789abcdef", max_size=8)
 NAMES = st.one_of(
@@ -46,3 +59,35 @@ def test_the_text_of_samples(text: str, sample: SampleId) -> None:
 def test_an_answer_is_told_by_its_sample_not_by_its_name(kind: ValueKind) -> None:
     assert Segment((1,), "user_question", SampleId(kind, "x")).is_answer is (kind is ValueKind.AGENT)
     assert not Segment((1,), "agent_x_current").is_answer
+
+
+TENANTS = st.builds(TenantId, st.text(st.characters(exclude_characters="/"), max_size=5))
+
+
+@given(st.builds(Namespace, TENANTS, st.text()))
+def test_namespaces_are_read_back_from_their_text(namespace: Namespace) -> None:
+    assert Namespace.parse(str(namespace)) == namespace
+
+
+def test_a_tenant_owns_all_its_partitions_and_no_others() -> None:
+    acme = TenantId("acme")
+    owned = [
+        is_owned(acme, Namespace.parse(text)) for text in ("acme", "acme/0123", "acme/a/b", "acme2", "a", "a/acme")
+    ]
+    assert owned == [True, True, True, False, False, False]
+
+
+def test_a_request_has_the_keys_of_its_namespace_run_and_agent() -> None:
+    request = GenerateRequest(
+        (),
+        tenant=TenantId("t"),
+        partition="p",
+        client=ClientId("c"),
+        run=RunId("r"),
+        agent=AgentId("a"),
+    )
+    assert str(request.namespace) == "t/p"
+    assert request.run_key == RunKey(request.namespace, "c", RunId("r"))
+    assert request.agent_key == AgentKey(*request.run_key, AgentId("a"))
+    assert request.agent_key.run == request.run_key
+    assert request.run_key.name == "c/r"

@@ -19,6 +19,7 @@ from kedge.workflow.forecast import AgentKey, Changes  # noqa: E402
 
 TESTS = [name for part in reversed(EngineConformance.__mro__) for name in vars(part) if name.startswith("test_")]
 """In the order in which pytest runs them"""
+COUNT = SampleId.parse("n")
 
 
 class TestEchoEngine(EngineConformance):
@@ -85,9 +86,7 @@ class Renames(EchoEngine):
 class AnswersByCount(EchoEngine):
     def submit(self, request: GenerateRequest) -> EchoStream:
         count = str(len(self.requests)).encode() * 99
-        return super().submit(
-            change(request, segments=(*request.segments, Segment(tuple(count), "n", SampleId.parse("n"))))
-        )
+        return super().submit(change(request, segments=(*request.segments, Segment(tuple(count), "n", COUNT))))
 
 
 class TellsUnasked(EchoEngine):

@@ -13,7 +13,7 @@ from kedge.reuse.layout import template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import REFRESH, Runtime
 from kedge.settings import AnchorSettings, PlannerSettings
-from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
 from tests.anchors.helpers import in_context, random_kv
 
 CAPACITY, SIZE = 6, 12
@@ -62,7 +62,9 @@ class Taught:
         self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(), None, costs=costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
-            view = SampleView(PoolKey(TENANT, FLOW, "question"), asked.segments[1].tokens, base, ("value", seed))
+            view = SampleView(
+                PoolKey(Namespace(TENANT), FLOW, "question"), asked.segments[1].tokens, base, ("value", seed)
+            )
             self.anchors.observe(Slot(template_key(asked), 1), view, in_context(base, 100 + seed))
 
     def wants(self, times: int, *, teaches: bool = False) -> list[bool]:

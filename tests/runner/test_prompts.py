@@ -5,7 +5,7 @@ from __future__ import annotations
 from kedge.engine.echo import ByteTokenizer
 from kedge.runner.memory import RunMemory
 from kedge.runner.prompts import RunPrompts, compiled, fixed_prompts
-from kedge.types import ClientId, ReuseMode, RunId, SampleId, TenantId, Tokens, ValueKind
+from kedge.types import ClientId, Namespace, ReuseMode, RunId, SampleId, TenantId, Tokens, ValueKind
 from kedge.workflow import Agent, AgentKey, RunKey, Step, Value, Workflow
 
 TOKENIZER = ByteTokenizer()
@@ -18,7 +18,7 @@ FLOW = Workflow(
     turns=2,
     loops=(("b", "a"),),
 )
-RUN = RunKey(TenantId("t"), "c", RunId("r"))
+RUN = RunKey(Namespace(TenantId("t")), "c", RunId("r"))
 QUESTION = SampleId(ValueKind.INPUT, "user_question")
 A0, B0, T0 = Step("a", 0).sample(), Step("b", 0).sample(), Step("a", 0).sample(ValueKind.CONDITION)
 

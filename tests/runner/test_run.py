@@ -11,7 +11,18 @@ from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.results import EventKind, RunEvent
 from kedge.runner.run import run
-from kedge.types import ClientId, FinishReason, GenerateRequest, ReuseMode, RunId, SampleId, TenantId, ValueKind
+from kedge.types import (
+    ClientId,
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    RunId,
+    RunKey,
+    SampleId,
+    TenantId,
+    ValueKind,
+)
 from kedge.workflow import UNKNOWN, Agent, AgentKey, Workflow
 
 ASK = {"user_question": "why?"}
@@ -22,10 +33,10 @@ class Engine(EchoEngine):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.ended: list[tuple[TenantId, RunId]] = []
+        self.ended: list[RunKey] = []
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        self.ended.append((tenant, run))
+    def end_run(self, run: RunKey) -> None:
+        self.ended.append(run)
 
 
 def says(request: GenerateRequest) -> str:
@@ -72,7 +83,7 @@ def test_answers_and_tool_results_go_on(engine: Engine) -> None:
         ("agent_a_current", "<a>", "agent_a@0"),
         ("condition_a_current", "why? <A>", "condition_a@0"),
     ]
-    assert engine.ended == [("t", "r1")]
+    assert engine.ended == [RunKey(Namespace(TenantId("t")), "", RunId("r1"))]
 
 
 def test_requests_say_whose_they_are(engine: Engine) -> None:
@@ -97,7 +108,7 @@ def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
 
 def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
     run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
-    a, b = (AgentKey(TenantId("t"), "c", RunId("r"), request.agent) for request in engine.requests)
+    a, b = (AgentKey(Namespace(TenantId("t")), "c", RunId("r"), request.agent) for request in engine.requests)
     known: dict[AgentKey, float] = {}
     seen = []
     for changes, _ in engine.forecasts:
@@ -114,7 +125,7 @@ def test_the_engine_is_told_what_every_prompt_begins_with(engine: Engine) -> Non
     (_, prompts), *others = engine.forecasts
     for request in engine.requests:
         first = request.segments[0]
-        assert prompts[AgentKey(request.tenant, request.client, request.run, request.agent)] == first.tokens
+        assert prompts[request.agent_key] == first.tokens
         assert request.fixed == len(first.tokens)
     assert all(not more for _, more in others)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 
-from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
+from kedge.reuse.contracts import Owner, TemplateOwner
 from kedge.structures.step_counts import StepCounts
-from kedge.types import AgentId, TenantId
+from kedge.types import AgentId, RunKey
 from kedge.workflow.forecast import AgentKey
 
 MOST_TEMPLATES = 4096
@@ -40,17 +40,17 @@ class Expected:
 
     def steps(self, owner: Owner) -> float | None:
         """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
-        if isinstance(owner, RunOwner):
+        if isinstance(owner, RunKey):
             return self._least(owner)
         agent = self._agents.get(owner)
-        return None if agent is None else self._least((owner.tenant, agent))
+        return None if agent is None else self._least((owner.namespace, agent))
 
     def _least(self, whose: Hashable) -> float | None:
         counts = self._soonest.get(whose)
         return counts.least if counts else None
 
     def _count(self, key: AgentKey, step: float, sign: int) -> None:
-        for whose in (RunOwner(key.tenant, key.run_id), _agent(key.tenant, key.agent)):
+        for whose in (key.run, (key.namespace, key.agent)):
             counts = self._soonest.setdefault(whose, StepCounts())
             if sign > 0:
                 counts.add(step)
@@ -58,7 +58,3 @@ class Expected:
                 counts.remove(step)
                 if counts.least is None:
                     del self._soonest[whose]
-
-
-def _agent(tenant: TenantId, agent: AgentId) -> Hashable:
-    return tenant, agent

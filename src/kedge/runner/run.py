@@ -20,7 +20,7 @@ from kedge.runner.memory import RunMemory
 from kedge.runner.prompts import RunPrompts, compiled, fixed_prompts
 from kedge.runner.results import AgentResult, EventKind, RunEvent, RunResult
 from kedge.runner.tools import OnToolError
-from kedge.types import ClientId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, TenantId, ValueKind
+from kedge.types import ClientId, GenerateRequest, Namespace, RequestId, ReuseMode, RunId, SampleId, TenantId, ValueKind
 from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.step_graph import StepGraph
@@ -50,11 +50,11 @@ def run(
     cancelled then. Whatever happens, the engine goes on and forgets what the run shared.
     """
     check_inputs(workflow, inputs)
-    key = RunId(run_id or f"run-{uuid.uuid4().hex[:12]}")
+    key = RunKey(Namespace(tenant), client, RunId(run_id or f"run-{uuid.uuid4().hex[:12]}"))
     try:
-        return RunLoop(engine, workflow, inputs, reuse, RunKey(tenant, client, key), on_event, on_tool_error).execute()
+        return RunLoop(engine, workflow, inputs, reuse, key, on_event, on_tool_error).execute()
     finally:
-        engine.end_run(tenant, key)
+        engine.end_run(key)
 
 
 def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:

@@ -14,18 +14,22 @@ from kedge.errors import EmptyPrompt, InvalidToken, RequestError
 from kedge.types import (
     GREEDY_TEMPERATURE,
     MIN_TOP_P,
+    AgentId,
     GenerateRequest,
+    Namespace,
     RequestId,
+    RunId,
     SampleId,
     SamplingParams,
     Segment,
+    TenantId,
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 GOOD = GenerateRequest((Segment((1, 2, 3), "p0"),))
-KEY = AgentKey("tenant", "", "run", "agent")
+KEY = AgentKey(Namespace(TenantId("tenant")), "", RunId("run"), AgentId("agent"))
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.lists(st.integers())
 
 

@@ -77,7 +77,7 @@ class Driver:
     def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
         """Serves a request to its end and learns from it; its prompt's KV as it was after the first token."""
         sequence = RequestSequence(
-            request.request_id, request.tenant, list(request.tokens), request=request,
+            request.request_id, request.namespace, list(request.tokens), request=request,
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip

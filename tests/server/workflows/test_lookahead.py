@@ -193,7 +193,7 @@ def test_a_run_that_is_over_is_forgotten(served: Served, http: httpx.Client) -> 
     call(served, http, "critic", {"user_question": "2+2?"}, final=True)
     assert not runs._lookahead._runs["default"]
     (ended,) = {key.run_id for changes, _ in served.engine.forecasts[-1:] for key in changes}
-    assert (ended, set(served.engine.forecasts[-1][0].values())) == ("/r", {None}), "the engine drops what it prepared"
+    assert (ended, set(served.engine.forecasts[-1][0].values())) == ("r", {None}), "the engine drops what it prepared"
 
 
 def test_a_run_that_expires_is_forgotten_for_everybodys_sake(

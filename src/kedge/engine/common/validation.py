@@ -11,12 +11,12 @@ from typing import Final
 
 from kedge.checks import MAX_COUNT, brief, is_number, is_unicode, require_integer, require_sampling, require_text
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
-from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Segment, Tokens, ValueKind
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SampleId, Segment, Tokens, ValueKind
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.steps import NextRun
 
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
-_NAMES: Final = ("request_id", "tenant", "client", "workflow", "run", "agent")
+_NAMES: Final = ("request_id", "tenant", "partition", "client", "workflow", "run", "agent")
 _MAY_NOT_BE_EMPTY: Final = ("request_id", "tenant")
 
 
@@ -62,6 +62,8 @@ def sensible_hints(
 def _require_names(request: GenerateRequest) -> None:
     for key in _NAMES:
         require_text(key, getattr(request, key), may_be_empty=key not in _MAY_NOT_BE_EMPTY)
+    if "/" in request.tenant:
+        raise RequestError("tenant", brief(request.tenant), "must have no '/': `partition` names a part of its data")
     _require_sample("produces", request.produces)
     if not isinstance(request.reuse, ReuseMode):
         modes = ", ".join(f"ReuseMode.{mode.name}" for mode in ReuseMode)
@@ -132,7 +134,9 @@ def _usable_prompts(prompts: object) -> dict[AgentKey, Tokens]:
 
 
 def _is_agent(key: object) -> bool:
-    return isinstance(key, AgentKey) and all(isinstance(name, str) and is_unicode(name) for name in key)
+    if not (isinstance(key, AgentKey) and isinstance(key.namespace, Namespace)):
+        return False
+    return all(isinstance(name, str) and is_unicode(name) for name in (*key.namespace, *key[1:]))
 
 
 def _is_run(next_run: object) -> bool:

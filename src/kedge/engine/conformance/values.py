@@ -39,8 +39,9 @@ IMPOSSIBLE_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": NO_COUNT,
     "fixed": (1.0, True, "1"),
     "reuse": ("exact", None, 5),
-    **dict.fromkeys(("request_id", "tenant"), (*NO_TEXT, "")),
-    **dict.fromkeys(("client", "workflow", "run", "agent"), NO_TEXT),
+    "request_id": (*NO_TEXT, ""),
+    "tenant": (*NO_TEXT, "", "a/b"),
+    **dict.fromkeys(("partition", "client", "workflow", "run", "agent"), NO_TEXT),
     "produces": IMPOSSIBLE_SAMPLES,
 }
 MISSHAPEN_FIELDS: Mapping[str, tuple[Any, ...]] = {

@@ -100,13 +100,14 @@ class Job:
         ]
 
     def _request(self, segments: Sequence[Segment], choice: int) -> GenerateRequest:
-        seed = self.sampling.seed
+        seed, namespace = self.sampling.seed, self.tenant.namespace(self.hints.salt)
         return GenerateRequest(
             segments=tuple(segments),
             sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
             reuse=self.mode,
             request_id=RequestId(f"http-{uuid.uuid4().hex}"),
-            tenant=self.tenant.namespace(self.hints.salt),
+            tenant=namespace.tenant,
+            partition=namespace.partition,
             client=ClientId(self.hints.client),
             workflow=self.hints.workflow,
             run=self.run.key.run_id if self.run else RunId(""),

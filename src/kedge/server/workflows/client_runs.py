@@ -17,7 +17,7 @@ from kedge.server.hints import Hints
 from kedge.server.workflows.lookahead import Lookahead
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import AgentRun
-from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens, tenant_of
+from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, ReuseMode, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
@@ -39,7 +39,7 @@ class AgentRuns:
         self._runs: dict[TenantId, OrderedDict[RunKey, AgentRun]] = {}
         """By tenant, so that nobody's runs push out another's, and by the time of the last word."""
 
-    def touch(self, namespace: TenantId, hints: Hints, registered: Registered | None) -> AgentRun | None:
+    def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> AgentRun | None:
         """The run that `hints` speak of, if any; a forecast in them is passed on."""
         if not hints.run:
             return None
@@ -52,7 +52,7 @@ class AgentRuns:
         self._take_forecast(run, hints, registered, now)
         return run
 
-    def require_room(self, namespace: TenantId, hints: Hints) -> None:
+    def require_room(self, namespace: Namespace, hints: Hints) -> None:
         """For hints without a prompt: what they begin pushes out nothing. Raises `LimitReached` for a run, or a
         forecast, that is one too many."""
         if not hints.run:
@@ -93,13 +93,13 @@ class AgentRuns:
 
     def end(self, run: AgentRun) -> None:
         """Forgets a run, in the engine too."""
-        if self._of(run.key.tenant).pop(run.key, None) is not None:
+        if self._of(run.key.namespace).pop(run.key, None) is not None:
             self._lookahead.end_run(run.key)
             self._tell(self.board.done(run.key, time.monotonic()))
-            self._engine.end_run(run.key.tenant, run.key.run_id)
+            self._engine.end_run(run.key)
 
-    def _of(self, namespace: TenantId) -> OrderedDict[RunKey, AgentRun]:
-        return self._runs.setdefault(tenant_of(namespace), OrderedDict())
+    def _of(self, namespace: Namespace) -> OrderedDict[RunKey, AgentRun]:
+        return self._runs.setdefault(namespace.tenant, OrderedDict())
 
     def _take_forecast(self, run: AgentRun, hints: Hints, registered: Registered | None, now: float) -> None:
         if hints.steps is not None:
@@ -127,8 +127,8 @@ class AgentRuns:
         return len(forecast.next_runs) if forecast else 0
 
 
-def _key(namespace: TenantId, hints: Hints) -> RunKey:
-    return RunKey(namespace, hints.client, engine_id(hints))
+def _key(namespace: Namespace, hints: Hints) -> RunKey:
+    return RunKey(namespace, hints.client, RunId(hints.run))
 
 
 def _full(key: str, value: int, why: str, runs: Mapping[RunKey, AgentRun], now: float) -> LimitReached:
@@ -136,8 +136,3 @@ def _full(key: str, value: int, why: str, runs: Mapping[RunKey, AgentRun], now: 
     error = LimitReached(key, value, why)
     error.retry_after = next(iter(runs.values())).heard + TTL - now
     return error
-
-
-def engine_id(hints: Hints) -> RunId:
-    """A client's run as the engine knows it. Runs that the server drives have no `/` in their ids."""
-    return RunId(f"{hints.client}/{hints.run}")

@@ -19,7 +19,7 @@ from kedge.runner.memory import NOTHING, RunMemory
 from kedge.runner.prompts import RunPrompts
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import AgentRun
-from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, TenantId, tenant_of
+from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, TenantId
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
@@ -73,7 +73,7 @@ class Lookahead:
         self._of(key).pop(key, None)
 
     def _of(self, key: RunKey) -> OrderedDict[RunKey, _KnownRun]:
-        return self._runs.setdefault(tenant_of(key.tenant), OrderedDict())
+        return self._runs.setdefault(key.namespace.tenant, OrderedDict())
 
 
 @dataclass
