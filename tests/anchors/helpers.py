@@ -36,10 +36,8 @@ def in_context(base: KVSegment, seed: int, size: float = 0.5) -> KVSegment:
     return KVSegment(keys, values)
 
 
-def sample(
-    seed: int, tokens: int = 12, dtype: torch.dtype = torch.float32, pool: tuple[str, str, str] = POOL
-) -> SampleView:
-    return SampleView(key, tuple(range(seed, seed + tokens)), random_kv(tokens, seed, dtype), ("sample", seed, tokens))
+def sample(seed: int, tokens: int = 12, dtype: torch.dtype = torch.float32, pool: PoolKey = POOL) -> SampleView:
+    return SampleView(pool, tuple(range(seed, seed + tokens)), random_kv(tokens, seed, dtype), ("sample", seed, tokens))
 
 
 PREFIX_BASE = random_kv(PREFIX, 999)

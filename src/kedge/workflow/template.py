@@ -30,7 +30,7 @@ _OF_AGENT = re.compile(r"(agent|condition)_(.+)_(?:current|history_(\d+))")
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A typed placeholder. `of` is the name of an input or the id of an agent."""
+    """A typed placeholder; `of` is the name of an input or the id of an agent."""
 
     kind: ValueKind
     of: str
@@ -45,7 +45,7 @@ class Placeholder:
 
     @classmethod
     def parse(cls, name: str) -> Placeholder:
-        """The placeholder with this name. Raises `WorkflowError` where it can be none."""
+        """Return the placeholder with this name. Raises `WorkflowError` for an invalid name."""
         if not _NAME.fullmatch(name):
             raise WorkflowError(
                 "placeholder", name, "a name has only letters, digits, '_' and '-' (write '{{' for '{')"
@@ -63,7 +63,7 @@ Part = str | Placeholder
 
 
 def parse(text: str) -> tuple[Part, ...]:
-    """Splits a template into texts (braces unescaped) and placeholders.
+    """Split a template into texts (braces unescaped) and placeholders.
 
     Texts are not empty and never follow each other, placeholders may. Raises `WorkflowError` naming what is malformed.
     """
@@ -90,17 +90,17 @@ def _unescaped(brace: re.Match[str], text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` as a template that has no placeholders."""
+    """Return `text` as a template that has no placeholders."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def placeholders(*texts: str) -> tuple[Placeholder, ...]:
-    """The placeholders of some templates in their order, each as often as it stands there."""
+    """Return the placeholders of some templates in their order, each as often as it occurs."""
     return tuple(part for text in texts for part in parse(text) if isinstance(part, Placeholder))
 
 
 class ChatTokenizer(Protocol):
-    """What compiling needs of a tokenizer; `kedge.engine.base.Tokenizer` has it."""
+    """The part of a tokenizer that compiling needs; `kedge.engine.base.Tokenizer` has it."""
 
     def encode(self, text: str) -> Tokens: ...
 
@@ -108,7 +108,7 @@ class ChatTokenizer(Protocol):
 
 
 class Prompt(Protocol):
-    """What compiling needs of an agent: its id and its two templates."""
+    """The part of an agent that compiling needs: its id and its two templates."""
 
     @property
     def id(self) -> str: ...
@@ -121,7 +121,7 @@ class Prompt(Protocol):
 
 
 class Value(NamedTuple):
-    """What fills a placeholder: token ids and the sample that they are. No tokens: the segment is left out."""
+    """Token ids that fill a placeholder, and their sample. Without tokens the segment is left out."""
 
     tokens: Tokens
     sample: SampleId | None
@@ -134,20 +134,20 @@ class CompiledAgent:
 
     agent: AgentId
     prefixes: tuple[Tokens, ...]
-    """`p0 … pn`: one more than placeholders, empty where nothing stands between two of them."""
+    """`p0 … pn`: one more than placeholders, empty between two adjacent ones."""
     placeholders: tuple[Placeholder, ...]
     lead_ins: tuple[Tokens, ...]
     stand_ins: tuple[Tokens, ...]
     trails: tuple[Tokens, ...]
-    """Of each placeholder, those of the tokens behind it that stand there in all agents"""
+    """By placeholder: the tokens that follow it in every agent."""
     trail: Tokens
-    """The tokens that stand behind this agent's own answers in all agents"""
+    """The tokens that follow this agent's own answers in every agent."""
 
     def fill(
         self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
     ) -> tuple[Segment, ...]:
-        """The prompt `p0 φ1 p1 φ2 …` without empty segments, but for those of samples that are `pending`: their tokens
-        are yet to come. Raises `UnknownPlaceholder` where a value is missing.
+        """Return the prompt `p0 φ1 p1 φ2 …` without empty segments, but with those of `pending` samples, whose tokens
+        are not known yet. Raises `UnknownPlaceholder` where a value is missing.
         """
         return tuple(one for one in self._segments(values) if one.tokens or one.sample in pending)
 
@@ -163,7 +163,7 @@ class CompiledAgent:
 
 
 def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[AgentId, CompiledAgent]:
-    """Renders and tokenizes the prompts of agents that share placeholder values.
+    """Render and tokenize the prompts of agents that share placeholder values.
 
     Every prefix part is tokenized by itself, so that its token ids do not depend on its neighbours. A placeholder has
     one lead-in for all agents: the last line of text before it in the first agent that uses it, as the beginning of a
@@ -188,7 +188,7 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
 
 
 Cut = tuple[tuple[Tokens, ...], tuple[Placeholder, ...]]
-"""An agent's prefix parts, and the placeholders between them"""
+"""An agent's prefix parts, and the placeholders between them."""
 
 
 def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
@@ -197,8 +197,9 @@ def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
 
 
 def _trails(cuts: Iterable[Cut]) -> dict[tuple[ValueKind, str], Tokens]:
-    """The tokens that are the same wherever they come behind an input, or behind an agent's answer or tool result of
-    whatever turn: one sample has one base KV.
+    """Return the tokens that always follow an input, or an agent's answer or tool result of whatever turn.
+
+    They do not depend on the turn, as one sample has one base KV.
     """
     behind: dict[tuple[ValueKind, str], list[Tokens]] = {}
     for prefixes, found in cuts:
@@ -217,7 +218,7 @@ def _common(prefixes: Iterable[Tokens]) -> Tokens:
 
 
 def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:
-    """The chat text cut at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
+    """Cut the chat text at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
     mark = _mark(agent.system + agent.user)
     system, user = parse(agent.system), parse(agent.user)
     known = [part for part in (*system, *user) if isinstance(part, Placeholder)]
@@ -238,7 +239,7 @@ def _mark(text: str) -> str:
 
 
 def _last_lines(agents: Sequence[Prompt]) -> dict[Placeholder, str]:
-    """Placeholder -> last line that is not blank, with what follows it, of the text right before its first use."""
+    """Return by placeholder the last line that is not blank, to its end, of the text right before its first use."""
     lines: dict[Placeholder, str] = {}
     for agent in agents:
         parts = (*parse(agent.system), "", *parse(agent.user))
