@@ -18,7 +18,7 @@ from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStat
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot, TemplateOwner
 from kedge.settings import AnchorSettings
-from kedge.types import TenantId, tenant_of
+from kedge.types import Namespace, TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class AnchorStore:
         observed = Observation.measure(sample.base, real_phi, base_prefix, real_prefix)
         pool = self.pools.get(sample.pool) or self.empty_pool()
         offsets = pool.slot(slot, sample.base, len(observed.prefix))
-        offsets.owner = TemplateOwner(sample.pool[0], slot.agent_key)
+        offsets.owner = TemplateOwner(sample.pool.namespace, slot.agent_key)
         if not self._residence.demand(offsets):
             return
         anchor = self._anchor(pool, sample)
@@ -142,7 +142,7 @@ class AnchorStore:
         pool.calibrate(slot, calibration)
         self.table.touch(sample.pool, pool)
         self._observed += 1
-        self.table.bound_tenant(tenant_of(sample.pool[0]), anchor.id)
+        self.table.bound_tenant(sample.pool.namespace.tenant, anchor.id)
         self.table.bound(anchor.id)
 
     def _is_shareable(self, pool: AnchorPool, slot: Slot, sample: SampleView) -> bool:
@@ -196,9 +196,9 @@ class AnchorStore:
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
         self.table.replace(pools)
 
-    def clear(self, tenant: TenantId | None = None) -> None:
-        """Forget the anchors of a tenant; of all tenants if None."""
-        self.table.clear(tenant)
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget the anchors of a namespace; of all of them if None."""
+        self.table.clear(namespace)
         self._matcher.clear()
 
     @property
@@ -232,7 +232,7 @@ class AnchorStore:
             tiers=self._residence.stats(),
         )
 
-    def pool_stats(self, owns: Callable[[TenantId], bool]) -> list[PoolStats]:
+    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[PoolStats]:
         """Return figures of the pools of the tenants that `owns` picks, least recently used first."""
         return list(self.table.stats(owns))
 

@@ -33,7 +33,7 @@ from typing import Any
 from kedge.engine.base import Engine, Limiting, Quota
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
 from kedge.settings import LimitSettings
-from kedge.types import TenantId
+from kedge.types import Namespace, TenantId
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
@@ -79,9 +79,9 @@ class Tenant:
     limits: Limits
     is_operator: bool = False
 
-    def namespace(self, salt: str) -> TenantId:
-        """What KV, anchors and forecasts are keyed by. A salt divides the tenant's own; a name has no `/`."""
-        return TenantId(f"{self.id}/{_digest(salt)[:32]}") if salt else self.id
+    def namespace(self, salt: str) -> Namespace:
+        """Return the namespace of calls with this salt: each salt has a partition of the tenant's data."""
+        return Namespace(self.id, _digest(salt)[:32] if salt else "")
 
 
 def new_key() -> str:

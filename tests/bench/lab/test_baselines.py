@@ -103,7 +103,7 @@ def test_every_row_of_table_5(rotation: bool, values: bool, prefixes: bool) -> N
 
 def test_an_answer_that_is_not_rotated_stays_where_it_was_decoded() -> None:
     driver = ComponentsDriver(EngineComponents(NoAnchors, Ablation(rotation=False, values=False, prefixes=False)))
-    producer = replace(request(tokens(70, 30), agent="critic"), produces=SampleId("condition_solver@0"))
+    producer = replace(request(tokens(70, 30), agent="critic"), produces=SampleId.parse("condition_solver@0"))
     said, _ = driver.serve(producer)
     answer = tuple(said.response)
     for seed in (70, 71):

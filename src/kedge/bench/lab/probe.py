@@ -20,7 +20,7 @@ from kedge.engine.local.sequence import LocalStream
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
-from kedge.types import Completion, GenerateRequest, RequestId, RunId, Source, TenantId, Tokens
+from kedge.types import Completion, GenerateRequest, RequestId, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 ROWS = 32
@@ -122,8 +122,8 @@ class Recorder:
     def cancel(self, request_id: RequestId) -> bool:
         return self._engine.cancel(request_id)
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        self._engine.end_run(tenant, run)
+    def end_run(self, run: RunKey) -> None:
+        self._engine.end_run(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         self._engine.forecast(changes, prompts)

@@ -145,7 +145,7 @@ class _VllmTeam:
         """Return the answer, after the base prefills that its receipt asks for."""
         hints = {
             "workflow": request.workflow, "run": request.run, "agent": request.agent, "reuse": request.reuse.value,
-            "produces": request.produces, "segments": segment_hints(request),
+            "produces": request.produces and str(request.produces), "segments": segment_hints(request),
         }  # fmt: skip
         done = await lane.ask(request.tokens, max_tokens, hints)
         for base in done.receipt["base"] if done.receipt else ():

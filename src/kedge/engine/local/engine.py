@@ -39,7 +39,7 @@ from kedge.errors import (
 from kedge.kv.spec import KVSpec
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class LocalEngine:
         max_tokens = min(request.sampling.max_tokens, room)
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
-            tenant=request.tenant,
+            namespace=request.namespace,
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id, self._mailbox.leave),
@@ -143,9 +143,9 @@ class LocalEngine:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
         return self._mailbox.ask(lambda: self._core.requests.cancel(request_id))
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._mailbox.post(partial(self._core.end_run, tenant, run))
+        self._mailbox.post(partial(self._core.end_run, run))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint how soon agents run. A closed engine ignores it."""
@@ -178,7 +178,7 @@ class LocalEngine:
         return self._mailbox.ask(self._core.inspection.stats)
 
     def inspect_tenants(
-        self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
         """Return what is held for some tenants; see `kedge.engine.base.Inspectable`."""
         return self._mailbox.ask(partial(self._core.inspection.tenant_stats, owns, prompts))

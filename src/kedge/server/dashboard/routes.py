@@ -31,7 +31,7 @@ from kedge.server.workflows import drawing
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.routes import runs_of
 from kedge.server.workflows.server_runs import Runs
-from kedge.types import TenantId, Tokens, is_owned
+from kedge.types import Namespace, TenantId, Tokens, is_owned
 
 PACE, REST = 0.5, 5.0
 """Seconds between two states: at least, and at most."""
@@ -95,7 +95,7 @@ class Dashboard:
 
 
 def _look(
-    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[TenantId, Tokens]], *, with_totals: bool
+    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
 ) -> dict[str, Any]:
     """Asks the engine; blocks until it comes round to it."""
     try:

@@ -14,7 +14,7 @@ from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, ChatBody, Comple
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import AgentRun, sample_of, values_for
+from kedge.server.workflows.run_memory import AgentRun, values_for
 from kedge.types import (
     AgentId,
     ClientId,
@@ -25,9 +25,9 @@ from kedge.types import (
     SampleId,
     SamplingParams,
     Segment,
+    ValueKind,
 )
 from kedge.workflow.graph import Step
-from kedge.workflow.template import Kind
 
 
 def plain_sampling(max_tokens: int) -> SamplingParams:
@@ -100,13 +100,14 @@ class Job:
         ]
 
     def _request(self, segments: Sequence[Segment], choice: int) -> GenerateRequest:
-        seed = self.sampling.seed
+        seed, namespace = self.sampling.seed, self.tenant.namespace(self.hints.salt)
         return GenerateRequest(
             segments=tuple(segments),
             sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
             reuse=self.mode,
             request_id=RequestId(f"http-{uuid.uuid4().hex}"),
-            tenant=self.tenant.namespace(self.hints.salt),
+            tenant=namespace.tenant,
+            partition=namespace.partition,
             client=ClientId(self.hints.client),
             workflow=self.hints.workflow,
             run=self.run.key.run_id if self.run else RunId(""),
@@ -120,8 +121,8 @@ class Job:
 
     def _fixed(self, segments: Sequence[Segment]) -> int | None:
         """Leading tokens that are the same in every call of this agent: what its template begins with, or as hinted."""
-        if self.step:
-            return prompts.tokens_up_to(segments, "p0")
+        if self.step and self.registered:
+            return len(self.registered.prompts[self.step.agent].prefixes[0]) or None
         if self.hints.fixed_messages:
             return prompts.tokens_up_to(segments, f"message_{self.hints.fixed_messages - 1}")
         return self.hints.fixed_tokens
@@ -130,7 +131,7 @@ class Job:
         """The sample that the answer is, where an agent of the workflow is going to read it in this run."""
         if not (self.run and self.step and self.registered):
             return None
-        return sample_of(self.step) if _is_read(self.registered, self.step.agent) else None
+        return self.step.sample() if _is_read(self.registered, self.step.agent) else None
 
     def _over(self, call: Call) -> None:
         if self.run is None:
@@ -147,7 +148,7 @@ class Job:
 
 def _is_read(registered: Registered, agent: AgentId) -> bool:
     reads = (read for one in registered.workflow.agents for read in one.placeholders)
-    return any(read.kind is Kind.AGENT and read.of == agent for read in reads)
+    return any(read.kind is ValueKind.AGENT and read.of == agent for read in reads)
 
 
 def chat_job(service: Service, tenant: Tenant, body: ChatBody, hints: Hints) -> Job:

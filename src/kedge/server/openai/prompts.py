@@ -136,7 +136,7 @@ def of_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[Segmen
 def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value:
     """A placeholder's value as a client wrote it: a sample that is named by its tokens, so that it is one value."""
     tokens = tokenizer.encode(_unicode(f"kedge.bindings.{placeholder.name}", text), special=False) if text else ()
-    return Value(tokens, SampleId(f"{placeholder.name}#{_digest(tokens)}"))
+    return Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, _digest(tokens)))
 
 
 def tokens_up_to(segments: Sequence[Segment], name: str) -> int | None:

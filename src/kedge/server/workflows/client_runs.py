@@ -12,11 +12,12 @@ from types import MappingProxyType
 
 from kedge.engine.base import Engine
 from kedge.errors import LimitReached
+from kedge.runner.prompts import fixed_prompts
 from kedge.server.hints import Hints
-from kedge.server.workflows.lookahead import Ahead
+from kedge.server.workflows.lookahead import Lookahead
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import AgentRun
-from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens, tenant_of
+from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, ReuseMode, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
@@ -31,14 +32,14 @@ class AgentRuns:
     """The runs that clients drive, and what they tell the engine. Only the event loop's thread touches it."""
 
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
-        """`default` and `withdraw` as `Ahead` takes them."""
+        """`default` and `withdraw` as `Lookahead` takes them."""
         self.board = ForecastBoard(TTL)
         self._engine = engine
-        self._ahead = Ahead(engine, default, withdraw)
+        self._lookahead = Lookahead(engine, default, withdraw)
         self._runs: dict[TenantId, OrderedDict[RunKey, AgentRun]] = {}
         """By tenant, so that nobody's runs push out another's, and by the time of the last word."""
 
-    def touch(self, namespace: TenantId, hints: Hints, registered: Registered | None) -> AgentRun | None:
+    def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> AgentRun | None:
         """The run that `hints` speak of, if any; a forecast in them is passed on."""
         if not hints.run:
             return None
@@ -51,7 +52,7 @@ class AgentRuns:
         self._take_forecast(run, hints, registered, now)
         return run
 
-    def require_room(self, namespace: TenantId, hints: Hints) -> None:
+    def require_room(self, namespace: Namespace, hints: Hints) -> None:
         """For hints without a prompt: what they begin pushes out nothing. Raises `LimitReached` for a run, or a
         forecast, that is one too many."""
         if not hints.run:
@@ -83,22 +84,22 @@ class AgentRuns:
         self, run: AgentRun, registered: Registered, step: Step, request: GenerateRequest, asked: ReuseMode | None
     ) -> None:
         """A registered agent's call begins, with its template filled; `asked` is the mode that it names."""
-        self._ahead.called(run, registered, step, request, asked)
+        self._lookahead.called(run, registered, step, request, asked)
 
     def look_ahead(self, run: AgentRun) -> None:
         """Tells the engine the prompts of those who are expected next."""
         if forecast := self.board.forecast(run.key):
-            self._ahead.expect(run, forecast.next_runs)
+            self._lookahead.expect(run, forecast.next_runs)
 
     def end(self, run: AgentRun) -> None:
         """Forgets a run, in the engine too."""
-        if self._of(run.key.tenant).pop(run.key, None) is not None:
-            self._ahead.over(run.key)
+        if self._of(run.key.namespace).pop(run.key, None) is not None:
+            self._lookahead.end_run(run.key)
             self._tell(self.board.done(run.key, time.monotonic()))
-            self._engine.end_run(run.key.tenant, run.key.run_id)
+            self._engine.end_run(run.key)
 
-    def _of(self, namespace: TenantId) -> OrderedDict[RunKey, AgentRun]:
-        return self._runs.setdefault(tenant_of(namespace), OrderedDict())
+    def _of(self, namespace: Namespace) -> OrderedDict[RunKey, AgentRun]:
+        return self._runs.setdefault(namespace.tenant, OrderedDict())
 
     def _take_forecast(self, run: AgentRun, hints: Hints, registered: Registered | None, now: float) -> None:
         if hints.steps is not None:
@@ -111,8 +112,7 @@ class AgentRuns:
                 run.called.clear()
         elif run.progress is None and registered is not None and self.board.forecast(run.key) is None:
             run.progress = RunProgress(registered.graph, run.key, self.board)
-            begins = {AgentKey(*run.key, agent): prompt.prefixes[0] for agent, prompt in registered.prompts.items()}
-            self._tell(run.progress.begin(now), {key: tokens for key, tokens in begins.items() if tokens})
+            self._tell(run.progress.begin(now), fixed_prompts(run.key, registered.prompts))
 
     def _tell(self, changes: Changes, begins: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         if changes:
@@ -127,8 +127,8 @@ class AgentRuns:
         return len(forecast.next_runs) if forecast else 0
 
 
-def _key(namespace: TenantId, hints: Hints) -> RunKey:
-    return RunKey(namespace, hints.client, engine_id(hints))
+def _key(namespace: Namespace, hints: Hints) -> RunKey:
+    return RunKey(namespace, hints.client, RunId(hints.run))
 
 
 def _full(key: str, value: int, why: str, runs: Mapping[RunKey, AgentRun], now: float) -> LimitReached:
@@ -136,8 +136,3 @@ def _full(key: str, value: int, why: str, runs: Mapping[RunKey, AgentRun], now: 
     error = LimitReached(key, value, why)
     error.retry_after = next(iter(runs.values())).heard + TTL - now
     return error
-
-
-def engine_id(hints: Hints) -> RunId:
-    """A client's run as the engine knows it. Runs that the server drives have no `/` in their ids."""
-    return RunId(f"{hints.client}/{hints.run}")

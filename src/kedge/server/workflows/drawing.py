@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from kedge.types import AgentId
+from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Workflow
-from kedge.workflow.template import Kind
 
 WIDTH, HEIGHT, GAP, ROW, EDGE, ARCH = 150, 40, 70, 64, 24, 24
 """Pixels: a box's width and height, between columns, from row to row, around all, an arch's height by column."""
@@ -67,7 +66,7 @@ def edges(workflow: Workflow) -> Iterator[tuple[AgentId, AgentId, bool]]:
     """Who speaks, who listens, and whether it hears what was said in the turn before."""
     for agent in workflow.agents:
         listener = AgentId(agent.id)
-        heard = {AgentId(read.of) for read in agent.placeholders if read.kind is not Kind.INPUT}
+        heard = {AgentId(read.of) for read in agent.placeholders if read.kind is not ValueKind.INPUT}
         for speaker in sorted(heard):
             yield speaker, listener, speaker not in workflow.waits_for[listener]
 

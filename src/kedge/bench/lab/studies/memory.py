@@ -15,7 +15,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
 from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, TenantId, WorkflowId
 
 _ESTIMATORS = {
     "interpolate": ("interpolate", 16),
@@ -57,7 +57,7 @@ def filled(estimator: str, bits: int, spec: KVSpec, samples: int, tokens: int, r
     settings = estimator_settings(estimator)
     config = AnchorSettings(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
     store, random = AnchorStore(config), torch.Generator().manual_seed(seed)
-    pool = PoolKey(TenantId("memory"), WorkflowId("memory"), "agent_1_current")
+    pool = PoolKey(Namespace(TenantId("memory")), WorkflowId("memory"), "agent_1_current")
     for number in range(samples):
         sample = SampleView(pool, tuple(range(number, number + tokens)), _noise(spec, tokens, random), number)
         for reader in range(readers):
