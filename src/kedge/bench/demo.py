@@ -39,10 +39,12 @@ class AgentScore:
 
     @property
     def calls(self) -> int:
+        """Number of calls."""
         return len(self.ttft_ms)
 
     @property
     def accuracy(self) -> float:
+        """Share of calls with a correct answer."""
         return self.correct / self.calls
 
     @property
@@ -52,10 +54,12 @@ class AgentScore:
 
     @property
     def ttft_median(self) -> float:
+        """Median TTFT in milliseconds."""
         return statistics.median(self.ttft_ms)
 
     @property
     def ttft_p90(self) -> float:
+        """90th percentile of the TTFT in milliseconds."""
         return sorted(self.ttft_ms)[int(0.9 * (self.calls - 1))]
 
 
@@ -85,6 +89,7 @@ class TeamScore:
 
     @property
     def reuse_rate(self) -> float:
+        """Share of all agents' calls that translated."""
         return sum(a.translated_calls for a in self.agents.values()) / sum(a.calls for a in self.agents.values())
 
     def tokens(self) -> dict[str, int]:
@@ -107,6 +112,7 @@ class Comparison:
         return sum(a == b and a is not None for a, b in pairs) / len(self.dense.finals)
 
     def as_json(self) -> dict[str, object]:
+        """Return the figures as written to a file of results."""
         return {
             "agents": [self._agent_json(agent) for agent in self.dense.agents],
             "accuracy_dense": self.dense.accuracy,

@@ -114,6 +114,7 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return asdict(self)
 
 

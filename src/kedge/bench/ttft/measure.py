@@ -68,6 +68,7 @@ class AgentTimes:
 
     @property
     def speedup(self) -> float:
+        """Median dense TTFT over median translated TTFT."""
         return statistics.median(self.dense) / statistics.median(self.translated)
 
     def parts_ms(self) -> dict[str, float]:
@@ -114,6 +115,7 @@ class TtftResult:
         return self.anchor_bytes / self.message_bytes
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return {
             "agents": [agent.as_json(self.bandwidth) for agent in self.agents],
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),

@@ -49,6 +49,7 @@ class OperationTimes:
     micros: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return {"size": self.size, **{name: round(time, 3) for name, time in self.micros.items()}}
 
 
@@ -60,6 +61,7 @@ class CacheResult:
     agents: list[OperationTimes]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         sizes = {"blocks": self.blocks, "agents": self.agents}
         return {
             **{name: [one.as_json() for one in times] for name, times in sizes.items()},
@@ -94,6 +96,7 @@ class FilledCache:
         self._ids = count()
 
     def request_id(self) -> RequestId:
+        """Return a new request id."""
         return RequestId(str(next(self._ids)))
 
     def tokens(self, size: int) -> list[int]:

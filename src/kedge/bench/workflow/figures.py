@@ -90,6 +90,7 @@ class Sizes:
 
     @property
     def call(self) -> int:
+        """Tokens of a whole call."""
         return self.fixed + self.dynamic + self.output
 
     def __str__(self) -> str:
