@@ -308,7 +308,7 @@ def test_what_has_started_cannot_be_cancelled() -> None:
     world.forecast(a=1)
     world.cache.pump()
     with pytest.raises(PlanError, match="has started"):
-        world.cache._tiers.cancel(world.tree.labels.node("a").transfer)
+        world.cache.tiers.cancel(world.tree.labels.node("a").transfer)
     world.forecast(a=None)
     world.check()
     world.settle()

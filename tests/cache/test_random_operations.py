@@ -134,9 +134,9 @@ class Driver(World):
         self.settle()
         self.cache.clear_all()
         stats = self.cache.stats()
-        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache._tiers.settings.host_blocks)
+        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache.tiers.settings.host_blocks)
         ended = sum(count for outcomes in stats.transfers.values() for count in outcomes.values())
-        assert ended == next(self.cache._tiers.transfers._ids), "every transfer ends in exactly one outcome"
+        assert ended == next(self.cache.tiers.transfers._ids), "every transfer ends in exactly one outcome"
 
     def watch(self) -> None:
         self.check()

@@ -230,7 +230,7 @@ def test_loading_is_declined_where_computing_is_cheaper() -> None:
     world = World(8, host_blocks=8)
     on_host_only(world, a="AAA")
     world.cache.observe_compute(1000, 0.001)
-    world.cache._tiers.cost.load.observe(1, 1.0)
+    world.cache.tiers.cost.load.observe(1, 1.0)
     assert world.demand("AAA") == "ready"
     assert not world.copier.submitted
 
@@ -241,7 +241,7 @@ def test_loads_are_measured() -> None:
     world.demand("AAA")
     world.copier.end(seconds=0.3)
     world.cache.pump()
-    assert world.cache._tiers.cost.load.seconds_per_unit == pytest.approx(0.1)
+    assert world.cache.tiers.cost.load.seconds_per_unit == pytest.approx(0.1)
 
 
 def test_two_requests_wait_for_one_load() -> None:

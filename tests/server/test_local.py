@@ -37,7 +37,7 @@ def client(served: Served) -> openai.OpenAI:
 
 def directly(engine: LocalEngine, tokens: tuple[int, ...], max_tokens: int) -> str:
     request = GenerateRequest((Segment(tokens, "p0"),), SamplingParams(max_tokens), ReuseMode.OFF)
-    return engine.submit(request).result(30).text
+    return engine.submit(request).result(60).text
 
 
 @pytest.mark.parametrize("reuse", list(ReuseMode))

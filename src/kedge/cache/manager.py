@@ -59,11 +59,11 @@ class CacheManager:
             raise ConfigError("num_blocks", num_blocks, "the device tier needs at least one block")
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost, block_bytes)
-        self._tree = self._tiers.tree
-        self._demands = Demands(self._tiers)
-        self._prefetcher = Prefetcher(self._tiers, self._probability)
-        self._leases = Leases(self._tiers)
+        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost, block_bytes)
+        self._tree = self.tiers.tree
+        self._demands = Demands(self.tiers)
+        self._prefetcher = Prefetcher(self.tiers, self._probability)
+        self._leases = Leases(self.tiers)
         self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class CacheManager:
         failed, or computing costs less than loading.
         """
         readiness = self._demands.demand(request_id, namespace, tokens)
-        self._tiers.transfers.start()
+        self.tiers.transfers.start()
         return readiness
 
     def withdraw(self, request_id: RequestId) -> None:
@@ -161,12 +161,12 @@ class CacheManager:
         next_run = self._next_runs.get(key)
         node = self._tree.end(namespace, tokens)
         if node is None or next_run is None:
-            self._tiers.counters.ignored_labels += 1
+            self.tiers.counters.ignored_labels += 1
             if node:
-                self._tiers.backups.back_up(node)
+                self.tiers.backups.back_up(node)
             return 0
         self._tree.labels.put(key, node, next_run[0])
-        self._tiers.backups.back_up(node)
+        self.tiers.backups.back_up(node)
         self._prefetcher.consider(node)
         return sum(step.size for step in node.path()) * self.block_size
 
@@ -189,11 +189,11 @@ class CacheManager:
         Returns whether any copy has ended. Call this in every step, whatever the queue, and from time to time while
         nothing runs but copies do.
         """
-        ended = self._tiers.drain()
+        ended = self.tiers.drain()
         self._prefetcher.due |= bool(ended)
         if not self._demands.retry():
             self._prefetcher.start()
-        self._tiers.transfers.start()
+        self.tiers.transfers.start()
         return bool(ended)
 
     @property
@@ -204,11 +204,11 @@ class CacheManager:
     @property
     def transferring(self) -> bool:
         """Whether a copy is queued or under way: blocks may come free without any request ending."""
-        return bool(self._tiers.pending())
+        return bool(self.tiers.pending())
 
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` that took `seconds`, which a load has to beat."""
-        self._tiers.cost.compute.observe(tokens, seconds)
+        self.tiers.cost.compute.observe(tokens, seconds)
 
     def limit_host(self, tenant: TenantId, nbytes: int | None) -> None:
         """Limit the host bytes of a tenant from its next copy on, in whole blocks; None is no limit.
@@ -216,9 +216,9 @@ class CacheManager:
         A tenant at its limit evicts its own copies, and never those of others.
         """
         if nbytes is None:
-            self._tiers.backups.limits.pop(tenant, None)
+            self.tiers.backups.limits.pop(tenant, None)
         else:
-            self._tiers.backups.limits[tenant] = nbytes // self._tiers.block_bytes
+            self.tiers.backups.limits[tenant] = nbytes // self.tiers.block_bytes
 
     # upkeep ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class CacheManager:
         """Forget what no lease and no copy under way holds in `namespace`. Returns how many blocks of both tiers that
         freed.
         """
-        return self._tiers.clear(namespace)
+        return self.tiers.clear(namespace)
 
     def clear_all(self) -> int:
         """Clear every namespace. Returns how many blocks that freed."""
@@ -234,7 +234,7 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
-        tiers, counters, block_bytes = self._tiers, self._tiers.counters, self._tiers.block_bytes
+        tiers, counters, block_bytes = self.tiers, self.tiers.counters, self.tiers.block_bytes
         device, host = (tiers.pools[tier].num_free for tier in Tier)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
@@ -257,7 +257,7 @@ class CacheManager:
         """
         holdings = self._leases.holdings()
         leased = [block for held in holdings for block in held.own]
-        self._tiers.check_integrity(leased, [held.node for held in holdings])
+        self.tiers.check_integrity(leased, [held.node for held in holdings])
         self._demands.check_integrity()
         self._leases.check_integrity()
 

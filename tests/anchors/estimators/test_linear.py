@@ -88,10 +88,10 @@ def test_linear_keeps_no_rows_and_forgets_nothing() -> None:
     small, large = (filled(range(n), estimator="linear", capacity=4, **strict) for n in (4, 12))
     assert small.stats().anchors == large.stats().anchors == 4
     few, many = (next(iter(store.pools.values())).slots[SLOT] for store in (small, large))
-    assert few.nbytes == many.nbytes == few._ridge.nbytes + PREFIX * (LAYERS - 1) * 2 * HEADS * DIM * 4
+    assert few.nbytes == many.nbytes == few.ridge.nbytes + PREFIX * (LAYERS - 1) * 2 * HEADS * DIM * 4
     assert few.tables == many.tables == ()
     rows = rows_of(sample(90).base)
-    assert float((few._ridge.predict(rows) - many._ridge.predict(rows)).norm()) > 1e-2
+    assert float((few.ridge.predict(rows) - many.ridge.predict(rows)).norm()) > 1e-2
     large.check_integrity()
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_kept_changes_nothing(kind: type) -> None:
     slot = kind(base, PREFIX, 0.005)
     good = Observation.measure(base, in_context(base, 1), PREFIX_BASE, in_context(PREFIX_BASE, 2))
     slot.put(AnchorId(0), good)
-    before = (list(slot.holders), [table.anchors for table in slot.tables], slot._ridge.predict(rows_of(base)))
+    before = (list(slot.holders), [table.anchors for table in slot.tables], slot.ridge.predict(rows_of(base)))
     bad = in_context(base, 3)
     bad.values[2, 1] = float("nan")
     broken = Observation.measure(base, bad, PREFIX_BASE, in_context(PREFIX_BASE, 2))
@@ -155,7 +155,7 @@ def test_what_cannot_be_kept_changes_nothing(kind: type) -> None:
         slot.check_integrity()
         assert slot.holders == before[0]
         assert [table.anchors for table in slot.tables] == before[1]
-        assert torch.equal(slot._ridge.predict(rows_of(base)), before[2])
+        assert torch.equal(slot.ridge.predict(rows_of(base)), before[2])
 
 
 @pytest.mark.parametrize("estimator", ["linear", "linear+token"])

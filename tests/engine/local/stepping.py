@@ -81,12 +81,12 @@ class Stepped:
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
         self.core.requests.submit(sequence)
-        self.core.check_integrity()
+        self.core.inspection.check_integrity()
         return sequence
 
     def step(self) -> None:
         self.core.step()
-        self.core.check_integrity()
+        self.core.inspection.check_integrity()
 
     def until(self, condition: Callable[[], object]) -> None:
         """Step until it holds."""
@@ -106,7 +106,7 @@ class Stepped:
             if not self.core.can_learn:
                 return
             self.core.learn()
-            self.core.check_integrity()
+            self.core.inspection.check_integrity()
         pytest.fail("learning never ends")
 
     def serve(self, request: GenerateRequest) -> RequestSequence:
@@ -128,4 +128,5 @@ class Stepped:
 
     def cost(self, work: list[Work]) -> float:
         """Return what a pass over this work takes."""
-        return self.core._costs.pass_seconds(sum(len(item.positions) for item in work), len(work)) if work else 0.0
+        tokens = sum(len(item.positions) for item in work)
+        return self.core.inspection.costs.pass_seconds(tokens, len(work)) if work else 0.0

@@ -63,7 +63,7 @@ def test_parts_are_built_from_the_settings_and_used() -> None:
         return AnchorStore(config, host)
 
     with engine_of(tiny_model("llama")) as plain:
-        runner, tokenizer = plain._runner, plain.tokenizer
+        runner, tokenizer = plain.runner, plain.tokenizer
     config = plain.config.model_copy(update=SETTINGS)
     with type(plain).from_runner(runner, tokenizer, config, components=EngineComponents(anchors, Counting)) as engine:
         for seed in (50, 51, 51):

@@ -10,6 +10,7 @@ pytest.register_assert_rewrite("kedge.engine.conformance")
 
 from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.local.engine import LocalEngine  # noqa: E402
+from kedge.engine.local.inspection import Inspection  # noqa: E402
 from kedge.settings import TierSettings  # noqa: E402
 from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
@@ -21,12 +22,12 @@ class LocalConformance(EngineConformance):
 
     def small_engine(self, engine: LocalEngine) -> LocalEngine:
         return LocalEngine.from_runner(
-            engine._runner, engine.tokenizer, engine.config.model_copy(update={"num_blocks": 16, "block_size": 16})
+            engine.runner, engine.tokenizer, engine.config.model_copy(update={"num_blocks": 16, "block_size": 16})
         )
 
     def check_at_rest(self, engine: LocalEngine) -> None:
         engine.wait_idle(self.timeout_s)
-        engine._mailbox.ask(engine._core.check_integrity)
+        engine.query(Inspection.check_integrity)
         assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 

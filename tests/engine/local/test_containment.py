@@ -16,6 +16,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import LocalStream
 from kedge.errors import EngineClosed, KedgeError
@@ -120,7 +121,7 @@ def beside_neighbours(engine: LocalEngine, submit: Callable[[], LocalStream]) ->
 def at_rest(engine: LocalEngine) -> None:
     """Nothing is left of requests that have ended."""
     engine.wait_idle(PATIENCE)
-    within(lambda: engine._mailbox.ask(engine._core.check_integrity))
+    within(lambda: engine.query(Inspection.check_integrity))
     assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
@@ -175,11 +176,11 @@ def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) ->
     stream = engine.submit(call(count=30))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            within(lambda: engine._mailbox.ask(fails))
+            within(lambda: engine.query(fails))
     engine.submit(victim(ReuseMode.TRANSLATE)).result(PATIENCE)
     engine.wait_idle(PATIENCE)
     with pytest.raises(ZeroDivisionError):
-        within(lambda: engine._mailbox.ask(lambda: fails()))
+        within(lambda: engine.query(lambda parts: fails(parts)))
     assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
     at_rest(engine)
 
@@ -230,7 +231,7 @@ class FailingAssembler(Translating):
 
 def test_an_assembly_that_raises_ends_its_request() -> None:
     with engine_of(tiny_model("llama")) as template:
-        runner, tokenizer, config = template._runner, template.tokenizer, template.config
+        runner, tokenizer, config = template.runner, template.tokenizer, template.config
     with LocalEngine.from_runner(
         runner, tokenizer, config, components=EngineComponents(assembler=FailingAssembler)
     ) as engine:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.local.attention.paged import SequenceSlice, _attend
+from kedge.engine.local.inspection import Inspection
 from kedge.kv.storage import PagedStorage
 from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
@@ -33,12 +34,12 @@ def test_greedy_tokens_are_those_of_transformers(family: str, room: dict[str, ob
     model = tiny_model(family).to(DEVICE)
     expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate(LENGTHS)]
     with engine_of(model, max_batch_tokens=96, **room) as engine:
-        assert (engine._runner.graphs is not None) == ON_GPU
+        assert (engine.runner.graphs is not None) == ON_GPU
         for _ in range(3):  # from the second time on with KV of the cache, be it on the host
             streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate(LENGTHS)]
             assert [stream.result(120).tokens for stream in streams] == expected
         engine.wait_idle()
-        engine._core.check_integrity()
+        engine.query(Inspection.check_integrity)
 
 
 @pytest.mark.parametrize("bits", [16, 8])

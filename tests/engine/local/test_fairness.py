@@ -127,6 +127,11 @@ def beside(request: GenerateRequest, neighbours: dict[str, int]) -> tuple[Steppe
     return engine, engine.passes[before:], lone.passes
 
 
+def filling(engine: Stepped) -> float:
+    """What one token of one more sequence adds to a pass."""
+    return engine.core.inspection.costs.added_seconds(1, 1)
+
+
 @BUSY
 @pytest.mark.parametrize(("size", "answer"), [(60, 4), (5, 1), (70, 12)])
 def test_beside_a_backlog_a_short_call_takes_as_many_passes_as_alone_each_at_most_twice_as_long(
@@ -134,7 +139,7 @@ def test_beside_a_backlog_a_short_call_takes_as_many_passes_as_alone_each_at_mos
 ) -> None:
     """But for what fills a pass up: one token of one sequence."""
     engine, passes, lone = beside(call(STRANGER, 99, size, answer), neighbours)
-    own, filled = [engine.cost(of_tenant(work, STRANGER)) for work in passes], engine.core._costs.added_seconds(1, 1)
+    own, filled = [engine.cost(of_tenant(work, STRANGER)) for work in passes], filling(engine)
     assert own == pytest.approx([engine.cost(work) for work in lone])
     assert all(engine.cost(work) <= 2 * mine + filled for work, mine in zip(passes, own, strict=True))
 
@@ -157,8 +162,8 @@ def test_a_tenant_with_long_prompts_holds_up_nobodys_answers() -> None:
     while not all(one.is_over for one in short):
         engine.step()
         mine = of_tenant(engine.passes[-1], NEIGHBOUR)
-        assert len(mine) == sum(not one.is_over or one.last_pass == engine.core.scheduler._passes for one in short)
-        assert engine.cost(engine.passes[-1]) <= 2 * engine.cost(mine) + engine.core._costs.added_seconds(1, 1)
+        assert len(mine) == sum(not one.is_over or one.last_pass == engine.core.scheduler.passes for one in short)
+        assert engine.cost(engine.passes[-1]) <= 2 * engine.cost(mine) + filling(engine)
         assert of_tenant(engine.passes[-1], STRANGER), "which goes on all the while"
 
 

@@ -33,8 +33,8 @@ def request(tenant: TenantId, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE)
 
 def serve(engine: LocalEngine, *requests: GenerateRequest) -> None:
     for one in requests:
-        engine.submit(one).result(30)
-        engine.wait_idle(30)
+        engine.submit(one).result(60)
+        engine.wait_idle(60)
 
 
 def test_only_an_engine_with_insides_can_be_looked_into(engine: LocalEngine) -> None:

@@ -82,7 +82,7 @@ def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_
     engine.submit(prompt_of("writer", tokens(90, 60), reuse=ReuseMode.OFF))
     engine.step()
     assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (2, 1)
-    assert [one.sequence for one in engine.core._learning._pending] == kept[1:]
+    assert [one.sequence for one in engine.core.inspection.learning._pending] == kept[1:]
     all_is_given_back(engine)
 
 
@@ -144,14 +144,14 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     assert is_known(engine, second), "its run goes on"
     engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
-    assert not engine.core._learning._runs and not engine.core._learning._ended
+    assert not engine.core.inspection.learning._runs and not engine.core.inspection.learning._ended
 
 
 def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
     engine = engine_of()
     writer = wrote(engine, 1, "first")
     engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
-    assert engine.core._learning.reclaim()
+    assert engine.core.inspection.learning.reclaim()
     assert not is_known(engine, writer)
     all_is_given_back(engine)
 
@@ -196,7 +196,7 @@ def test_a_preempted_request_is_not_learned_from() -> None:
 def taught_while_busy(engine: Stepped) -> int:
     """Values that are learned from while another request reads its long prompt, chunk by chunk."""
     engine.serve(reader(1))
-    engine.core._cache.clear_all()
+    engine.core.inspection.cache.clear_all()
     before = observed(engine)
     long = prompt_of("writer", tokens(9, 800), reuse=ReuseMode.OFF, max_tokens=1)
     sequences = [engine.submit(reader(2, max_tokens=1)), engine.submit(long)]
@@ -223,7 +223,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
         engine.submit(reader(seed))
     engine.rest()
     assert learning(engine)["pending"] == 4
-    learns = engine.core._learning
+    learns = engine.core.inspection.learning
     learns._settings, learns._credit = LearningSettings(budget=0.5), -1.0
     for _ in range(2):
         learns.spend(1.0)
@@ -233,7 +233,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
 
 
 def test_no_more_than_so_much_is_saved_up() -> None:
-    learns = engine_of(1.0).core._learning
+    learns = engine_of(1.0).core.inspection.learning
     learns.spend(1e6)
     assert learns._credit == MAX_CREDIT
 
@@ -249,7 +249,7 @@ def test_the_first_reader_translates_a_value_once_its_agent_has_seen_enough_of_t
     engine = engine_of(0.5, anchors=AnchorSettings(**{**OPEN, "capacity": 4}))
     for seed in range(seen):
         engine.serve(reader(seed, run=f"run-{seed}"))
-        engine.core._cache.clear_all()
+        engine.core.inspection.cache.clear_all()
     other = engine.submit(prompt_of("writer", tokens(99, 40), reuse=ReuseMode.OFF, max_tokens=30))
     engine.until(lambda: other.first_token)
     first = engine.submit(reader(50, run="new"))
@@ -270,7 +270,7 @@ class Costly(KnownCosts):
 def read(engine: Stepped, placeholder: str, times: int) -> None:
     """Let a value of a placeholder be read so often."""
     for _ in range(times):
-        engine.core._runtime._needs._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
+        engine.core.inspection.runtime._needs._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
 
 
 @pytest.mark.parametrize("readers", [2, 6])
@@ -283,7 +283,7 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
         read(engine, placeholder, readers)
     for seed in range(4):
         engine.serve(reader(seed, run=f"run-{seed}"))
-        engine.core._cache.clear_all()
+        engine.core.inspection.cache.clear_all()
     slots = {key.placeholder for key in engine.core.learned[0].pools}
     assert slots == ({"user_question"} if readers == 6 else set())
     receipt = engine.serve(replace(reader(2), run=RunId("again"))).receipt()
@@ -305,6 +305,6 @@ def test_where_nothing_is_worth_translating_the_engine_only_computes() -> None:
         receipt = engine.serve(reader(seed)).receipt()
         assert receipt.translated == 0
         assert [miss.reason for miss in receipt.misses if miss.segment in PLACEHOLDERS] == [why, why]
-        engine.core._cache.clear_all()
+        engine.core.inspection.cache.clear_all()
     assert observed(engine) == 0
     assert learning(engine)["base_prefills_done"] == learning(engine)["observed"] == 0

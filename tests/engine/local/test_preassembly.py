@@ -112,10 +112,10 @@ class Stage:
         self.check()
 
     def check(self) -> None:
-        self.core.check_integrity()
+        self.core.inspection.check_integrity()
         told = self.told
         assert told["begun"] == sum(told[name] for name in ("live", *ENDS))
-        for one in self.core._preassembly._expected.values():
+        for one in self.core.inspection.preassembly.expected:
             assert one.todo == sorted(set(one.todo))
             assert one.plan is None or one.request.prompt_tokens - 1 not in one.todo, "that is the request's"
 
@@ -150,7 +150,7 @@ class Stage:
             for agent in agents:
                 self.serve(prompt_of(agent, question, answer, run=f"past-{at}"))
             self.core.end_run(RunKey(SPACE, "client", RunId(f"past-{at}")))
-        self.core._cache.clear_all()
+        self.core.inspection.cache.clear_all()
 
     def write(self, question: Tokens, run: str = RUN) -> Tokens:
         """The writer's answer to a question."""
@@ -160,8 +160,8 @@ class Stage:
     def fresh(self) -> Stage:
         """As it was when it had been taught: nothing is cached, expected or counted."""
         self.rest()
-        self.core._preassembly.clear()
-        self.core._cache.clear_all()
+        self.core.inspection.preassembly.clear()
+        self.core.inspection.cache.clear_all()
         self._before = {name: value for name, value in self._told.items() if name != "live"}
         return self
 
@@ -250,7 +250,7 @@ def test_a_prompt_grows_while_the_one_before_it_is_being_answered() -> None:
         stage.step()
     while not writer.finish:
         stage.step()
-    [one] = stage.core._preassembly._expected.values()
+    [one] = stage.core.inspection.preassembly.expected
     assert one.ready == TEMPLATE[0] + QUESTION + TEMPLATE[1], "all up to the answer"
     stage.rest()
     assert one.ready == one.request.prompt_tokens - 1, "the answer followed by itself"
@@ -285,12 +285,12 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
         for at in range(3):
             stage.serve(prompt_of("writer", tokens(50 + at, QUESTION), run=f"past-{at}"))
             stage.serve(prompt_of("reader", tokens(50 + at, QUESTION), (), run=f"past-{at}"))
-        stage.core._cache.clear_all()
+        stage.core.inspection.cache.clear_all()
         answer = stage.write(question)
         request = prompt_of("reader", question, answer)
         if ahead:
             stage.prepare(pieces(request))
-            [one] = stage.core._preassembly._expected.values()
+            [one] = stage.core.inspection.preassembly.expected
             assert one.translates, "so far it looked good"
         sequence = stage.serve(request)
         outcomes.append(outcome(sequence))
@@ -379,7 +379,7 @@ def test_another_request_of_the_agent_throws_it_away(change: Callable[[GenerateR
         sequence = stage.serve(replace(change(request), request_id=RequestId("other")))
         outcomes.append(outcome(sequence))
         assert sequence.preassembled == 0
-        stage.core._cache.clear_all()
+        stage.core.inspection.cache.clear_all()
     assert outcomes[0] == outcomes[1]
     assert (stage.told["wasted"], stage.told["live"], stage.leased) == (1, 0, 0)
 
@@ -424,7 +424,7 @@ def test_exact_kv_under_another_value_is_never_taken_for_its_own() -> None:
     known = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.serve(known)
     stage.core.prepare(replace(known, request_id=RequestId("hint")))
-    assert stage.core._preassembly.assemble(), "blocks only"
+    assert stage.core.inspection.preassembly.assemble(), "blocks only"
     other = prompt_of("reader", ASKED, tokens(90, ANSWER), ReuseMode.EXACT)
     stage.core.prepare(other)
     served = stage.serve(replace(other, request_id=RequestId("other")))
@@ -452,7 +452,7 @@ def test_requests_without_reuse_or_agent_are_not_prepared() -> None:
 def test_an_empty_answer_means_another_prompt() -> None:
     stage = taught()
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), ())
+    stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), ())
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -460,7 +460,7 @@ def test_an_empty_answer_means_another_prompt() -> None:
 def test_an_answer_that_makes_the_prompt_too_long_ends_it() -> None:
     stage = Stage(num_blocks=20)
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
+    stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -508,7 +508,7 @@ def test_how_it_is_cancelled(end: Callable[[Stage, GenerateRequest], None], reus
     end(stage, hint)
     stage.check()
     assert (stage.told["cancelled"], stage.told["live"], stage.leased) == (1, 0, 0)
-    assert not stage.core._preassembly.pending
+    assert not stage.core.inspection.preassembly.pending
 
 
 def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparation_along() -> None:
@@ -580,16 +580,16 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     expected = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.prepare(pieces(expected) if answered else expected)
     if answered:
-        stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
+        stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
         stage.rest()
-    [one] = stage.core._preassembly._expected.values()
+    [one] = stage.core.inspection.preassembly.expected
     assert (one.admitted, one.drafts_on) == (answered, True)
-    assert stage.core._cache.match(SPACE, fixed).tokens_count == 96
+    assert stage.core.inspection.cache.match(SPACE, fixed).tokens_count == 96
     stage.core.forecast({near: NextRun(3.0)}, {})
-    stage.core._preassembly.wake()
+    stage.core.inspection.preassembly.wake()
     stage.rest()
     assert one.ready == expected.prompt_tokens - 1
-    assert stage.core._cache.match(SPACE, fixed).tokens_count < 96
+    assert stage.core.inspection.cache.match(SPACE, fixed).tokens_count < 96
     assert stage.core.inspection.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
 
 
@@ -604,7 +604,7 @@ def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
         for work in stage.core.scheduler.schedule():
             assert work.sequence is running or len(work.positions) == 0
         stage.step()
-    [one] = stage.core._preassembly._expected.values()
+    [one] = stage.core.inspection.preassembly.expected
     assert one.ready == 0
     while one.ready < one.request.prompt_tokens - 1:
         before = one.ready
@@ -642,7 +642,7 @@ def test_a_translation_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
     stage = taught()
     request = prompt_of("reader", ASKED, stage.answer)
     with monkeypatch.context() as patch:
-        translator = stage.core._preassembly._writer._translator
+        translator = stage.core.inspection.preassembly._writer._translator
         patch.setattr(translator, "write", _raising(TranslationRefused("offset", 1, "on purpose")))
         stage.prepare(replace(request, request_id=RequestId("hint")))
     assert (stage.told["failed"], stage.leased) == (1, 0)
@@ -672,7 +672,9 @@ def test_random_hints_change_no_token(seed: int) -> None:
             case 3 | 4 if request.segments[3].tokens:
                 live.append(stage.submit(request))
             case 5:
-                stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), rng.choice(answers))
+                stage.core.inspection.preassembly.answered(
+                    RUN_KEY, SampleId.parse("agent_writer@0"), rng.choice(answers)
+                )
             case 6 if live:
                 stage.core.requests.cancel(rng.choice(live).key)
         stage.check()
@@ -698,10 +700,10 @@ def test_hints_that_could_not_be_served_are_none() -> None:
         good = prompt_of("reader", ASKED, ())
         for bad in ((), (-1,), (10**9,), tokens(1, 8 * 16)):
             engine.prepare(replace(good, segments=(Segment(bad, "p0"),)))
-        engine.wait_idle(30)
+        engine.wait_idle(60)
         assert engine.inspect()["preassembly"]["begun"] == 0
         engine.prepare(good)
-        engine.wait_idle(30)
+        engine.wait_idle(60)
         assert engine.inspect()["preassembly"]["live"] == 1
         assert engine.cancel(good.request_id)
     engine.prepare(good)
@@ -711,8 +713,8 @@ def test_the_receipt_says_what_was_ready() -> None:
     with engine_of(tiny_model("llama")) as engine:
         request = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
         engine.prepare(request)
-        engine.wait_idle(30)
-        receipt: Receipt = engine.submit(replace(request, request_id=RequestId("x"))).result(30).receipt
+        engine.wait_idle(60)
+        receipt: Receipt = engine.submit(replace(request, request_id=RequestId("x"))).result(60).receipt
         assert receipt.preassembled == request.prompt_tokens - 1
         assert receipt.computed == request.prompt_tokens
         assert all(ms >= 0 for ms in receipt.parts_ms.values())
@@ -795,7 +797,7 @@ def test_while_a_tool_runs_the_next_agents_prompt_is_assembled() -> None:
             done = run(engine if prepares else Told(engine), team, asked)
             answers.append([said.completion.tokens for said in done.results])
             receipt = done.of("b").completion.receipt
-            engine.wait_idle(30)
+            engine.wait_idle(60)
             told: Any = engine.inspect()
         assert (receipt.preassembled > receipt.prompt_tokens // 2) == prepares
         assert told["preassembly"]["used"] == prepares

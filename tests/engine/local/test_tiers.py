@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kedge.cache import Copied, Direction
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.inspection import Inspection
 from kedge.errors import ConfigError, PromptTooLong
 from kedge.kv.copy import TorchCopier
 from kedge.settings import TierSettings
@@ -89,8 +90,8 @@ def engine_with(**tiers: object) -> Iterator[LocalEngine]:
 
 
 def settle(engine: LocalEngine) -> None:
-    engine.wait_idle(30)
-    engine._mailbox.ask(engine._core.check_integrity)
+    engine.wait_idle(60)
+    engine.query(Inspection.check_integrity)
     assert figures(engine)["cache"]["leased_blocks"] == 0
     assert not engine._core._cache._demands._waiting, "nobody waits any more, but the cache believes it"
 
@@ -108,7 +109,7 @@ def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
         request = ask(agent, asked)
         stream = engine.submit(request)
         engine.forecast(progress.started(request.agent, float(asked)))
-        done.append(stream.result(30))
+        done.append(stream.result(60))
         engine.forecast(progress.finished(request.agent, asked + 0.5))
         assert done[-1].tokens == expected(request.tokens)
         assert done[-1].receipt.prompt_tokens == request.prompt_tokens
@@ -137,9 +138,9 @@ def test_a_cycle_is_prefetched_ahead_of_its_agents() -> None:
             request = ask(asked % AGENTS, asked)
             stream = engine.submit(request)
             engine.forecast(progress.started(request.agent, float(asked)))
-            done = stream.result(30)
+            done = stream.result(60)
             engine.forecast(progress.finished(request.agent, asked + 0.5))
-            engine.wait_idle(30)  # so that no prefetch is late
+            engine.wait_idle(60)  # so that no prefetch is late
             assert done.receipt.exact == (FIXED if asked >= AGENTS else 0)
         stats = figures(engine)
     assert stats["cache"]["prefetched_hit_tokens"] > 4 * FIXED
@@ -151,7 +152,7 @@ def test_without_hints_steps_is_lru_to_the_letter() -> None:
     receipts = []
     for policy in ("steps", "lru"):
         with engine_with(policy=policy, host_blocks=0) as engine:
-            done = [engine.submit(ask(i, n)).result(30) for n, i in enumerate([0, 1, 2, 0, 3, 4, 1, 0, 2, 2])]
+            done = [engine.submit(ask(i, n)).result(60) for n, i in enumerate([0, 1, 2, 0, 3, 4, 1, 0, 2, 2])]
             receipts.append([one.receipt.spans for one in done])
     assert receipts[0] == receipts[1]
 
@@ -233,7 +234,7 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
         for n, request in enumerate(requests):
             streams.append(engine.submit(request))
             engine.forecast(progress.started(request.agent, float(n)))
-            engine._mailbox.ask(engine._core.check_integrity)
+            engine.query(Inspection.check_integrity)
         for request, stream in zip(requests, streams, strict=True):
             assert stream.result(60).tokens == expected(request.tokens)
 
@@ -271,12 +272,12 @@ def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     """Leaves the fixed prompt of `agent` on the host only."""
     key = AgentKey(*RUN, AgentId(f"a{agent}"))
     engine.forecast({key: NextRun(9.0)})
-    engine.submit(ask(agent, 900)).result(30)
+    engine.submit(ask(agent, 900)).result(60)
     settle(engine)
     for n in range(others):
-        engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(30)
-        engine.wait_idle(30)
-    status = engine._mailbox.ask(lambda: engine._core._cache.status(RUN.namespace, fixed(agent)))
+        engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(60)
+        engine.wait_idle(60)
+    status = engine.query(lambda parts: parts.cache.status(RUN.namespace, fixed(agent)))
     assert (status.device_tokens, status.host_tokens) == (0, FIXED)
 
 
@@ -292,7 +293,7 @@ def test_others_decode_while_a_request_waits_for_its_load(gate: threading.Event)
         for _ in range(12):
             next(deltas)  # decoding goes on
         gate.set()
-        done = loading.result(30)
+        done = loading.result(60)
         assert done.tokens == expected(ask(0, 2).tokens)
         assert done.receipt.tokens(Source.HOST) == FIXED
         engine.cancel(running.request_id)
@@ -310,8 +311,8 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threadi
         done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         gate.set()
-        engine._mailbox.ask(engine._core.check_integrity)
-        again = engine.submit(ask(0, 2)).result(30)
+        engine.query(Inspection.check_integrity)
+        again = engine.submit(ask(0, 2)).result(60)
         assert again.tokens == expected(ask(0, 2).tokens)
         assert again.receipt.exact == FIXED
 
@@ -324,7 +325,7 @@ def test_without_status_awareness_those_behind_a_load_wait_too(gate: threading.E
         seen = [figures(engine)["scheduler"] for _ in range(50)]
         assert {one["waiting"] for one in seen} == {2}, "the second does not wait for the load of the first"
         gate.set()
-        done, behind = first.result(30), second.result(30)
+        done, behind = first.result(60), second.result(60)
         assert (done.tokens, behind.tokens) == (expected(ask(0, 1).tokens), expected(ask(1, 2).tokens))
         assert done.receipt.tokens(Source.HOST) == FIXED
         assert figures(engine)["loading"]["skips"] == 0
@@ -338,7 +339,7 @@ def test_waiting_is_bounded(limit: dict[str, object], gate: threading.Event) -> 
         stream = engine.submit(ask(0, 1))
         wait_for_load(engine)
         engine.submit(ask(1, 2)).result(60)
-        done = stream.result(30)
+        done = stream.result(60)
         assert done.tokens == expected(ask(0, 1).tokens)
         assert done.receipt.computed == FIXED + VARYING
         assert figures(engine)["loading"]["given_up"] == 1
@@ -350,9 +351,9 @@ def test_what_is_computed_faster_than_it_is_loaded_is_computed() -> None:
         sources = []
         for asked in range(2):
             put_on_host(engine)
-            done = engine.submit(ask(0, asked)).result(30)
+            done = engine.submit(ask(0, asked)).result(60)
             sources.append((done.receipt.tokens(Source.HOST), done.receipt.computed))
-            engine.submit(GenerateRequest((Segment(prompt(700 + asked, 100), "p0"),), SamplingParams(1))).result(30)
+            engine.submit(GenerateRequest((Segment(prompt(700 + asked, 100), "p0"),), SamplingParams(1))).result(60)
         assert sources == [(FIXED, VARYING), (0, FIXED + VARYING)], "both costs are known only the second time"
 
 
@@ -372,7 +373,7 @@ def test_closing_while_copies_are_under_way() -> None:
         model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=1000)
     ) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
-        engine.submit(ask(0, 1)).result(30)
+        engine.submit(ask(0, 1)).result(60)
         assert figures(engine)["cache"]["offloading_blocks"] > 0
         closing = threading.Thread(target=engine.close)
         closing.start()
@@ -395,7 +396,7 @@ def test_a_prompt_that_fills_the_device_comes_and_goes() -> None:
     with engine_with(host_blocks=AMPLE, num_blocks=blocks, backup_hits=0) as engine:
         for n in (0, 1, 0, 1):
             request = GenerateRequest((Segment(long[n], "p0"),), SamplingParams(OUT, ignore_eos=True))
-            assert engine.submit(request).result(30).tokens == expected(long[n])
+            assert engine.submit(request).result(60).tokens == expected(long[n])
             settle(engine)
         assert figures(engine)["cache"]["host_hit_tokens"] > 0
 
@@ -408,7 +409,7 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
         engine.forecast({key: NextRun(0.0)}, {key: huge})
         with pytest.raises(PromptTooLong):
             engine.submit(GenerateRequest((Segment(huge, "p0"),), agent=AgentId("a0")))
-        assert engine.submit(ask(0, 1)).result(30).tokens == expected(ask(0, 1).tokens)
+        assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
         assert figures(engine)["cache"]["ignored_labels"] > 0
 
 
@@ -422,8 +423,8 @@ def test_wrong_hints_change_no_token() -> None:
             engine.forecast(wrong, {keys[0]: fixed(1), keys[-1]: prompt(asked, 30), keys[1]: ()})
             request = ask(rng.randrange(AGENTS), asked)
             engine.forecast({}, {})
-            assert engine.submit(request).result(30).tokens == expected(request.tokens)
-            engine._mailbox.ask(engine._core.check_integrity)
+            assert engine.submit(request).result(60).tokens == expected(request.tokens)
+            engine.query(Inspection.check_integrity)
 
 
 def test_hints_to_a_closed_engine_are_no_error() -> None:
@@ -442,8 +443,8 @@ def test_what_the_request_says_is_fixed_is_what_is_backed_up(marker: int | None)
                 request.segments, request.sampling, client=request.client, run=request.run, agent=request.agent,
                 fixed=marker,
             )
-        ).result(30)  # fmt: skip
-        engine.wait_idle(30)
+        ).result(60)  # fmt: skip
+        engine.wait_idle(60)
         assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == (16 if marker == 17 else FIXED)
 
 
@@ -456,16 +457,16 @@ def test_plain_requests_are_watched_for_what_they_have_in_common() -> None:
                 (Segment(tokens, "p0"),), SamplingParams(1), client=ClientId("client"), run=RUN.run_id,
                 agent=AgentId("a0"),
             )  # fmt: skip
-            engine.submit(request).result(30)
-            engine.wait_idle(30)
+            engine.submit(request).result(60)
+            engine.wait_idle(60)
         assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == FIXED
 
 
 def test_requests_without_an_agent_have_no_fixed_prompt() -> None:
     with engine_with(host_blocks=AMPLE) as engine:
         engine.forecast({AgentKey(Namespace(TenantId("default")), "", RunId(""), AgentId("")): NextRun(1.0)})
-        engine.submit(GenerateRequest(ask(0, 1).segments, SamplingParams(1))).result(30)
-        engine.wait_idle(30)
+        engine.submit(GenerateRequest(ask(0, 1).segments, SamplingParams(1))).result(60)
+        engine.wait_idle(60)
         assert figures(engine)["cache"]["host_cached_blocks"] == 0
 
 
@@ -475,8 +476,8 @@ def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None
         key = AgentKey(Namespace(TenantId("default")), "client", RunId("next run"), AgentId("a0"))
         engine.forecast({AgentKey(*RUN, AgentId("a0")): None})
         engine.forecast({key: NextRun(0.0)}, {key: fixed(0)})
-        engine.wait_idle(30)
-        assert engine._mailbox.ask(lambda: engine._core._cache.match(RUN.namespace, fixed(0)).tokens_count) == FIXED
+        engine.wait_idle(60)
+        assert engine.query(lambda parts: parts.cache.match(RUN.namespace, fixed(0)).tokens_count) == FIXED
 
 
 def test_the_size_of_the_host_tier() -> None:
@@ -497,7 +498,7 @@ def test_a_policy_of_ones_own() -> None:
     with torch.inference_mode():
         engine = engine_of(model(), num_blocks=ROOM, block_size=BLOCK)
     engine.close()
-    with LocalEngine.from_runner(engine._runner, engine.tokenizer, engine.config, newest_first) as engine:
+    with LocalEngine.from_runner(engine.runner, engine.tokenizer, engine.config, newest_first) as engine:
         for n in (0, 1, 2, 3, 0):
-            done = engine.submit(ask(n, n)).result(30)
+            done = engine.submit(ask(n, n)).result(60)
         assert seen and done.receipt.exact == FIXED + VARYING - BLOCK

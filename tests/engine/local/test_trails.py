@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.inspection import Inspection
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, Tokens
@@ -67,13 +68,11 @@ def serve(engine: LocalEngine, request: GenerateRequest) -> Completion:
 def left(engine: LocalEngine, said: Tokens) -> KVSegment | None:
     """Base KV that the writer left of these tokens."""
 
-    def find() -> KVSegment | None:
-        entry = engine._core.learned[1].find(
-            RunKey(Namespace(TenantId("default")), "client", RunId("run")), ANSWER, said, ()
-        )
+    def find(parts: Inspection) -> KVSegment | None:
+        entry = parts.learned[1].find(RunKey(Namespace(TenantId("default")), "client", RunId("run")), ANSWER, said, ())
         return entry and entry.kv
 
-    return engine._mailbox.ask(find)
+    return engine.query(find)
 
 
 def values_of(prompt: Tokens, start: int) -> torch.Tensor:
@@ -113,7 +112,7 @@ def test_an_answer_takes_no_pass_more_where_what_follows_it_is_computed_again(we
     with engine(eos, anchors=AnchorSettings(**{**OPEN, "weak_error": weak_error})) as one:
         asked = written(ignore_eos=False)
         done = one.submit(asked).result(60)
-        assert one._mailbox.ask(lambda: one._core.scheduler._passes) == passes
+        assert one.query(lambda parts: parts.scheduler.passes) == passes
         one.wait_idle(60)
         assert done.finish_reason == "stop"
         assert left(one, done.tokens + (asked.trail[:2] if weak_error > 1 else ())) is not None
@@ -153,7 +152,7 @@ def teach(engine: LocalEngine) -> None:
         answer = serve(engine, written(question, f"past-{at}")).tokens
         serve(engine, reading(answer, question, f"past-{at}"))
     serve(engine, written())
-    engine._mailbox.ask(engine._core._cache.clear_all)
+    engine.query(lambda parts: parts.cache.clear_all())
 
 
 @pytest.mark.parametrize("trail", [0, 1, 2, 3])

@@ -85,13 +85,13 @@ class Driver:
         while sequence.first_token is None:
             self.core.step()
         assert sequence.table is not None
-        kv = self.core._storage.read(sequence.table, 0, request.prompt_tokens)
+        kv = self.core.inspection.storage.read(sequence.table, 0, request.prompt_tokens)
         while not self.core.scheduler.idle:
             self.core.step()
         while self.core.can_learn:
             self.core.learn()
-        self.core.check_integrity()
-        self.core._cache.clear_all()  # so that an exact prefix never hides a translation
+        self.core.inspection.check_integrity()
+        self.core.inspection.cache.clear_all()  # so that an exact prefix never hides a translation
         return sequence, kv
 
 
@@ -210,8 +210,8 @@ def test_a_cancelled_request_holds_nothing() -> None:
         stream = engine.submit(request(tokens(50, 30), max_tokens=500))
         next(iter(stream))
         assert engine.cancel(stream.request_id)
-        assert stream.result(30).finish_reason == "cancelled"
-        engine.wait_idle(30)
+        assert stream.result(60).finish_reason == "cancelled"
+        engine.wait_idle(60)
         after = engine.inspect()
         assert after["learning"]["pending"] == 0
         assert after["cache"]["leased_blocks"] == 0

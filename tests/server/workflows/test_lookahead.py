@@ -229,7 +229,7 @@ def answers(engine: LocalEngine, agents: list[str], *, waits: bool, **kedge: Any
                 bindings |= {"agent_solver_current": "4", "agent_critic_current": "5"}
             said.append(call(running, http, agent, bindings, **kedge))
             if waits:
-                engine.wait_idle(30)
+                engine.wait_idle(60)
         http.post("/v1/hints", json={"kedge": {"run": kedge["run"], "final": True}})
         return said
 
@@ -260,5 +260,5 @@ def test_a_wrong_guess_changes_no_answer_and_leaves_nothing(engine: LocalEngine)
     guessed = answers(engine, agents, waits=True, run="wrong", reuse="exact", **wrong)
     assert texts(guessed) == texts(plain)
     assert preassembled(guessed) == [0, 0]
-    engine.wait_idle(30)
+    engine.wait_idle(60)
     assert engine.inspect()["preassembly"]["live"] == 0

@@ -28,7 +28,7 @@ class LinearOffsets(SlotOffsets):
 
     def __init__(self, base: KVSegment, prefix_tokens: int, strength: float) -> None:
         super().__init__(base, prefix_tokens)
-        self._ridge = _ridge_for(base, strength)
+        self.ridge = _ridge_for(base, strength)
         self._prefix_sum = torch.zeros(prefix_tokens, row_width(base), device=base.device)
         self._observed, self._dtype = 0, base.dtype
 
@@ -38,20 +38,20 @@ class LinearOffsets(SlotOffsets):
 
     @property
     def nbytes(self) -> int:
-        return self._ridge.nbytes + self._prefix_sum.nbytes
+        return self.ridge.nbytes + self._prefix_sum.nbytes
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
         self._check(anchor, observed)
         for rows in (observed.phi, observed.prefix, observed.real):
             if not torch.isfinite(rows).all():
                 raise TranslationRefused("offset", float(rows.abs().max()), "an observed offset is not finite")
-        self._ridge.add(observed.real - observed.phi, observed.phi)
+        self.ridge.add(observed.real - observed.phi, observed.phi)
         self._prefix_sum += observed.prefix
         self._observed += 1
         self.holders.append(anchor)
 
     def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
-        return _as_offsets(self._ridge.predict(rows_of(base)), self._dtype)
+        return _as_offsets(self.ridge.predict(rows_of(base)), self._dtype)
 
     def prefix_offsets(self, match: Match) -> Offsets:  # noqa: ARG002
         return _as_offsets(self._prefix_sum / max(self._observed, 1), self._dtype)
@@ -70,7 +70,7 @@ class CorrectedOffsets(SlotOffsets):
     def __init__(self, base: KVSegment, prefix_tokens: int, strength: float, bits: int = 16) -> None:
         super().__init__(base, prefix_tokens, bits)
         self.base = OffsetTable(row_width(base), row_dtype(base), base.device)
-        self._ridge = _ridge_for(base, strength)
+        self.ridge = _ridge_for(base, strength)
         self._dtype = base.dtype
 
     @property
@@ -79,7 +79,7 @@ class CorrectedOffsets(SlotOffsets):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._ridge.nbytes
+        return super().nbytes + self.ridge.nbytes
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
         base = observed.real - observed.phi
@@ -88,7 +88,7 @@ class CorrectedOffsets(SlotOffsets):
             undo.callback(self.drop, anchor)
             self.base.put(anchor, base)
             undo.pop_all()
-        self._ridge.add(base, observed.phi)
+        self.ridge.add(base, observed.phi)
 
     def drop(self, anchor: AnchorId) -> None:
         super().drop(anchor)
@@ -97,7 +97,7 @@ class CorrectedOffsets(SlotOffsets):
     def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:
         rows = self.base.rows_of_anchors(match.block.ids)[match.proposal.columns]
         nearby = self.base.blend(Blend(rows, match.proposal.weights, self.base.version)).float()
-        change = self._ridge.predict_change(rows_of(base).float() - nearby)
+        change = self.ridge.predict_change(rows_of(base).float() - nearby)
         return _as_offsets(self.phi.blend(self.phi_blend(match)).float() + change, self._dtype)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from kedge.anchors.base_store import BaseStore
-from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes
 from kedge.engine.base import Quota
@@ -88,7 +86,9 @@ class EngineCore:
         )
         requests.scheduler, requests.learning = self.scheduler, self._learning
         self._loading = loading
-        self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime)
+        self.inspection = Inspection(
+            self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime, storage
+        )
 
     # requests and hints ---------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class EngineCore:
             self.requests.end_failed(sequence, f"the engine raised {error!r}")
         self._preassembly.clear()
         self._learning.clear()
-        self.check_integrity()
+        self.inspection.check_integrity()
 
     def _make_room(self) -> None:
         """Give up what waits to be learned from, a base prefill, or what the first request waits for.
@@ -249,25 +249,14 @@ class EngineCore:
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds."""
-        self.learned[0].limit(tenant, quota.anchors, quota.anchor_bytes)
+        self.inspection.learned[0].limit(tenant, quota.anchors, quota.anchor_bytes)
         self._cache.limit_host(tenant, quota.host_bytes)
-
-    @property
-    def learned(self) -> tuple[AnchorStore, BaseStore]:
-        """The anchors and the base KV."""
-        anchors, bases = self._runtime.learned
-        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
-        return anchors, bases
 
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV; what runs goes on."""
         self._preassembly.clear()
         self._cache.clear_all()
         self._runtime.clear()
-
-    def check_integrity(self) -> None:
-        """Raise `PlanError` where a block has not exactly one owner."""
-        self._cache.check_integrity()
 
     def shut(self, cause: BaseException | None) -> None:
         """End everything: as cancelled, or, where the thread died, with `EngineClosed`."""

@@ -25,6 +25,7 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
+from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
@@ -80,7 +81,8 @@ class LocalEngine:
         return self
 
     def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
-        self._runner = runner
+        self.runner = runner
+        """The model, and what was found out about it when it was loaded."""
         self._mailbox = Mailbox(self.config.max_waiting)
         build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
         self._core, self.capacity = build.apart(build_core)
@@ -91,12 +93,12 @@ class LocalEngine:
     @property
     def translation_refusal(self) -> str | None:
         """Why this model cannot be translated, or None where it can."""
-        return self._runner.refusal
+        return self.runner.refusal
 
     @property
     def kv_spec(self) -> KVSpec:
         """The shape of this model's KV."""
-        return self._runner.spec
+        return self.runner.spec
 
     # any thread -----------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class LocalEngine:
         self._validate(request)
         request = self._with_trails(request)
         tokens = list(request.tokens)
-        room = min(self._runner.max_positions, self.capacity) - len(tokens)
+        room = min(self.runner.max_positions, self.capacity) - len(tokens)
         max_tokens = min(request.sampling.max_tokens, room)
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
@@ -135,8 +137,8 @@ class LocalEngine:
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
     def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self._runner.vocab_size)
-        if (longest := min(self._runner.max_positions, self.capacity)) <= request.prompt_tokens:
+        require_sensible(request, self.runner.vocab_size)
+        if (longest := min(self.runner.max_positions, self.capacity)) <= request.prompt_tokens:
             raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -175,13 +177,20 @@ class LocalEngine:
 
     def inspect(self) -> dict[str, object]:
         """Return figures of the cache and the anchors, taken between two steps."""
-        return self._mailbox.ask(self._core.inspection.stats)
+        return self.query(Inspection.stats)
+
+    def query(self, question: Callable[[Inspection], T]) -> T:
+        """Return what `question`, called between two steps by the engine's thread, finds in the engine's parts.
+
+        For tests and experiments. Raises what the question raises, and `EngineClosed`.
+        """
+        return self._mailbox.ask(partial(question, self._core.inspection))
 
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
         """Return what is held for some tenants; see `kedge.engine.base.Inspectable`."""
-        return self._mailbox.ask(partial(self._core.inspection.tenant_stats, owns, prompts))
+        return self.query(lambda parts: parts.tenant_stats(owns, prompts))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds, see `kedge.engine.base.Limiting`."""
@@ -210,7 +219,7 @@ class LocalEngine:
         return self._state.load(Path(folder))
 
     def _ask_learned(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
-        return self._mailbox.ask(lambda: question(*self._core.learned))
+        return self.query(lambda parts: question(*parts.learned))
 
     def close(self) -> None:
         """End every stream as cancelled, and the engine's thread. A second call does nothing."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.store import AnchorStore
 from kedge.cache import CacheManager
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler
+from kedge.kv.storage import PagedStorage
 from kedge.reuse.runtime import Runtime
 from kedge.types import Namespace, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What can be asked of an engine's parts. Called by its owner thread only."""
+    """An engine's parts, and figures of them as plain data. For the engine's owner thread only."""
 
     scheduler: Scheduler
     cache: CacheManager
@@ -26,6 +29,18 @@ class Inspection:
     learning: Learning
     costs: EngineCosts
     runtime: Runtime
+    storage: PagedStorage
+
+    @property
+    def learned(self) -> tuple[AnchorStore, BaseStore]:
+        """The anchors and the base KV."""
+        anchors, bases = self.runtime.learned
+        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
+        return anchors, bases
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` where a block has not exactly one owner."""
+        self.cache.check_integrity()
 
     def stats(self) -> dict[str, object]:
         """Return figures of the queue, the cache, waiting for loads, learning, costs, and the anchors."""

@@ -88,6 +88,11 @@ class Preassembly:
         self._ended: Counter[Ended] = Counter()
         self._used_tokens = self._wasted_tokens = 0
 
+    @property
+    def expected(self) -> tuple[Preparation, ...]:
+        """What no request has claimed yet, what was asked for longest ago first."""
+        return tuple(self._expected.values())
+
     # hints ----------------------------------------------------------------------------------------------------
 
     def expect(self, request: GenerateRequest) -> None:
@@ -131,18 +136,18 @@ class Preassembly:
 
     def cancel(self, request_id: RequestId) -> bool:
         """Withdraw the hint of this id; False if it is not (or no longer) known."""
-        found = [one for one in self._expected.values() if one.request.request_id == request_id]
+        found = [one for one in self.expected if one.request.request_id == request_id]
         for preparation in found:
             self._drop(preparation, Ended.CANCELLED)
         return bool(found)
 
     def clear(self) -> None:
         """Forget all that no request has claimed."""
-        for preparation in list(self._expected.values()):
+        for preparation in self.expected:
             self._drop(preparation, Ended.CANCELLED)
 
     def _of_run(self, run: RunKey) -> list[Preparation]:
-        return [one for one in self._expected.values() if one.request.run_key == run]
+        return [one for one in self.expected if one.request.run_key == run]
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -205,7 +210,7 @@ class Preassembly:
         """Free the blocks of the preparation that was asked for last, a claimed one only after all others; False
         where none but `spare` holds any.
         """
-        holding = [one for one in (*self._claimed, *self._expected.values()) if one.admitted and one is not spare]
+        holding = [one for one in (*self._claimed, *self.expected) if one.admitted and one is not spare]
         if holding:
             self._drop(holding[-1], Ended.GIVEN_BACK)
         return bool(holding)
@@ -231,11 +236,11 @@ class Preassembly:
 
     def wake(self) -> None:
         """Blocks have come free, or a copy has ended: those that waited for it may try again."""
-        for preparation in self._expected.values():
+        for preparation in self.expected:
             preparation.stalled = False
 
     def _assemblable(self) -> Iterator[Preparation]:
-        return (one for one in self._expected.values() if one.drafts_on and not one.stalled)
+        return (one for one in self.expected if one.drafts_on and not one.stalled)
 
     def _advance(self, preparation: Preparation) -> bool:
         try:
@@ -257,7 +262,7 @@ class Preassembly:
         self._drop(preparation, Ended.FAILED)
 
     def shut(self) -> None:
-        for preparation in (*self._expected.values(), *self._claimed):
+        for preparation in (*self.expected, *self._claimed):
             self._drop(preparation, Ended.CANCELLED)
 
     def _drop(self, preparation: Preparation, ended: Ended) -> None:
@@ -285,7 +290,7 @@ class Preassembly:
     def stats(self) -> dict[str, int]:
         """Return a snapshot as plain data."""
         ended = {ended.value: self._ended[ended] for ended in Ended}
-        live = sum(one.admitted for one in (*self._expected.values(), *self._claimed))
+        live = sum(one.admitted for one in (*self.expected, *self._claimed))
         wasted = self._wasted_tokens + self._writer.wasted_tokens
         tokens = {"used_tokens": self._used_tokens, "wasted_tokens": wasted}
         return asdict(PreassemblyStats(self._writer.begun, live, **ended, **tokens))

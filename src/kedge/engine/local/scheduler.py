@@ -100,7 +100,8 @@ class Scheduler:
         """`admit` answers False where a sequence has to wait for blocks. `jobs` and `ahead` are filled by others."""
         self._admit, self._aside, self._costs = admit, aside, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
-        self._passes = 0
+        self.passes = 0
+        """How often `schedule` was called."""
         self.waiting: FairQueue[RequestSequence] = FairQueue()
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
@@ -138,7 +139,7 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Admit what has room, and fill the next pass."""
         self._admit_waiting()
-        self._passes += 1
+        self.passes += 1
         filling, waits = _Pass(self._budget, LOGIT_ROWS), self.someone_waits
         allowed = self._allowances()
         self._add_requests(filling, self._decoding(), allowed)
@@ -251,7 +252,7 @@ class Scheduler:
     def _add_requests(self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: Allowances | None) -> None:
         for sequence in sequences:
             if self._add(filling, sequence, sys.maxsize, allowed):
-                sequence.last_pass = self._passes
+                sequence.last_pass = self.passes
 
     def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
         """Add base prefills, oldest first; one that finds no room waits, and so do those behind it."""

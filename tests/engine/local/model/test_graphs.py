@@ -176,9 +176,10 @@ def test_an_engine_answers_the_same() -> None:
     model = tiny_model("llama").to(DEVICE)
     expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate((5, 70))]
     with engine_of(model, cuda_graphs=False) as engine:
-        runner, capture = engine._runner, Graphs()
+        runner, capture = engine.runner, Graphs()
         assert runner.graphs is None
-        runner.graphs = StepGraphs(runner.run, engine._core._storage, runner.max_positions, attend, capture)
+        storage = engine.query(lambda parts: parts.storage)
+        runner.graphs = StepGraphs(runner.run, storage, runner.max_positions, attend, capture)
         streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate((5, 70))]
         assert [stream.result(60).tokens for stream in streams] == expected
     assert capture.replays >= 11

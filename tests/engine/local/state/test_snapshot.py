@@ -33,8 +33,8 @@ def engine(family: str = "llama", **settings: object) -> LocalEngine:
 
 def ask(engine: LocalEngine, seed: int) -> tuple[str, int]:
     """An answer to a question, and how many tokens were translated for it; then all is learned that can be."""
-    done = engine.submit(request(tokens(seed, 20), tokens(seed + 1, 8))).result(30)
-    engine.wait_idle(30)
+    done = engine.submit(request(tokens(seed, 20), tokens(seed + 1, 8))).result(60)
+    engine.wait_idle(60)
     return done.text, done.receipt.translated
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_pool_is_what_it_was_a_snapshot_ago(teacher: LocalEngine, tmp_
     assert (found.pools, found.templates) == (2, 1)
     assert [(one.file, one.lost) for one in found.damaged] == [(victim.name, False)]
     assert sorted(pools(teacher).values()) == sorted([min(before.values()), max(now.values())])
-    teacher._core.learned[0].check_integrity()
+    teacher.query(lambda parts: parts.learned[0].check_integrity())
 
 
 @pytest.mark.parametrize("kind", ["pool", "template"])
@@ -187,7 +187,7 @@ def test_a_folder_that_another_engine_has_is_a_wrong_setting(teacher: LocalEngin
 
 def pools(engine: LocalEngine) -> dict[object, int]:
     """How many anchors every pool has."""
-    return {key: len(pool.anchors) for key, pool in engine._core.learned[0].pools.items()}
+    return engine.query(lambda parts: {key: len(pool.anchors) for key, pool in parts.learned[0].pools.items()})
 
 
 SAVES_FOR_EVER = """
@@ -218,7 +218,7 @@ def test_a_killed_process_leaves_its_last_snapshot(tmp_path: Path) -> None:
             found = survivor.load(tmp_path)
             assert (found.pools, found.templates) == (2, 1)
             assert survivor.inspect()["anchors"]["anchors"] >= 2 * min(at + 1, 20)
-            survivor._core.learned[0].check_integrity()
+            survivor.query(lambda parts: parts.learned[0].check_integrity())
 
 
 def test_saving_while_the_engine_learns(teacher: LocalEngine, tmp_path: Path) -> None:
