@@ -1,3 +1,5 @@
+"""Anchors of placeholders: what is recovered, what is shareable, and what is learned from an observation."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +12,7 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, SampleView, Slot
+from kedge.reuse.contracts import SampleView, Slot
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -31,7 +33,6 @@ from tests.anchors.helpers import (
 
 both = pytest.mark.parametrize("settings", BOTH, ids=["token", "interpolate"])
 TOKEN, INTERPOLATE = BOTH
-SOME_POOL = PoolKey(Namespace(TenantId("t")), WorkflowId("w"), "p")
 
 
 @both
@@ -298,92 +299,6 @@ def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 2
 
 
-def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
-    """float16 x 7/8 of the layers x 4 agents, and key vectors; base KV is not kept."""
-    store = AnchorStore(AnchorSettings())
-    tokens, shape = 500, (8, 500, 4, 16)
-    message = 0
-    for number in range(6):
-        keys, values = torch.randn(2, *shape)
-        value = SampleView(POOL, (number,) * tokens, KVSegment(keys, values), number)
-        message += value.base.nbytes
-        for agent in "abcd":
-            store.observe(Slot(agent, 1), value, in_context_like(value.base))
-        store.check_integrity()
-        assert store.table.nbytes() < 2.1 * message  # key vectors weigh four times as much as with 4 heads of 64
-    assert store.table.nbytes() > 1.7 * message
-
-
-def in_context_like(base: KVSegment) -> KVSegment:
-    keys, values = base.keys.clone(), base.values.clone()
-    keys[1:], values[1:] = keys[1:] * 1.1, values[1:] * 0.9
-    return KVSegment(keys, values)
-
-
-@both
-def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
-    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6, "max_pools": 4, "max_slots": 3}))
-    sizes = []
-    for number in range(2000):
-        pool = POOL._replace(placeholder=f"p{number % 7}")
-        value = sample(number, 1 + number * 7 % 13, pool=pool)
-        slot = Slot(f"agent{number % 5}", number % 2)
-        base = value.base
-        store.observe(slot, value, in_context(base, 3))
-        store.estimate(slot, value)
-        if number % 100 == 99:
-            store.check_integrity()
-            sizes.append(store.table.nbytes())
-    stats = store.stats()
-    assert (stats.pools, stats.observed) == (4, 2000)
-    assert stats.anchors <= 24
-    assert max(sizes[5:]) < 1.5 * max(sizes[:5])
-
-
-def test_memory_is_bounded_and_the_least_used_go_first() -> None:
-    store = filled(range(4), **OPEN)
-    limit = store.table.nbytes()
-    store = AnchorStore(AnchorSettings(**OPEN, max_bytes=limit))
-    for seed in range(4):
-        observe(store, sample(seed))
-    for seed in (0, 1, 3):
-        store.use(store.estimate(SLOT, sample(seed)))
-    observe(store, sample(9))
-    store.check_integrity()
-    assert store.table.nbytes() <= limit
-    kept = [a.tokens[0] for pool in store.pools.values() for a in pool.anchors.values()]
-    assert 2 not in kept
-    assert kept[-1] == 9
-    assert len(kept) >= 3
-
-
-def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
-    store = AnchorStore(AnchorSettings(max_bytes=100))
-    observe(store, sample(0))
-    assert store.stats().pools == store.table.nbytes() == 0
-
-
-def test_pools_are_dropped_in_order_of_use() -> None:
-    store = AnchorStore(AnchorSettings(**{**TOKEN, "max_pools": 2}))
-    pools = [SOME_POOL._replace(placeholder=name) for name in "abc"]
-    for seed in range(3):
-        observe(store, sample(seed, pool=pools[0]))
-    observe(store, sample(9, pool=pools[1]))
-    store.use(store.estimate(SLOT, sample(2, pool=pools[0])))
-    observe(store, sample(9, pool=pools[2]))
-    assert list(store.pools) == [pools[0], pools[2]]
-
-
-def test_clear_forgets_one_tenant_or_all() -> None:
-    store = AnchorStore(AnchorSettings())
-    for tenant in "ab":
-        observe(store, sample(0, pool=PoolKey(Namespace.parse(tenant), WorkflowId("w"), "p")))
-    store.clear(Namespace(TenantId("a")))
-    assert [key.namespace.tenant for key in store.pools] == ["b"]
-    store.clear()
-    assert store.table.nbytes() == 0
-
-
 def test_tenants_workflows_and_placeholders_share_nothing() -> None:
     store = filled(range(5), **TOKEN)
     for pool in (
@@ -439,54 +354,3 @@ def test_preparing_for_a_pool_that_does_not_exist_does_nothing() -> None:
     store = AnchorStore(AnchorSettings(**TOKEN))
     store.prepare(sample(1))
     assert store.stats().pools == 0
-
-
-# limits of tenants ----------------------------------------------------------------------------------------------------
-
-
-def in_tenant(tenant: str, seed: int, placeholder: str = "p") -> SampleView:
-    return sample(seed, pool=PoolKey(Namespace.parse(tenant), WorkflowId("flow"), placeholder))
-
-
-def seeds_of(store: AnchorStore, tenant: str) -> list[int]:
-    """First tokens of what a tenant's pools hold; `sample` makes them the seed."""
-    pools = (pool for key, pool in store.pools.items() if key.namespace.tenant == tenant)
-    return sorted(anchor.tokens[0] for pool in pools for anchor in pool.anchors.values())
-
-
-def test_a_tenant_with_too_many_anchors_loses_its_own() -> None:
-    store = AnchorStore(AnchorSettings(**OPEN))
-    store.limit(TenantId("a"), anchors=3)
-    for seed in range(6):
-        observe(store, in_tenant("b", seed))
-    for seed, space in enumerate(("a", "a/salt", "a", "a/salt", "a")):
-        observe(store, in_tenant(space, seed, f"p{seed % 2}"))
-        store.check_integrity()
-    assert seeds_of(store, "a") == [2, 3, 4]
-    assert seeds_of(store, "b") == list(range(6))
-    assert store.stats().over_limit == 2
-
-
-def test_a_tenants_bytes_are_bounded() -> None:
-    store = AnchorStore(AnchorSettings(**OPEN))
-    for seed in range(8):
-        observe(store, in_tenant("a", seed))
-        observe(store, in_tenant("b", seed))
-    half = sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == "a") // 2
-    store.limit(TenantId("a"), nbytes=half)
-    for seed in range(8, 12):
-        observe(store, in_tenant("a", seed))
-        assert sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == "a") <= half
-    assert 0 < len(seeds_of(store, "a")) < 8
-    assert 11 in seeds_of(store, "a"), "the newest stays"
-    assert seeds_of(store, "b") == list(range(8))
-
-
-def test_slack_goes_before_anchors() -> None:
-    store = AnchorStore(AnchorSettings(**OPEN))
-    for seed in range(8):
-        observe(store, in_tenant("a", seed))
-    slack = sum(table.slack_bytes for pool in store.pools.values() for table in pool.tables)
-    assert slack > 0
-    store.limit(TenantId("a"), nbytes=store.table.nbytes() - slack)
-    assert (store.stats().anchors, store.stats().over_limit) == (8, 0)

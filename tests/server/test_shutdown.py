@@ -127,7 +127,7 @@ def test_a_flood_is_held_back(stream: bool) -> None:
     async def flood(url: str, engine: EchoEngine) -> list[httpx.Response]:
         nonlocal most
         body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": stream}
-        async with httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_connections=100)) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=100)) as http:
             calls = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(100)]
             while not all(call.done() for call in calls):
                 most = max(most, len(engine.in_flight))

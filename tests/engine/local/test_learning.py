@@ -12,8 +12,8 @@ from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings, LearningSettings, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
+from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of
 from tests.engine.local.stepping import KnownCosts, Stepped
-from tests.engine.local.test_preassembly import ANSWER, QUESTION, SPACE, prompt_of
 from tests.engine.local.test_translation import OPEN, tokens
 
 PLACEHOLDERS = ("user_question", "agent_writer_current")

@@ -1,18 +1,12 @@
-"""The host tier, forecasts and waiting for loads inside the engine: not one token changes, and nothing gets stuck."""
+"""The host tier and forecasts inside the engine: not one token changes, whatever fails."""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from kedge.cache import Copied, Direction
 from kedge.engine.local import build
@@ -24,97 +18,37 @@ from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
     ClientId,
-    Completion,
-    FinishReason,
     GenerateRequest,
     Namespace,
-    ReuseMode,
     RunId,
-    SampleId,
     SamplingParams,
     Segment,
     Source,
     TenantId,
-    Tokens,
 )
-from kedge.workflow import AgentKey, ForecastBoard, NextRun, Node, RunKey, RunProgress, StepGraph
-from tests.engine.local.conftest import engine_of, tiny_model
-from tests.engine.local.test_engine import greedy, prompt
-
-AGENTS, ROUNDS, FIXED, VARYING, OUT = 5, 3, 48, 8, 6
-BLOCK = 8
-ROOM = 3 * (FIXED + VARYING + 8) // BLOCK
-"""Blocks of the device: three agents of five."""
-AMPLE = 200
-RUN = RunKey(Namespace(TenantId("default")), "client", RunId("run"))
-FIRST = Node("a0", loops=[f"a{AGENTS - 1}"])
-GRAPH = StepGraph("cycle", (FIRST, *(Node(f"a{i}", after=[f"a{i - 1}"]) for i in range(1, AGENTS))))
-
-
-@cache
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@cache
-def oracle() -> PreTrainedModel:
-    """The same weights once more: the engine's own model may be running while it is asked."""
-    return tiny_model("llama")
-
-
-@cache
-def expected(tokens: Tokens, count: int = OUT) -> Tokens:
-    return greedy(oracle(), tokens, count)
-
-
-def fixed(agent: int) -> Tokens:
-    return prompt(1000 + agent, FIXED)
-
-
-def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> GenerateRequest:
-    """Call number `asked` of an agent: its fixed prompt and something new."""
-    params = SamplingParams(**{"max_tokens": OUT, "ignore_eos": True, **sampling})
-    segments = (Segment(fixed(agent), "p0"), Segment(prompt(asked, size), "x", SampleId.parse(f"x@{asked}")))
-    return GenerateRequest(
-        segments, params, ReuseMode.EXACT, client=ClientId("client"), run=RUN.run_id, agent=AgentId(f"a{agent}")
-    )
-
-
-@contextmanager
-def engine_with(**tiers: object) -> Iterator[LocalEngine]:
-    """An engine with little room; when it is left, its books are right."""
-    blocks = tiers.pop("num_blocks", ROOM)
-    with engine_of(model(), num_blocks=blocks, block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
-        yield engine
-        settle(engine)
-
-
-def settle(engine: LocalEngine) -> None:
-    engine.wait_idle(60)
-    engine.query(Inspection.check_integrity)
-    assert figures(engine)["cache"]["leased_blocks"] == 0
-    assert not engine._core._cache._demands._waiting, "nobody waits any more, but the cache believes it"
-
-
-def figures(engine: LocalEngine) -> Any:
-    return engine.inspect()
-
-
-def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
-    """The agents one after the other, round after round, with the forecast that `run` would give; checks all tokens."""
-    progress, done = RunProgress(GRAPH, RUN, ForecastBoard()), []
-    engine.forecast(progress.begin(0.0))
-    for asked in range(rounds * AGENTS):
-        agent = asked % AGENTS
-        request = ask(agent, asked)
-        stream = engine.submit(request)
-        engine.forecast(progress.started(request.agent, float(asked)))
-        done.append(stream.result(60))
-        engine.forecast(progress.finished(request.agent, asked + 0.5))
-        assert done[-1].tokens == expected(request.tokens)
-        assert done[-1].receipt.prompt_tokens == request.prompt_tokens
-    return done
-
+from kedge.workflow import AgentKey, ForecastBoard, NextRun, RunProgress
+from tests.engine.local.conftest import engine_of
+from tests.engine.local.test_engine import prompt
+from tests.engine.local.tiering import (
+    AGENTS,
+    AMPLE,
+    BLOCK,
+    FIXED,
+    GRAPH,
+    OUT,
+    ROOM,
+    RUN,
+    VARYING,
+    ask,
+    engine_with,
+    expected,
+    figures,
+    fixed,
+    model,
+    put_on_host,
+    serve_cycle,
+    settle,
+)
 
 # output and receipts ------------------------------------------------------------------------------------------------
 
@@ -237,153 +171,6 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
             engine.query(Inspection.check_integrity)
         for request, stream in zip(requests, streams, strict=True):
             assert stream.result(60).tokens == expected(request.tokens)
-
-
-# waiting ------------------------------------------------------------------------------------------------------------
-
-
-class Gate(TorchCopier):
-    """Lets no load pass until it is opened."""
-
-    opened = threading.Event()
-
-    def _copy(self, order: Any, piece: slice) -> None:
-        if order.copy.direction is Direction.LOAD:
-            self.opened.wait(60)
-        super()._copy(order, piece)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Every engine's loads wait for it."""
-    monkeypatch.setattr(Gate, "opened", threading.Event())
-    monkeypatch.setattr(build, "TorchCopier", Gate)
-    yield Gate.opened
-    Gate.opened.set()
-
-
-def wait_for_load(engine: LocalEngine) -> None:
-    """Return once a request waits for its KV."""
-    while not figures(engine)["loading"]["waited"]:
-        time.sleep(1e-3)
-
-
-def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
-    """Leaves the fixed prompt of `agent` on the host only."""
-    key = AgentKey(*RUN, AgentId(f"a{agent}"))
-    engine.forecast({key: NextRun(9.0)})
-    engine.submit(ask(agent, 900)).result(60)
-    settle(engine)
-    for n in range(others):
-        engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(60)
-        engine.wait_idle(60)
-    status = engine.query(lambda parts: parts.cache.status(RUN.namespace, fixed(agent)))
-    assert (status.device_tokens, status.host_tokens) == (0, FIXED)
-
-
-def test_others_decode_while_a_request_waits_for_its_load(gate: threading.Event) -> None:
-    with engine_with(host_blocks=AMPLE, num_blocks=40) as engine:
-        put_on_host(engine, others=8)
-        running = engine.submit(ask(1, 1, max_tokens=150))
-        deltas = iter(running)
-        next(deltas)
-        loading = engine.submit(ask(0, 2))
-        late = engine.submit(ask(2, 3, max_tokens=1))
-        assert late.result(60).tokens, "who comes later goes first"
-        for _ in range(12):
-            next(deltas)  # decoding goes on
-        gate.set()
-        done = loading.result(60)
-        assert done.tokens == expected(ask(0, 2).tokens)
-        assert done.receipt.tokens(Source.HOST) == FIXED
-        engine.cancel(running.request_id)
-        seen = running.result(60).tokens
-        assert seen == expected(ask(1, 1).tokens, 150)[: len(seen)]
-        assert figures(engine)["loading"]["skips"] == 1
-
-
-def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threading.Event) -> None:
-    with engine_with(host_blocks=AMPLE) as engine:
-        put_on_host(engine)
-        stream = engine.submit(ask(0, 1))
-        wait_for_load(engine)
-        assert engine.cancel(stream.request_id)
-        done = stream.result(60)
-        assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
-        gate.set()
-        engine.query(Inspection.check_integrity)
-        again = engine.submit(ask(0, 2)).result(60)
-        assert again.tokens == expected(ask(0, 2).tokens)
-        assert again.receipt.exact == FIXED
-
-
-def test_without_status_awareness_those_behind_a_load_wait_too(gate: threading.Event) -> None:
-    with engine_with(host_blocks=AMPLE, num_blocks=60, status_aware=False) as engine:
-        put_on_host(engine, others=10)
-        first, second = engine.submit(ask(0, 1)), engine.submit(ask(1, 2))
-        wait_for_load(engine)
-        seen = [figures(engine)["scheduler"] for _ in range(50)]
-        assert {one["waiting"] for one in seen} == {2}, "the second does not wait for the load of the first"
-        gate.set()
-        done, behind = first.result(60), second.result(60)
-        assert (done.tokens, behind.tokens) == (expected(ask(0, 1).tokens), expected(ask(1, 2).tokens))
-        assert done.receipt.tokens(Source.HOST) == FIXED
-        assert figures(engine)["loading"]["skips"] == 0
-
-
-@pytest.mark.parametrize("limit", [{"max_wait": 0.02}, {"max_skips": 0}])
-def test_waiting_is_bounded(limit: dict[str, object], gate: threading.Event) -> None:
-    """Its load never comes."""
-    with engine_with(host_blocks=AMPLE, num_blocks=60, **limit) as engine:
-        put_on_host(engine, others=10)
-        stream = engine.submit(ask(0, 1))
-        wait_for_load(engine)
-        engine.submit(ask(1, 2)).result(60)
-        done = stream.result(60)
-        assert done.tokens == expected(ask(0, 1).tokens)
-        assert done.receipt.computed == FIXED + VARYING
-        assert figures(engine)["loading"]["given_up"] == 1
-        gate.set()
-
-
-def test_what_is_computed_faster_than_it_is_loaded_is_computed() -> None:
-    with engine_with(host_blocks=AMPLE, throttle=0.05) as engine:
-        sources = []
-        for asked in range(2):
-            put_on_host(engine)
-            done = engine.submit(ask(0, asked)).result(60)
-            sources.append((done.receipt.tokens(Source.HOST), done.receipt.computed))
-            engine.submit(GenerateRequest((Segment(prompt(700 + asked, 100), "p0"),), SamplingParams(1))).result(60)
-        assert sources == [(FIXED, VARYING), (0, FIXED + VARYING)], "both costs are known only the second time"
-
-
-def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
-    with engine_with(host_blocks=AMPLE, num_blocks=20) as engine:
-        put_on_host(engine)
-        running = engine.submit(ask(1, 1, max_tokens=80))
-        next(iter(running))
-        stream = engine.submit(ask(0, 2))
-        assert stream.result(60).tokens == expected(ask(0, 2).tokens)
-        assert running.result(60).tokens == expected(ask(1, 1).tokens, 80)
-
-
-def test_closing_while_copies_are_under_way() -> None:
-    before = copiers()
-    with engine_of(
-        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=1000)
-    ) as engine:
-        engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
-        engine.submit(ask(0, 1)).result(60)
-        assert figures(engine)["cache"]["offloading_blocks"] > 0
-        closing = threading.Thread(target=engine.close)
-        closing.start()
-        closing.join(60)
-        assert not closing.is_alive(), "a single block takes a quarter of an hour"
-    assert copiers() == before
-
-
-def copiers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "kedge-copier"}
 
 
 # sizes and hints ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, Tokens
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.engine.local.test_preassembly import ASKED, prompt_of
+from tests.engine.local.stage import ASKED, prompt_of
 from tests.engine.local.test_translation import OPEN, tokens
 
 ANSWER = SampleId.parse("agent_writer@0")

@@ -1,0 +1,204 @@
+"""An engine without its thread, for prompts that are assembled ahead: a test takes its steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.local import build
+from kedge.engine.local.core import EngineCore
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
+from kedge.types import (
+    AgentId,
+    ClientId,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunId,
+    RunKey,
+    SampleId,
+    SamplingParams,
+    Segment,
+    TenantId,
+    Tokens,
+    WorkflowId,
+)
+from tests.engine.local.conftest import tiny_model, tiny_tokenizer
+from tests.engine.local.test_translation import OPEN, tokens
+
+TEMPLATE = (20, 9, 5)
+"""Tokens of the prefix segments of every agent: before the question, before the answer, and the last."""
+QUESTION, ANSWER = 40, 24
+ASKED = tokens(70, QUESTION)
+PLANNER = PlannerSettings(by_cost=False, recompute_head=2)
+SPACE, RUN = Namespace(TenantId("default")), RunId("run")
+RUN_KEY = RunKey(SPACE, ClientId("client"), RUN)
+_ids = count()
+
+
+def prompt_of(
+    agent: str,
+    question: Tokens,
+    answer: Tokens | None = None,
+    reuse: ReuseMode = ReuseMode.TRANSLATE,
+    run: str = RUN,
+    produces: str | None = None,
+    **sampling: object,
+) -> GenerateRequest:
+    """An agent's prompt around a question and the writer's answer; `answer=()` is one that is yet to come."""
+    seed = sum(agent.encode())
+    around = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
+    p0, p1, p2 = (Segment(tokens(seed + i, size), f"p{i}") for i, size in enumerate(TEMPLATE))
+    segments = [p0, Segment(question, "user_question", SampleId.parse("input_user_question@0"), **around), p1]
+    if answer is not None:
+        segments += [Segment(answer, "agent_writer_current", SampleId.parse("agent_writer@0"), **around), p2]
+    return GenerateRequest(
+        tuple(segments),
+        SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling}),  # type: ignore[arg-type]
+        reuse,
+        RequestId(f"request-{next(_ids)}"),
+        run=RunId(run),
+        client=ClientId("client"),
+        workflow=WorkflowId("flow"),
+        agent=AgentId(agent),
+        produces=SampleId.parse(produces) if produces else None,
+    )
+
+
+class Stage:
+    """The engine without its thread: a test takes its steps, and the books are checked after each."""
+
+    def __init__(self, **settings: object) -> None:
+        defaults = {"num_blocks": 128, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": PLANNER}
+        config = EngineSettings(**{**defaults, **settings})
+        self.core: EngineCore
+        self.core, _ = build.core(model(), config)
+        self.answer: Tokens = ()
+        """The writer's, to `ASKED`."""
+        self._before: dict[str, int] = {}
+
+    def submit(self, request: GenerateRequest) -> RequestSequence:
+        sequence = RequestSequence(
+            request.request_id, request.namespace, list(request.tokens), request=request,
+            stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
+            text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
+        )  # fmt: skip
+        self.core.requests.submit(sequence)
+        self.check()
+        return sequence
+
+    def step(self) -> None:
+        self.core.step()
+        self.check()
+
+    def check(self) -> None:
+        self.core.inspection.check_integrity()
+        told = self.told
+        assert told["begun"] == sum(told[name] for name in ("live", *ENDS))
+        for one in self.core.inspection.preassembly.expected:
+            assert one.todo == sorted(set(one.todo))
+            assert one.plan is None or one.request.prompt_tokens - 1 not in one.todo, "that is the request's"
+
+    def rest(self) -> None:
+        """Runs until nothing is left but learning."""
+        while not self.core.idle or self.core.transferring:
+            self.step()
+
+    def learn(self) -> None:
+        while self.core.can_learn:
+            self.core.learn()
+            self.check()
+
+    def serve(self, request: GenerateRequest) -> RequestSequence:
+        """Serves a request to its end, then learns from it."""
+        sequence = self.submit(request)
+        self.rest()
+        self.learn()
+        return sequence
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Tells what is expected, and assembles it."""
+        self.core.prepare(request)
+        self.check()
+        self.rest()
+
+    def teach(self, *agents: str, questions: int = 3) -> None:
+        """Enough dense prefills that everything is shareable from now on."""
+        for at in range(questions):
+            question = tokens(50 + at, QUESTION)
+            answer = self.write(question, run=f"past-{at}")
+            for agent in agents:
+                self.serve(prompt_of(agent, question, answer, run=f"past-{at}"))
+            self.core.end_run(RunKey(SPACE, "client", RunId(f"past-{at}")))
+        self.core.inspection.cache.clear_all()
+
+    def write(self, question: Tokens, run: str = RUN) -> Tokens:
+        """The writer's answer to a question."""
+        asked = prompt_of("writer", question, run=run, produces="agent_writer@0", max_tokens=ANSWER)
+        return tuple(self.serve(asked).response)
+
+    def fresh(self) -> Stage:
+        """As it was when it had been taught: nothing is cached, expected or counted."""
+        self.rest()
+        self.core.inspection.preassembly.clear()
+        self.core.inspection.cache.clear_all()
+        self._before = {name: value for name, value in self._told.items() if name != "live"}
+        return self
+
+    @property
+    def told(self) -> dict[str, int]:
+        """Since it was last `fresh`."""
+        return {name: value - self._before.get(name, 0) for name, value in self._told.items()}
+
+    @property
+    def _told(self) -> dict[str, int]:
+        told: Any = self.core.inspection.stats()["preassembly"]
+        return told
+
+    @property
+    def leased(self) -> int:
+        told: Any = self.core.inspection.stats()["cache"]
+        return told["leased_blocks"]
+
+
+ENDS = ("used", "wasted", "given_back", "cancelled", "failed")
+
+
+@cache
+def model() -> ModelRunner:
+    return checked_runner(tiny_model("llama"))
+
+
+@cache
+def _taught(planner: PlannerSettings) -> Stage:
+    stage = Stage(planner=planner)
+    stage.teach("reader")
+    stage.answer = stage.write(ASKED)
+    return stage
+
+
+def taught(planner: PlannerSettings = PLANNER) -> Stage:
+    """Translates what the reader is asked about `ASKED`, to which the writer's answer is known."""
+    return _taught(planner).fresh()
+
+
+def outcome(sequence: RequestSequence) -> tuple[object, ...]:
+    """What must not depend on whether a prompt was assembled ahead."""
+    receipt = sequence.receipt()
+    return tuple(sequence.response), receipt.spans, receipt.misses
+
+
+def pieces(request: GenerateRequest) -> GenerateRequest:
+    """The request as it is known before the writer has answered."""
+    segments = (
+        replace(one, tokens=()) if one.sample == SampleId.parse("agent_writer@0") else one for one in request.segments
+    )
+    return replace(request, segments=tuple(segments), request_id=RequestId(f"hint-{next(_ids)}"))
