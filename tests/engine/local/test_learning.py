@@ -128,7 +128,9 @@ def wrote(engine: Stepped, seed: int, run: str) -> RequestSequence:
 def is_known(engine: Stepped, writer: RequestSequence) -> bool:
     """Whether the KV of an answer is kept for those that read it."""
     request = writer.request
-    found = engine.core.learned[1].find(request.run_key, SampleId.parse("agent_writer@0"), tuple(writer.response), ())
+    found = engine.core.inspection.learned[1].find(
+        request.run_key, SampleId.parse("agent_writer@0"), tuple(writer.response), ()
+    )
     return found is not None
 
 
@@ -284,7 +286,7 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
     for seed in range(4):
         engine.serve(reader(seed, run=f"run-{seed}"))
         engine.core.inspection.cache.clear_all()
-    slots = {key.placeholder for key in engine.core.learned[0].pools}
+    slots = {key.placeholder for key in engine.core.inspection.learned[0].pools}
     assert slots == ({"user_question"} if readers == 6 else set())
     receipt = engine.serve(replace(reader(2), run=RunId("again"))).receipt()
     assert bool(receipt.translated) == (readers == 6)
