@@ -317,7 +317,7 @@ ONE = random_kv(1, 0).nbytes
 
 def base_store(device: int, host: int, steps: dict[str, float] | None = None) -> BaseStore:
     def told(owner: Any) -> float | None:
-        return (steps or {}).get(getattr(owner, "run_id", None) or getattr(owner, "template", None))
+        return (steps or {}).get(owner.run_id if isinstance(owner, RunKey) else owner.template)
 
     return BaseStore(device * ONE, HostBound(host * ONE, steps_to_execution(), told))
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from kedge.cli.flow_text import lanes
+from kedge.types import AgentId, Namespace, RunId, TenantId
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.spec import build_step_graph
 from kedge.workflow.steps import UNKNOWN
@@ -42,5 +43,8 @@ def test_the_lanes_that_inspect_draws() -> None:
 def test_following_a_run() -> None:
     names: dict[str, Any] = {}
     exec(PYTHON[1] + PYTHON[2], names)
-    assert names["changes"][AgentKey("tenant", "client", "run-1", "searcher")] == (0, 1.0)
+    assert names["changes"][AgentKey(Namespace(TenantId("tenant")), "client", RunId("run-1"), AgentId("searcher"))] == (
+        0,
+        1.0,
+    )
     assert names["board"].steps == {}

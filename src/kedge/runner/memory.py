@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import KeysView
 from typing import NamedTuple
 
+from kedge.structures.bounded import BoundedDict
 from kedge.types import SampleId
 from kedge.workflow.template import Value
 
@@ -24,8 +24,7 @@ class RunMemory:
     """Values of one run by the sample that they stand for. Of more than `max_values` the oldest is forgotten."""
 
     def __init__(self, max_values: int | None = None) -> None:
-        self._values: OrderedDict[SampleId, Remembered] = OrderedDict()
-        self._max_values = max_values
+        self._values: dict[SampleId, Remembered] = {} if max_values is None else BoundedDict(max_values)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -38,9 +37,6 @@ class RunMemory:
     def put(self, sample: SampleId, value: Value, text: str = "") -> None:
         """Remember what fills the placeholders that stand for `sample`; without tokens they are known to be empty."""
         self._values[sample] = Remembered(value if value.tokens else NOTHING, text)
-        self._values.move_to_end(sample)
-        if self._max_values is not None and len(self) > self._max_values:
-            self._values.popitem(last=False)
 
     def find(self, sample: SampleId) -> Remembered | None:
         """Return the value of `sample` with its text; None where it is not known."""

@@ -10,7 +10,6 @@ or the run has ended, and from here where there are too many.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from kedge.runner.memory import NOTHING, RunMemory
 from kedge.runner.prompts import RunPrompts
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import AgentRun
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, TenantId
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.graph import Step
@@ -37,7 +37,7 @@ class Lookahead:
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
         """`default`: the reuse mode where neither agent nor workflow has one. `withdraw` cancels hints, soon."""
         self._engine, self._default, self._withdraw = engine, default, withdraw
-        self._runs: dict[TenantId, OrderedDict[RunKey, _KnownRun]] = {}
+        self._runs: dict[TenantId, BoundedDict[RunKey, _KnownRun]] = {}
         """By tenant, and by the time of the last call."""
 
     def called(
@@ -47,14 +47,9 @@ class Lookahead:
 
         `asked` is the reuse mode that the call names; the run's other calls are expected to name it, too.
         """
-        mine = self._of(run.key)
-        known = mine.setdefault(run.key, _KnownRun(registered))
-        mine.move_to_end(run.key)
+        known = self._of(run.key).use(run.key, lambda: _KnownRun(registered))
         known.registered, known.asked = registered, asked
         known.read(filled, step)
-        while len(mine) > MAX_RUNS:
-            _, oldest = mine.popitem(last=False)
-            self._withdraw([*oldest.hints.values()])
 
     def expect(self, run: AgentRun, next_runs: Mapping[AgentId, NextRun]) -> None:
         """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
@@ -72,8 +67,11 @@ class Lookahead:
         """Forget a run that has ended. The engine drops its hints by itself."""
         self._of(key).pop(key, None)
 
-    def _of(self, key: RunKey) -> OrderedDict[RunKey, _KnownRun]:
-        return self._runs.setdefault(key.namespace.tenant, OrderedDict())
+    def _of(self, key: RunKey) -> BoundedDict[RunKey, _KnownRun]:
+        return self._runs.setdefault(key.namespace.tenant, BoundedDict(MAX_RUNS, self._evicted))
+
+    def _evicted(self, _: RunKey, oldest: _KnownRun) -> None:
+        self._withdraw([*oldest.hints.values()])
 
 
 @dataclass
