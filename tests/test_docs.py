@@ -15,7 +15,7 @@ import yaml
 import kedge
 from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import RunResult, run
-from kedge.settings import EngineConfig, PlannerSettings, Settings
+from kedge.settings import EngineSettings, PlannerSettings, Settings
 from kedge.workflow.spec import load_workflow
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def block(language: str, page: Path = PAGES[0]) -> str:
 def test_the_python_example_prints_what_the_readme_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = EngineConfig(planner=PlannerSettings(by_cost=False))  # what pays depends on how busy this machine is
+    config = EngineSettings(planner=PlannerSettings(by_cost=False))  # what pays depends on how busy this machine is
 
     def run_when_idle(engine: LocalEngine, *args: Any) -> RunResult:
         engine.wait_idle()
