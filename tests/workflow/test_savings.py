@@ -7,10 +7,9 @@ from itertools import islice
 import pytest
 
 from kedge import LocalEngine, run
-from kedge.types import ReuseMode
+from kedge.types import ReuseMode, ValueKind
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.savings import BLOCK, CallSavings, ValueLengths, estimate_savings
-from kedge.workflow.template import Kind
 from kedge.workloads.miniature import MATH, workflow
 
 FOUR = ValueLengths(input=4 * BLOCK, answer=4 * BLOCK)
@@ -80,7 +79,9 @@ def test_an_answer_that_follows_the_same_prompt_again_is_found_where_it_was_writ
 def test_lengths_by_name_go_first_and_answers_end_at_max_tokens() -> None:
     flow = Workflow("test", (Agent("a", "", "{user_question}", max_tokens=7),))
     lengths = ValueLengths(input=5, answer=9, named={"user_question": 6})
-    assert [lengths.of(flow, kind, of) for kind, of in ((Kind.INPUT, "user_question"), (Kind.AGENT, "a"))] == [6, 7]
+    assert [
+        lengths.of(flow, kind, of) for kind, of in ((ValueKind.INPUT, "user_question"), (ValueKind.AGENT, "a"))
+    ] == [6, 7]
 
 
 def test_the_share_of_a_run_weighs_calls_by_their_prompts() -> None:

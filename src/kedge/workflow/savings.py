@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from kedge.types import AgentId, ReuseMode
+from kedge.types import AgentId, ReuseMode, ValueKind
 from kedge.workflow.graph import Step, Workflow
-from kedge.workflow.template import ChatTokenizer, CompiledAgent, Kind, Placeholder, compile_agents
+from kedge.workflow.template import ChatTokenizer, CompiledAgent, Placeholder, compile_agents
 
 BLOCK = 16
 """Tokens per block: a prefix cache finds whole blocks only."""
@@ -35,17 +35,17 @@ class ValueLengths:
     tool: int = 50
     named: Mapping[str, int] = field(default_factory=dict)
 
-    def of(self, workflow: Workflow, kind: Kind, of: str) -> int:
+    def of(self, workflow: Workflow, kind: ValueKind, of: str) -> int:
         """Return the number of tokens of an input, of an agent's answer or of its tool's result."""
-        default = {Kind.INPUT: self.input, Kind.CONDITION: self.tool}.get(kind)
+        default = {ValueKind.INPUT: self.input, ValueKind.CONDITION: self.tool}.get(kind)
         if default is None:
             default = min(self.answer, workflow.agent(of).max_tokens)
         return self.named.get(value_name(kind, of), default)
 
 
-def value_name(kind: Kind, of: str) -> str:
+def value_name(kind: ValueKind, of: str) -> str:
     """Return the name of a value in `ValueLengths.named`."""
-    return of if kind is Kind.INPUT else f"{kind}_{of}"
+    return of if kind is ValueKind.INPUT else f"{kind}_{of}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Value(NamedTuple):
     """What fills a placeholder in one run. Inputs have turn 0."""
 
     run: int
-    kind: Kind
+    kind: ValueKind
     of: str
     turn: int
 
@@ -120,19 +120,19 @@ def _call(
 ) -> _Call:
     agent = agents[step.agent]
 
-    def piece(kind: Kind, of: str, turn: int) -> _Piece:
+    def piece(kind: ValueKind, of: str, turn: int) -> _Piece:
         value = _Value(run, kind, of, turn)
         return _Piece(tuple((value, i) for i in range(lengths.of(workflow, kind, of))), value)
 
     def filled(placeholder: Placeholder) -> _Piece:
-        if placeholder.kind is Kind.INPUT:
+        if placeholder.kind is ValueKind.INPUT:
             return piece(placeholder.kind, placeholder.of, 0)
         source = workflow.source(step, placeholder)
         return piece(placeholder.kind, placeholder.of, source.turn) if source else _Piece(())
 
     rest = zip(map(filled, agent.placeholders), map(_Piece, agent.prefixes[1:]), strict=True)
     pieces = (_Piece(agent.prefixes[0]), *(each for pair in rest for each in pair))
-    return _Call(step, pieces, piece(Kind.AGENT, step.agent, step.turn), workflow.agent(step.agent).reuse)
+    return _Call(step, pieces, piece(ValueKind.AGENT, step.agent, step.turn), workflow.agent(step.agent).reuse)
 
 
 # ways of serving ------------------------------------------------------------------------------------------------------
@@ -213,16 +213,18 @@ def _role_last(calls: Sequence[_Call], workflow: Workflow) -> list[_Call]:
     labels = _labels(calls, head, readers)
 
     def order(value: _Value) -> tuple[object, ...]:
-        names: Sequence[str] = workflow.inputs if value.kind is Kind.INPUT else workflow.order
-        is_answer = value.kind is not Kind.INPUT
+        names: Sequence[str] = workflow.inputs if value.kind is ValueKind.INPUT else workflow.order
+        is_answer = value.kind is not ValueKind.INPUT
         return readers[value] == 1, is_answer, value.turn, names.index(value.of), value.kind
 
     return [_reordered(call, head, labels, order) for call in calls]
 
 
-def _labels(calls: Iterable[_Call], head: int, readers: Mapping[_Value | None, int]) -> dict[tuple[Kind, str], int]:
+def _labels(
+    calls: Iterable[_Call], head: int, readers: Mapping[_Value | None, int]
+) -> dict[tuple[ValueKind, str], int]:
     """Return for each value that several calls read how many tokens in front of it are the same in all of them."""
-    before: dict[tuple[Kind, str], list[Tokens]] = {}
+    before: dict[tuple[ValueKind, str], list[Tokens]] = {}
     for call in calls:
         for tokens, value in _pairs(call, head):
             if value.value and readers[value.value] > 1:
@@ -236,7 +238,9 @@ def _pairs(call: _Call, head: int) -> Iterator[tuple[Tokens, _Piece]]:
         yield call.pieces[i - 1].tokens[head if i == 1 else 0 :], call.pieces[i]
 
 
-def _reordered(call: _Call, head: int, labels: Mapping[tuple[Kind, str], int], order: Callable[[_Value], Any]) -> _Call:
+def _reordered(
+    call: _Call, head: int, labels: Mapping[tuple[ValueKind, str], int], order: Callable[[_Value], Any]
+) -> _Call:
     values, rest = list[tuple[_Value, Tokens]](), Tokens()
     for tokens, piece in _pairs(call, head):
         cut = len(tokens) - (labels.get((piece.value.kind, piece.value.of), 0) if piece.value else 0)
