@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 # Without a GPU, torch is asked for by its own name and version, so that a CPU build which pip can find wins.
 	@command -v nvidia-smi >/dev/null 2>&1 || { echo "installing torch $(TORCH) (no GPU found)"; $(PIP) install torch==$(TORCH); }
-	@echo "installing kedge[dev,plot]"
-	@$(PIP) install -e '.[dev,plot]'
+	@echo "installing kedge[dev,plot,docs]"
+	@$(PIP) install -e '.[dev,plot,docs]'
 	@touch $@
 
 demo: setup  ## run the main job: five agents, dense and translated side by side
@@ -70,9 +70,9 @@ bench: setup  ## run the benchmark of the time to first token
 	$(BIN)/kedge bench ttft $(ARGS)
 
 docs: setup  ## build the documentation site into build/site
-	@$(PIP) install -e '.[docs]'
 	$(BIN)/python scripts/cli_reference.py
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python scripts/readme_picture.py
+	$(BIN)/zensical build --strict
 
 clean:  ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache

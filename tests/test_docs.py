@@ -7,49 +7,73 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import kedge
-from kedge.engine.echo import EchoEngine
-from kedge.settings import Settings
+from kedge.engine.local.engine import LocalEngine
+from kedge.runner.run import RunResult, run
+from kedge.settings import EngineSettings, PlannerSettings, Settings
 from kedge.workflow.spec import load_workflow
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
+SETTINGS = DOCS / "reference" / "settings.md"
 
 
-def block(language: str) -> str:
-    """The first code block of this language in the README."""
-    found = re.search(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def block(language: str, page: Path = PAGES[0]) -> str:
+    """The first code block of this language on a page."""
+    found = re.search(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found
     return found[1]
 
 
-def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(kedge, "LocalEngine", lambda _: EchoEngine({"solver": "eight", "judge": "it is eight"}))
+def test_the_python_example_prints_what_the_readme_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineSettings(planner=PlannerSettings(by_cost=False))  # what pays depends on how busy this machine is
+
+    def run_when_idle(engine: LocalEngine, *args: Any) -> RunResult:
+        engine.wait_idle()
+        return run(engine, *args)
+
+    monkeypatch.setattr(kedge, "LocalEngine", lambda: LocalEngine(config=config))
+    monkeypatch.setattr(kedge, "run", run_when_idle)
     exec(block("python"), {})
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "it is eight"
-    assert [line.split()[0] for line in lines[1:]] == ["solver", "judge"]
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"^The answer is .*$", README, re.MULTILINE)
+    assert printed[:4] == shown[:4]
+    assert [line.partition(".")[0] for line in printed] == [line.partition(".")[0] for line in shown]
+    assert all(int(lines[4].split()[6]) > 0 for lines in (printed, shown))  # translated
 
 
-def test_the_yaml_example_is_a_workflow(tmp_path: Path) -> None:
-    file = tmp_path / "team.yaml"
-    file.write_text(block("yaml"), encoding="utf-8")
-    assert load_workflow(file).order == ("solver", "programmer", "judge")
+def test_the_readme_names_the_test_command() -> None:
+    assert "`make test`" in README
+
+
+def test_the_picture_is_what_its_script_makes() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "readme_picture.py"))
+    assert made["FILE"].read_text(encoding="utf-8") == made["picture"](), "run scripts/readme_picture.py"
+
+
+def test_the_first_workflow_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "review.yaml"
+    file.write_text(block("yaml", DOCS / "guides" / "first-workflow.md"), encoding="utf-8")
+    flow = load_workflow(file)
+    assert flow.order and flow.inputs == ("user_question",)
 
 
 def test_the_settings_example_is_right(tmp_path: Path) -> None:
     file = tmp_path / "kedge.toml"
-    file.write_text(block("toml"), encoding="utf-8")
+    file.write_text(block("toml", SETTINGS), encoding="utf-8")
     assert Settings.load(file).engine.kv_memory == 2 << 30
 
 
-@pytest.mark.parametrize("name", re.findall(r"KEDGE_\w+", block("toml")))
+@pytest.mark.parametrize("name", re.findall(r"KEDGE_\w+", SETTINGS.read_text(encoding="utf-8")))
 def test_the_variables_of_the_settings_example_exist(name: str) -> None:
     section: object = Settings()
     for part in name.removeprefix("KEDGE_").lower().split("__"):

@@ -22,7 +22,7 @@ def texts(of: StepGraph) -> list[str]:
 
 def printed(of: StepGraph, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(flow_text(of, width))
+    console.print(flow_text(of, width, points=True))
     return console.export_text().splitlines()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def inspect(*args: str):  # noqa: ANN201
 def rows(folder: Path, config: PretrainedConfig) -> dict[str, str]:
     """The facts that are shown about a model with this config."""
     config.save_pretrained(folder)
-    result = inspect(str(folder))
+    result = inspect(str(folder), "--all")
     assert result.exit_code == 0, result.output
     cells = [line.strip("│").split("│") for line in result.output.splitlines() if line.startswith("│")]
     return {label.strip(): value.strip() for label, value in cells}
@@ -147,16 +148,71 @@ def test_a_workflow(tmp_path: Path) -> None:
         "  - {id: a, user: 'Q: {user_question}'}\n",
         encoding="utf-8",
     )
-    result = inspect(str(flow))
+    result = inspect(str(flow), "--all")
     assert result.exit_code == 0, result.output
-    cells = [[cell.strip() for cell in line.split("│")[1:6]] for line in result.output.splitlines() if line[:1] == "│"]
-    assert cells == [
-        ["a", "nobody", "{user_question}", "", ""],
-        ["b", "a", "{user_question}", "", "exact"],
-        ["", "", "{agent_a_current}", "", ""],
-        ["", "", "{agent_b_history_1}", "", ""],
+    lines = [line.split() for line in result.output.splitlines()]
+    at = lines.index(["agent", "waits", "for", "reads", "tool", "reuse"])
+    assert [line for line in lines[at + 2 :] if line][:4] == [
+        ["a", "nobody", "user_question"],
+        ["b", "a", "user_question", "exact"],
+        ["agent_a_current"],
+        ["agent_b_history_1"],
     ]
     assert "inputs: user_question; turns: 2" in result.output
+
+
+def test_a_model_is_a_few_facts_without_all(tmp_path: Path) -> None:
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    result = inspect(str(tmp_path))
+    shown = [line.split("│")[1].strip() for line in result.output.splitlines() if line.startswith("│")]
+    assert shown == ["family", "longest prompt", "runs, exact reuse", "translation"]
+
+
+TEAM = str(Path(__file__).parents[2] / "examples" / "math_team.yaml")
+
+
+def shares(*args: str) -> dict[str, int]:
+    """The percentages that are shown, by the first words of their rows."""
+    result = inspect(TEAM, *args)
+    assert result.exit_code == 0, result.output
+    return {way: int(share) for way, share in re.findall(r"^ (\S.*?)  +(\d+)%", result.output, re.MULTILINE)}
+
+
+def test_a_workflow_says_what_its_prompts_would_save() -> None:
+    as_is, role_last, translation = shares().values()
+    assert as_is < role_last < translation < 100
+    assert "plain prefix caching is exact and better" in " ".join(inspect(TEAM).output.split())
+
+
+def test_assumed_lengths_change_the_shares() -> None:
+    long, short = shares("--input-tokens", "2000"), shares("--input-tokens", "20", "--answer-tokens", "1")
+    way = "prefix caching, shared text first and role last"
+    assert long[way] > shares()[way] > short[way]
+    assert shares("--length", "user_question=2000") == long
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("nobody=3", "must be one of agent_analyst, agent_inspector, agent_programmer, agent_solver, cond"),
+        ("user_question=many", "must be NAME=N"),
+        ("user_question", "must be NAME=N"),
+    ],
+)
+def test_a_length_that_cannot_be(value: str, why: str) -> None:
+    result = inspect(TEAM, "--length", value)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --length=") and why in result.stderr
+
+
+@pytest.mark.parametrize("example", ["math_team", "debate"])
+def test_everything_fits_80_columns_without_a_broken_word(example: str) -> None:
+    flow = Path(TEAM).with_name(f"{example}.yaml")
+    result = CliRunner().invoke(app, ["inspect", str(flow), "--all"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    wide = CliRunner().invoke(app, ["inspect", str(flow), "--all"], env={"COLUMNS": "200"})
+    assert {*result.output.split()} - {*wide.output.split()} <= {"─" * n for n in range(200)}
 
 
 @pytest.mark.parametrize("text", ["- a list", "name: [", "name: x\nagents: [{id: a, user: '{nobody}'}]"])
@@ -184,7 +240,7 @@ def graph_file(folder: Path, text: str = GRAPH) -> Path:
 
 
 def test_a_step_graph_at_every_point_of_the_run(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["inspect", str(graph_file(tmp_path))], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(app, ["inspect", str(graph_file(tmp_path)), "--all"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
     assert "[planner] → [writer] → [reviewer] → [publisher]" in lines

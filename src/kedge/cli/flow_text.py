@@ -79,9 +79,9 @@ def _while(graph: StepGraph, state: RunState) -> str:
     return f"while {' + '.join(running)} run{'s' if len(running) == 1 else ''}"
 
 
-def flow_text(graph: StepGraph, width: int) -> Group:
-    """The graph and its points for a terminal of `width` columns."""
-    return Group(_lanes(graph), _nodes(graph), *_points_tables(graph, width))
+def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
+    """Return the nodes of a graph, with all `points` of its run on request, for a terminal of `width` columns."""
+    return Group(_nodes(graph), *(_points_tables(graph, width) if points else ()))
 
 
 def lanes(graph: StepGraph) -> list[list[Node]]:
@@ -93,7 +93,8 @@ def lanes(graph: StepGraph) -> list[list[Node]]:
     return [found[step] for step in sorted(found)]
 
 
-def _lanes(graph: StepGraph) -> Text:
+def lanes_text(graph: StepGraph) -> Text:
+    """Return the nodes in the order of their steps, those of one step together."""
     return Text(" → ".join(f"[{' | '.join(node.id for node in lane)}]" for lane in lanes(graph)), style="bold")
 
 

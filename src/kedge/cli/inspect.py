@@ -1,4 +1,4 @@
-"""`kedge inspect`: what Kedge can do with a model and why not more, or who hears whom in a workflow."""
+"""`kedge inspect`: what Kedge can do with a model and why not more, or what a workflow's prompts would save."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kedge.cli.inspect_flow import Counts, show_flow
 from kedge.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from kedge.types import AgentId
-    from kedge.workflow.graph import Workflow
-
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
+SHORT = {"family", "runs", "runs, exact reuse", "longest prompt", "translation"}
+"""The facts of a model that are shown without `--all`"""
 UNTRIED = "yes, as far as its config tells: no small copy of it could be built and tried"
 
 
@@ -26,30 +26,50 @@ def inspect(
     target: Annotated[
         Path | None, typer.Argument(metavar="[MODEL|FLOW]", help="A model's folder or a workflow file.")
     ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", "-a", help="Show everything: all facts of a model; every call, agent and step.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Of a workflow: the model whose tokenizer counts; default: the bundled one.")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Assumed tokens of an input.")] = 200,
+    answer_tokens: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Assumed tokens of an answer, at most its max_tokens.")
+    ] = 200,
+    tool_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Assumed tokens of a tool's result.")] = 50,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the step graph too: a .png or .svg file.")
     ] = None,
 ) -> None:
-    """Say what Kedge can do with a model (default: the bundled one) and why not more, or show a workflow's graph."""
+    """Say what Kedge can do with a model (default: the bundled one), or what a workflow's prompts would save."""
     if target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
-        _show_flow(Console(), target, picture)
+        counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
+        show_flow(Console(), target, counts, picture, show_all=show_all)
     elif picture is not None:
         raise ConfigError("--picture", str(picture), "only a workflow has a picture; name its file")
     else:
-        Console().print(_model(target))
+        _show_model(Console(), target, show_all=show_all)
 
 
-def _model(path: Path | None) -> Table:
+def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
     from kedge.engine.local.build import model_path
     from kedge.engine.local.model.loading import read_config
 
     folder = model_path(path)
     config = read_config(folder)
-    return _facts(str(folder), [*_shape(config), *_verdict(config)])
+    facts = [*_shape(config), *_verdict(config)]
+    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+    console.print(_facts(fact for fact in facts if show_all or fact[0] in SHORT))
+    if not show_all:
+        console.print("--all shows the model's shape and the size of its KV.", style="dim")
 
 
-def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False)
+def _facts(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
@@ -103,43 +123,3 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     share = "" if rotary_dim == head_dim else f", first {rotary_dim} of {head_dim} dimensions"
     return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta', 'unknown')}{share}"
-
-
-def _show_flow(console: Console, path: Path, picture: Path | None) -> None:
-    from kedge.cli.flow_picture import flow_picture
-    from kedge.cli.flow_text import flow_text
-    from kedge.workflow.spec import load_flow
-    from kedge.workflow.step_graph import StepGraph
-
-    flow = load_flow(path)
-    graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
-    if picture:
-        flow_picture(graph, picture)
-    if not isinstance(flow, StepGraph):
-        console.print(_flow(flow))
-    console.print(flow_text(graph, console.width))
-    if picture:
-        console.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _flow(flow: Workflow) -> Table:
-    caption = f"inputs: {', '.join(flow.inputs)}; turns: {flow.turns}"
-    table = Table(title=flow.name, caption=caption, show_lines=True)
-    for column in ("agent", "waits for", "reads", "tool", "reuse"):
-        table.add_column(column, overflow="fold")
-    for agent_id in flow.order:
-        table.add_row(*_agent(flow, agent_id))
-    return table
-
-
-def _agent(flow: Workflow, agent_id: AgentId) -> tuple[str, ...]:
-    agent = flow.agent(agent_id)
-    waits_for = [other for other in flow.order if other in flow.waits_for[agent_id]]
-    reads = [f"{{{placeholder.name}}}" for placeholder in agent.placeholders]
-    return (
-        agent_id,
-        "\n".join(waits_for) or "nobody",
-        "\n".join(reads),
-        "yes" if agent.tool else "",
-        agent.reuse or "",
-    )
