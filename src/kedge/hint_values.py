@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-LONGEST = 256
+MAX_NAME_LENGTH = 256
 """Characters of a name."""
-MOST_AGENTS = 4096
+MAX_HINT_AGENTS = 4096
 """Agents that one hint may speak of."""
 
 
 def read_text(value: Any) -> str:
     """A name: short, and fit for a line of a log."""
-    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
+    if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH or not value.isprintable():
         raise ValueError
     return value
 

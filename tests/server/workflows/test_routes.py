@@ -13,7 +13,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.runner.run import run
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from kedge.types import AgentId, ReuseMode, SampleId, TenantId
 from kedge.workflow.spec import build_workflow
 from kedge.workloads.sandbox import Outcome
@@ -33,7 +33,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with EchoEngine(ANSWERS) as engine, serving(engine, ServerConfig(tools=True)) as running:
+    with EchoEngine(ANSWERS) as engine, serving(engine, ServerSettings(tools=True)) as running:
         yield running
 
 
@@ -310,14 +310,14 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
     call(http, "first", {"user_question": "what?"}, run="r", client="c")
     first = served.engine.requests[-1]
     assert (first.produces, first.run) == ("agent_first@0", "c/r")
-    assert first.trail == served.service.workflows.get(TenantId("default"), "pair").prompts["first"].trail
+    assert first.trail == served.workflows.registry.get(TenantId("default"), "pair").prompts["first"].trail
     assert first.trail
     for bindings in ({"user_question": "what?"}, {"user_question": "what?", "agent_first_current": "one"}):
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
         segment = served.engine.requests[-1].segments[3]
         assert (segment.sample, segment.tokens) == (SampleId("agent_first@0"), tuple(b"one"))
         assert served.engine.requests[-1].run == "c/r"
-        served.service.agent_runs._of("default")[("default", "c", "c/r")].turns["last"] = 0
+        served.workflows.client_runs._of("default")[("default", "c", "c/r")].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
     other = served.engine.requests[-1].segments[3]
     assert other.sample.startswith("agent_first_current#")
@@ -363,7 +363,7 @@ def test_the_graph_of_a_run_tells_who_is_next(served: Served, http: httpx.Client
     register(http)
     call(http, "first", {"user_question": "x"}, run="r")
     served.wait_quiet()
-    forecast = served.service.agent_runs.board.forecast(("default", "", "/r"))
+    forecast = served.workflows.client_runs.board.forecast(("default", "", "/r"))
     assert {agent: one.steps for agent, one in forecast.next_runs.items()}["last"] == 0
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kedge.engine.base import Engine, Preparing
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import AgentRun, sample_of
+from kedge.server.workflows.run_memory import ClientRun, sample_of
 from kedge.types import (
     AgentId,
     ClientId,
@@ -42,7 +42,7 @@ _NOTHING = Value((), SampleId(""))
 """What is known to be empty."""
 
 
-class Ahead:
+class Lookahead:
     """What the engine has been told to expect. Only the event loop's thread touches it."""
 
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
@@ -52,7 +52,7 @@ class Ahead:
         """By tenant, and by the time of the last call."""
 
     def called(
-        self, run: AgentRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
+        self, run: ClientRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
     ) -> None:
         """A registered agent's call has begun, with `filled` for its template. `asked`: the mode that it named, which
         the run's other calls are expected to name, too."""
@@ -65,7 +65,7 @@ class Ahead:
             _, oldest = mine.popitem(last=False)
             self._withdraw([*oldest.told.values()])
 
-    def expect(self, run: AgentRun, next_runs: Mapping[AgentId, NextRun]) -> None:
+    def expect(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> None:
         """Tells the prompts of those who run next by the forecast, as far as they are known."""
         known = self._of(run.key).get(run.key)
         if known is None or not isinstance(self._engine, Preparing):
@@ -107,13 +107,13 @@ class _Known:
         while len(self.values) > MOST_VALUES:
             self.values.popitem(last=False)
 
-    def near(self, run: AgentRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
+    def near(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
         """The agents that run next, soonest first; without those that the forecast meant when it named them."""
         known = [agent for agent in self.registered.workflow.ids if agent in next_runs and agent not in run.acting]
         soon = [agent for agent in known if next_runs[agent].steps <= NEAR]
         return sorted(soon, key=lambda agent: next_runs[agent].steps)[:MOST_AGENTS]
 
-    def request(self, run: AgentRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
+    def request(self, run: ClientRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
         """The agent's next call. What nobody has said yet are segments without tokens."""
         step, prompt, one = Step(agent, run.turns[agent]), self.registered.prompts[agent], self.registered.agent(agent)
         values = {placeholder: self._value(run, step, placeholder) for placeholder in prompt.placeholders}
@@ -129,7 +129,7 @@ class _Known:
             fixed=len(prompt.prefixes[0]),
         )
 
-    def _value(self, run: AgentRun, step: Step, placeholder: Placeholder) -> Value:
+    def _value(self, run: ClientRun, step: Step, placeholder: Placeholder) -> Value:
         """What `placeholder` will be filled with; without tokens where that is not known yet."""
         origin = self._origin(step, placeholder)
         if origin is None:

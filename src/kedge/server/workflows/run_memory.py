@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kedge.engine.base import Tokenizer
 from kedge.errors import RequestError
-from kedge.server.openai import prompts
+from kedge.server.workflows import bindings as given
 from kedge.server.workflows.registry import Registered
 from kedge.types import AgentId, Completion, SampleId
 from kedge.workflow.forecast import RunKey, RunProgress
@@ -24,7 +24,7 @@ MOST_ANSWERS = 1024
 
 
 @dataclass
-class AgentRun:
+class ClientRun:
     """One run that a client drives."""
 
     key: RunKey
@@ -85,14 +85,14 @@ def values_for(
     bindings: Mapping[str, str],
     tokenizer: Tokenizer,
     registered: Registered,
-    run: AgentRun | None,
+    run: ClientRun | None,
     step: Step,
 ) -> dict[Placeholder, Value]:
     """What fills an agent's placeholders: the bindings, and what its run remembers.
 
     Raises `RequestError` for a binding that the agent does not read, or a placeholder that nothing is known of.
     """
-    prompts.require_known(bindings, prompt.placeholders)
+    given.require_known(bindings, prompt.placeholders)
     values: dict[Placeholder, Value] = {}
     for placeholder in prompt.placeholders:
         text = bindings.get(placeholder.name)
@@ -102,12 +102,12 @@ def values_for(
         if known is not None and text in (None, known[0]):
             values[placeholder] = known[1]
         else:
-            values[placeholder] = prompts.value_of(tokenizer, placeholder, text or "")
+            values[placeholder] = given.value_of(tokenizer, placeholder, text or "")
     return values
 
 
 def _remembered(
-    registered: Registered, run: AgentRun | None, step: Step, placeholder: Placeholder
+    registered: Registered, run: ClientRun | None, step: Step, placeholder: Placeholder
 ) -> tuple[str, Value] | None:
     if run is None or placeholder.kind is not Kind.AGENT:
         return None
