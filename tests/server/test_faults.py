@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
-from kedge.server import body_limit
+from kedge.server.http import body_limit
 from kedge.server.openai.protocol import UNSUPPORTED
 from kedge.settings import ServerSettings
 from tests.server.conftest import PATIENCE, Served, serving, wait_until

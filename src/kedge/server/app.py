@@ -12,16 +12,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
-from kedge.server import errors
-from kedge.server.body_limit import BodySizeLimit
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.routes import Dashboard
-from kedge.server.errors import ERRORS, answers
-from kedge.server.hosts import HostCheck, TrustedHosts
+from kedge.server.http import errors
+from kedge.server.http.body_limit import BodySizeLimit
+from kedge.server.http.errors import ERRORS, answers
+from kedge.server.http.hosts import HostCheck, TrustedHosts
+from kedge.server.http.sse import JSONAnswer
 from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.snapshots import Snapshots
-from kedge.server.sse import JSONAnswer
 from kedge.server.telemetry.access_log import AccessLogMiddleware
 from kedge.server.telemetry.tracing import NoTracing, Tracing
 from kedge.server.tenancy import KeyRing, apply_quotas

@@ -24,8 +24,8 @@ from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
 from kedge.server.dashboard.history import History
 from kedge.server.dashboard.records import AgentName
+from kedge.server.http.sse import EventStream, event
 from kedge.server.service import Service, TheService, TheTenant
-from kedge.server.sse import EventStream, event
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows import drawing
 from kedge.server.workflows.registry import Registered
@@ -156,7 +156,7 @@ def _static(name: str) -> Response:
 @cache
 def _files() -> dict[str, bytes]:
     """The page's files by name."""
-    return {file.name: file.read_bytes() for file in (files("kedge.server.dashboard.routes") / "static").iterdir()}
+    return {file.name: file.read_bytes() for file in (files("kedge.server.dashboard") / "static").iterdir()}
 
 
 async def _states(dashboard: Dashboard, service: Service, workflows: Workflows, tenant: Tenant) -> AsyncIterator[bytes]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kedge.server.http.sse import dumps, event
 from kedge.server.openai.responses import Choice, Format
-from kedge.server.sse import dumps, event
 
 MARK = "\ue000kedge\ue000"
 """Placeholder for the text while the JSON around it is encoded; private-use characters, so that it is unique."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from kedge.checks import MAX_STOPS
 from kedge.errors import RequestError
-from kedge.server.bodies import Body, accepted
+from kedge.server.http.bodies import Body, accepted
 from kedge.server.openai.logprobs import MAX_LOGPROBS
 from kedge.types import SamplingParams
 

@@ -10,9 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from kedge.errors import KedgeError
 from kedge.server.calls import GenerationCall
-from kedge.server.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, problem_of
 from kedge.server.hints import Hints
-from kedge.server.media_types import TypedRoute
+from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, problem_of
+from kedge.server.http.media_types import TypedRoute
+from kedge.server.http.sse import DONE, EventStream, JSONAnswer, event
 from kedge.server.openai.chunks import ChunkEncoder
 from kedge.server.openai.generation import CallContext, GenerationJob
 from kedge.server.openai.jobs import chat_job, completion_job
@@ -21,7 +22,6 @@ from kedge.server.openai.responses import ChatFormat, Choice, CompletionFormat, 
 from kedge.server.openai.tool_calls import parser_of
 from kedge.server.receipts import kedge_field, usage
 from kedge.server.service import Service, TheService, TheTenant
-from kedge.server.sse import DONE, EventStream, JSONAnswer, event
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.workflows import TheWorkflows
 from kedge.types import Completion, TokenDelta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kedge.server.bodies import Body, accepted
+from kedge.server.http.bodies import Body, accepted
 from kedge.types import ReuseMode
 
 ReuseChoice = Literal["off", "exact", "translate"]

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.errors import RequestError, SpecError
 from kedge.runner.run import compiled
-from kedge.server import media_types
-from kedge.server.errors import BODY_ERRORS, ERRORS, EVENTS, answers
-from kedge.server.media_types import TypedRoute
+from kedge.server.http import media_types
+from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, answers
+from kedge.server.http.media_types import TypedRoute
+from kedge.server.http.sse import EventStream, JSONAnswer, event
 from kedge.server.service import TheService, TheTenant
-from kedge.server.sse import EventStream, JSONAnswer, event
 from kedge.server.workflows import drawing
 from kedge.server.workflows.protocol import ReuseChoice, RunBody
 from kedge.server.workflows.registry import Registered, registered

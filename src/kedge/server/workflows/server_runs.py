@@ -14,7 +14,7 @@ from typing import Any
 
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
-from kedge.server.errors import BUG, INTERNAL, error_body, problem_body
+from kedge.server.http.errors import BUG, INTERNAL, error_body, problem_body
 from kedge.server.meters import Ticket
 from kedge.server.receipts import receipt
 from kedge.server.service import Service

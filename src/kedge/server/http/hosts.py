@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kedge.checks import parse_host
-from kedge.server.errors import refusal
+from kedge.server.http.errors import refusal
 
 ANY = "*"
 PROBES = frozenset({"/health", "/ready"})

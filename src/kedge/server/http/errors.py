@@ -24,7 +24,7 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
-from kedge.server.sse import JSONAnswer
+from kedge.server.http.sse import JSONAnswer
 
 logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1000

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.server.errors import refusal
+from kedge.server.http.errors import refusal
 
 MAX_DRAINED = 16
 """A body over the limit is read up to this many times the limit before the refusal, so that its sender reads it."""
