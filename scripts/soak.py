@@ -78,7 +78,7 @@ def serve(name: str, port: int, apart: bool) -> None:
 def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
     """Put what threads get from the engine itself into the queue `answer`: tokens a second, and time of a core."""
     from kedge.server.openai import prompts
-    from kedge.server.openai.protocol import ChatMessage
+    from kedge.server.openai.messages import ChatMessage
     from kedge.types import GenerateRequest, ReuseMode, SamplingParams
 
     counts = [0] * clients

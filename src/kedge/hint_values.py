@@ -1,4 +1,4 @@
-"""What the values of hints may be, wherever they come in. One that cannot be meant raises `ValueError`."""
+"""Parsers of the values of hints, shared by the server and the vLLM plug-in. They raise `ValueError` for a bad value."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 MAX_NAME_LENGTH = 256
 """Characters of a name."""
 MAX_HINT_AGENTS = 4096
-"""Agents that one hint may speak of."""
+"""Agents in one hint."""
 
 
 def read_text(value: Any) -> str:
-    """A name: short, and fit for a line of a log."""
+    """Return a name, which is short and printable, so that it fits a log line."""
     if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH or not value.isprintable():
         raise ValueError
     return value
 
 
 def read_whole(value: Any) -> int:
-    """A number of tokens or messages."""
+    """Return a number of tokens or messages."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from kedge.checks import MAX_STOPS
 from kedge.errors import RequestError
 from kedge.server.http.bodies import Body, accepted
 from kedge.server.openai.logprobs import MAX_LOGPROBS
+from kedge.server.openai.messages import ChatMessage, Tool
 from kedge.types import SamplingParams
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -115,66 +116,6 @@ class GenerationBody(Body):
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return replace(base, **changes)
-
-
-class Function(Body):
-    """Function that the model may call."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """Tool that the model may call; functions are the only type."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class CalledFunction(Body):
-    """Function that the model called."""
-
-    name: str
-    arguments: str = "{}"
-    """JSON text of an object."""
-
-
-class CalledTool(Body):
-    """Tool call of an earlier answer."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(Body):
-    """Message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
-
-
-class TextPart(Body):
-    """Part of a message; text is the only type that the engine reads."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    str | list[TextPart], accepted('a string or a list of text parts (objects with `type: "text"` and `text`)')
-]
 
 
 class ChatBody(GenerationBody):
