@@ -1,4 +1,4 @@
-"""Parsers of the values of hints, shared by the server and the vLLM plug-in. They raise `ValueError` for a bad value."""
+"""Parsers of the values of hints, for the server and the vLLM plug-in. They raise `ValueError` for a bad value."""
 
 from __future__ import annotations
 

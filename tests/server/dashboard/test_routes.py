@@ -72,7 +72,7 @@ def test_the_page_and_all_that_it_loads_come_from_here(http: httpx.Client) -> No
     assert page.headers["content-type"].startswith("text/html")
     loaded = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
     scripts = [
-        file.name for file in (files("kedge.server.dashboard.routes") / "static").iterdir() if file.name.endswith(".js")
+        file.name for file in (files("kedge.server.dashboard") / "static").iterdir() if file.name.endswith(".js")
     ]
     for path in (*loaded, *(f"/static/{name}" for name in scripts)):
         answer = http.get(path)
