@@ -19,7 +19,6 @@ BEING_MENDED = {
     "files": {"anchors", "cache", "integrations", "settings"},
     "functions": {"engine", "workloads"},
     "classes": {"anchors", "cache", "engine", "integrations", "reuse"},
-    "circles": {"kedge.server"},
     "names": {"kedge"},
     "documented": {"kedge"},
 }

@@ -16,7 +16,7 @@ from kedge.runner.run import run
 from kedge.settings import ServerSettings
 from kedge.types import AgentId, ReuseMode, SampleId, TenantId
 from kedge.workflow.spec import build_workflow
-from kedge.workloads.sandbox import Outcome
+from kedge.workloads.sandbox import SandboxResult
 from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
 
 PAIR: dict[str, Any] = {
@@ -223,9 +223,9 @@ def test_a_run_that_is_cancelled_while_a_tool_works_calls_nobody_else(
 ) -> None:
     is_working, is_cancelled = threading.Event(), threading.Event()
 
-    def work(_: str) -> Outcome:
+    def work(_: str) -> SandboxResult:
         is_working.set()
-        return Outcome("1\n", None if is_cancelled.wait(PATIENCE) else "TimeoutError")
+        return SandboxResult("1\n", None if is_cancelled.wait(PATIENCE) else "TimeoutError")
 
     monkeypatch.setattr("kedge.workloads.sandbox.run_python", work)
     slow = {"id": "a", "user": "{user_question}", "tool": "python", "tool_seconds": PATIENCE}
