@@ -48,15 +48,18 @@ from kedge.errors import (
 )
 from kedge.types import (
     AgentId,
+    AgentKey,
     ClientId,
     Completion,
     FinishReason,
     GenerateRequest,
     Miss,
+    Namespace,
     Receipt,
     RequestId,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     SamplingParams,
     Segment,
@@ -65,6 +68,7 @@ from kedge.types import (
     TenantId,
     TokenDelta,
     TokenLogprob,
+    ValueKind,
     WorkflowId,
 )
 
@@ -101,6 +105,7 @@ _LAZY = {
 __all__ = [
     "Agent",
     "AgentId",
+    "AgentKey",
     "AnchorSettings",
     "ClientId",
     "Completion",
@@ -124,6 +129,7 @@ __all__ = [
     "MissingInput",
     "ModelError",
     "ModelNotFound",
+    "Namespace",
     "NotFound",
     "OutOfBlocks",
     "Overloaded",
@@ -135,6 +141,7 @@ __all__ = [
     "RequestId",
     "ReuseMode",
     "RunId",
+    "RunKey",
     "SampleId",
     "SamplingParams",
     "Segment",
@@ -156,6 +163,7 @@ __all__ = [
     "Unauthenticated",
     "UnknownPlaceholder",
     "UnsupportedModel",
+    "ValueKind",
     "Workflow",
     "WorkflowError",
     "WorkflowId",

@@ -1,6 +1,6 @@
-"""What texts, integers and the values of sampling may be, wherever they come in: in a request, a workflow, a body.
+"""Checks of texts, integers and sampling values, for requests, workflows and HTTP bodies.
 
-One that cannot be raises a `RequestError` that names key, value and what is accepted.
+An invalid value raises a `RequestError` that names key, value and what is accepted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_COUNT: Final = 2**31 - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 1024
-"""Characters of one stop string: the end of an answer is compared with all beginnings of it, token after token."""
+"""Characters of one stop string: every token's end is compared with all its beginnings."""
 _SEED: Final = 2**63
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
-    """Raise a `RequestError` where no engine could sample so, or where fewer than `least_tokens` are asked for."""
+    """Raise a `RequestError` for invalid sampling values, or fewer than `least_tokens` tokens."""
     if not isinstance(sampling, SamplingParams):
         raise RequestError("sampling", brief(sampling), "must be SamplingParams")
     require_integer("max_tokens", sampling.max_tokens, least_tokens, MAX_COUNT)
@@ -94,7 +94,7 @@ def is_host(text: str) -> bool:
 
 
 class _Excerpt(str):
-    """A value as it stands in a message where the whole one would be too long."""
+    """A shortened value in an error message."""
 
     def __repr__(self) -> str:
         return str(self)

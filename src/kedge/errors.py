@@ -7,7 +7,7 @@ KedgeError
 │   ├── CorruptWeights       weights cannot be read, or do not fit the config
 │   └── UnsupportedModel     not a RoPE decoder that Kedge can run
 ├── WorkflowError            a workflow is wrong
-│   ├── UnknownPlaceholder   a template names something that nobody fills
+│   ├── UnknownPlaceholder   a template names a value that does not exist
 │   ├── CycleError           agents wait for each other and no edge is marked as a loop
 │   └── SpecError            a workflow file cannot be read
 ├── RequestError             a request is wrong; the engine goes on
@@ -76,7 +76,7 @@ class WorkflowError(KedgeError):
 
 
 class UnknownPlaceholder(WorkflowError):
-    """A template names something that nobody fills."""
+    """A template names a value that does not exist."""
 
 
 class CycleError(WorkflowError):

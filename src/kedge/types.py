@@ -1,12 +1,13 @@
-"""The vocabulary: ids, segments, requests, receipts. Everything above imports this; it imports nothing of Kedge."""
+"""The vocabulary: ids, segments, requests, receipts. Everything else imports this; it imports nothing of Kedge."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 AgentId = NewType("AgentId", str)
 WorkflowId = NewType("WorkflowId", str)
@@ -14,37 +15,110 @@ RunId = NewType("RunId", str)
 RequestId = NewType("RequestId", str)
 TenantId = NewType("TenantId", str)
 ClientId = NewType("ClientId", str)
-"""Who drives a run, among the clients of one tenant: two of them may use the same run ids."""
-SampleId = NewType("SampleId", str)
-"""Identity of one placeholder value inside a run, e.g. `agent_solver@0`: producer and turn."""
-
+"""A client of a tenant; two clients may use the same run ids."""
 Tokens = tuple[int, ...]
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below are greedy."""
 MIN_TOP_P: Final = 1e-6
-"""Less than the likeliest of a million tokens has."""
+"""Less than the probability of the likeliest of a million tokens."""
 
 _counter = itertools.count()
+_SAMPLE = re.compile(r"(input|agent|condition)_(.*)@([0-9]{1,18})(?:#([0-9a-f]+))?", re.DOTALL)
 
 
-def tenant_of(namespace: TenantId) -> TenantId:
-    """Whose a namespace is: a tenant's name, or that and a `/` and which part of the tenant's own it is."""
-    return TenantId(namespace.partition("/")[0])
+class ValueKind(StrEnum):
+    """What fills a placeholder: an input of the run, an agent's answer, or the result of an agent's tool."""
+
+    INPUT = "input"
+    AGENT = "agent"
+    CONDITION = "condition"
 
 
-def is_owned(tenant: TenantId, namespace: TenantId) -> bool:
-    """Whether a namespace is the tenant's."""
-    return tenant_of(namespace) == tenant
+class SampleId(NamedTuple):
+    """Identity of one placeholder value inside a run.
+
+    Its text form is `agent_solver@0`: kind, name and turn; with a digest `agent_solver@0#0a1b`.
+    """
+
+    kind: ValueKind
+    of: str
+    """Name of an input, or id of the agent that answered or called the tool."""
+    turn: int = 0
+    digest: str = ""
+    """Hexadecimal digest of the tokens, for a value that a client gave: equal values are one sample."""
+
+    @classmethod
+    def parse(cls, text: str) -> SampleId:
+        """Return the sample with this text form. Text of any other form is the name of an input."""
+        found = _SAMPLE.fullmatch(text)
+        if found is None:
+            return cls(ValueKind.INPUT, text)
+        kind, of, turn, digest = found.groups(default="")
+        return cls(ValueKind(kind), of, int(turn), digest)
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.of}@{self.turn}" + (f"#{self.digest}" if self.digest else "")
+
+
+class Namespace(NamedTuple):
+    """What KV, anchors and forecasts are kept apart by: a tenant's data, or one partition of it.
+
+    Its text form is `tenant` or `tenant/partition`; a tenant's name has no `/`.
+    """
+
+    tenant: TenantId
+    partition: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Namespace:
+        """Return the namespace with this text form."""
+        tenant, _, partition = text.partition("/")
+        return cls(TenantId(tenant), partition)
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.partition}" if self.partition else self.tenant
+
+
+class RunKey(NamedTuple):
+    """One run of one client."""
+
+    namespace: Namespace
+    client_id: str
+    run_id: RunId
+
+    @property
+    def name(self) -> str:
+        """The run's name among those of its namespace, for people to read: `run`, or `client/run`."""
+        return f"{self.client_id}/{self.run_id}" if self.client_id else self.run_id
+
+
+class AgentKey(NamedTuple):
+    """One agent in one run of one client: the key of a label in the cache."""
+
+    namespace: Namespace
+    client_id: str
+    run_id: RunId
+    agent: AgentId
+
+    @property
+    def run(self) -> RunKey:
+        """The run that the agent is in."""
+        return RunKey(*self[:3])
+
+
+def is_owned(tenant: TenantId, namespace: Namespace) -> bool:
+    """Return whether a namespace is the tenant's."""
+    return namespace.tenant == tenant
 
 
 def new_request_id() -> RequestId:
-    """A request id that is unique in this process."""
+    """Return a request id that is unique in this process."""
     return RequestId(f"req-{next(_counter)}")
 
 
 class ReuseMode(StrEnum):
-    """How far a request may lean on KV that others computed."""
+    """How far a request may reuse KV of others: not, exact prefixes, or translated segments too."""
 
     OFF = "off"
     EXACT = "exact"
@@ -52,7 +126,7 @@ class ReuseMode(StrEnum):
 
 
 class Source(StrEnum):
-    """Where the KV of a prompt token came from."""
+    """Origin of a prompt token's KV."""
 
     DEVICE = "device"
     HOST = "host"
@@ -61,7 +135,7 @@ class Source(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a response ended."""
+    """Reason why a response ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -81,38 +155,38 @@ class Segment:
     lead_in: Tokens = ()
     """Context in which a placeholder's base KV is prefilled when no producer left one (BOS, user header, lead-in)."""
     stand_in: Tokens = ()
-    """The placeholder's name as text, which takes its place when the template itself is prefilled."""
+    """The placeholder's name as text: takes its place when the template itself is prefilled."""
     trail: Tokens = ()
-    """What the segment after a placeholder begins with wherever the workflow has it, so that base KV of its value with
-    these tokens serves all agents."""
+    """Tokens that follow the placeholder in every agent: base KV of the value and these tokens serves all of them."""
     held: Tokens = ()
-    """What of that belongs to the value: `tokens` end with it, where they are known."""
+    """The part of `trail` that belongs to the value: `tokens`, where known, end with it."""
 
     @property
     def is_placeholder(self) -> bool:
+        """Whether it is the value of a placeholder."""
         return self.sample is not None
 
     @property
     def is_answer(self) -> bool:
-        """Whether it is what an agent said."""
-        return self.is_placeholder and self.name.startswith("agent_")
+        """Whether it is an agent's answer."""
+        return self.sample is not None and self.sample.kind is ValueKind.AGENT
 
     @property
     def value(self) -> Tokens:
-        """The tokens without what is `held`."""
+        """The tokens without those `held`."""
         return self.tokens[: len(self.tokens) - len(self.held)] if self.tokens else ()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy.
+    """How tokens are drawn; `temperature=0` is greedy.
 
-    Numbers that single precision cannot compute with are stored as what they come to: a temperature below
-    `GREEDY_TEMPERATURE` as 0, a `top_p` below `MIN_TOP_P`, which leaves the likeliest token only, as that.
+    Numbers too small for single precision are stored by their effect: a temperature below `GREEDY_TEMPERATURE` as 0, a
+    `top_p` below `MIN_TOP_P`, which leaves the likeliest token only, as `MIN_TOP_P`.
     """
 
     max_tokens: int = 256
-    """With 0 the prompt is computed, and that is all."""
+    """With 0 only the prompt is computed."""
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
@@ -128,40 +202,59 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One agent's call: its prompt in segments, how to sample and whose it is."""
+    """One agent's call: its prompt in segments, how to sample, and the tenant, run and agent that it belongs to."""
 
     segments: tuple[Segment, ...]
     sampling: SamplingParams = SamplingParams()
     reuse: ReuseMode = ReuseMode.EXACT
     request_id: RequestId = field(default_factory=new_request_id)
     tenant: TenantId = TenantId("default")
+    partition: str = ""
+    """Which part of the tenant's data it shares, see `Namespace`."""
     client: ClientId = ClientId("")
     workflow: WorkflowId = WorkflowId("")
     run: RunId = RunId("")
     agent: AgentId = AgentId("")
     produces: SampleId | None = None
-    """The sample that this response will be, where other agents are going to read it."""
+    """The sample of this response, where other agents are going to read it."""
     trail: Tokens = ()
-    """What comes right behind this response wherever it is read."""
+    """Tokens that follow this response wherever it is read."""
     fixed: int | None = None
-    """How many leading tokens are the same in every call of this agent; None: Kedge finds out. A hint: a number that
-    cannot be is no hint."""
+    """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory; out-of-range
+    values are ignored."""
     logprobs: int | None = None
-    """With every drawn token its log-probability, and those of so many of the likeliest tokens; None: neither."""
+    """Return every drawn token's log-probability, and this many of the likeliest tokens'; None: neither."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. The whole prompt is then computed, whatever of it is in the cache."""
+    """The same for the prompt's tokens. The whole prompt is then computed, whatever is in the cache."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where its KV, its anchors and its forecasts are kept."""
+        return Namespace(self.tenant, self.partition)
+
+    @property
+    def run_key(self) -> RunKey:
+        """The run that it belongs to."""
+        return RunKey(self.namespace, self.client, self.run)
+
+    @property
+    def agent_key(self) -> AgentKey:
+        """The agent that asks, in its run."""
+        return AgentKey(*self.run_key, self.agent)
 
     @property
     def tokens(self) -> Tokens:
+        """All tokens of the prompt."""
         return tuple(itertools.chain.from_iterable(segment.tokens for segment in self.segments))
 
     @property
     def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
     def exact_limit(self) -> int:
-        """How many leading tokens may come from the cache; the last one is computed always, for the first logits."""
+        """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
         computes_all = self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None
         return 0 if computes_all else self.prompt_tokens - 1
 
@@ -180,7 +273,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a segment did not come from somewhere better."""
+    """A segment that did not come from a better source, and the reason."""
 
     segment: str
     reason: str
@@ -188,7 +281,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Per request: which prompt tokens came from where, and why not from somewhere better."""
+    """Per request: the source of every prompt token, and the reasons why it was not a better one."""
 
     request_id: RequestId
     mode: ReuseMode
@@ -201,23 +294,27 @@ class Receipt:
     """Leading prompt tokens, of any source, whose KV was ready before the request arrived."""
 
     def tokens(self, *sources: Source) -> int:
-        """Prompt tokens that came from any of `sources`."""
+        """Return the number of prompt tokens that came from any of `sources`."""
         return sum(len(span) for span in self.spans if span.source in sources)
 
     @property
     def exact(self) -> int:
+        """Prompt tokens from the cache."""
         return self.tokens(Source.DEVICE, Source.HOST)
 
     @property
     def translated(self) -> int:
+        """Prompt tokens whose KV was translated."""
         return self.tokens(Source.TRANSLATED)
 
     @property
     def computed(self) -> int:
+        """Prompt tokens that ran through the model."""
         return self.tokens(Source.COMPUTED)
 
     @property
     def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
         return sum(len(span) for span in self.spans)
 
 
@@ -228,7 +325,7 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with theirs, likeliest first: as many as were asked for."""
+    """The likeliest tokens with their log-probabilities, likeliest first: as many as were requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +341,9 @@ class Completion:
     """Milliseconds from the arrival of the request to its first token, everything included."""
     total_ms: float
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Where they were asked for, one for each of `tokens`, and one more where a token was drawn that ended the answer
-    and is not in it."""
+    """If requested, one for each of `tokens`, and one more for a drawn token that ended the answer and is not in it."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """Where they were asked for, one for each token of the prompt; None for the first, which nothing comes before."""
+    """If requested, one for each token of the prompt; None for the first, which nothing precedes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +354,6 @@ class TokenDelta:
     tokens: Tokens
     completion: Completion | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the completion's, those that this step brought."""
+    """Those of the completion's that belong to this step."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     """All of the completion's, with the first step."""

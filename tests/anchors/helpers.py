@@ -10,10 +10,10 @@ from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
 from kedge.settings import AnchorSettings
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, TenantId, WorkflowId
 
 LAYERS, HEADS, DIM = 4, 2, 8
-POOL = PoolKey(TenantId("tenant"), WorkflowId("flow"), "agent_a_current")
+POOL = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "agent_a_current")
 SLOT = Slot("solver", 1)
 PREFIX = 5
 
@@ -36,11 +36,8 @@ def in_context(base: KVSegment, seed: int, size: float = 0.5) -> KVSegment:
     return KVSegment(keys, values)
 
 
-def sample(
-    seed: int, tokens: int = 12, dtype: torch.dtype = torch.float32, pool: tuple[str, str, str] = POOL
-) -> SampleView:
-    key = PoolKey(TenantId(pool[0]), WorkflowId(pool[1]), pool[2])
-    return SampleView(key, tuple(range(seed, seed + tokens)), random_kv(tokens, seed, dtype), ("sample", seed, tokens))
+def sample(seed: int, tokens: int = 12, dtype: torch.dtype = torch.float32, pool: PoolKey = POOL) -> SampleView:
+    return SampleView(pool, tuple(range(seed, seed + tokens)), random_kv(tokens, seed, dtype), ("sample", seed, tokens))
 
 
 PREFIX_BASE = random_kv(PREFIX, 999)

@@ -7,70 +7,77 @@ from hypothesis import strategies as st
 
 from kedge.anchors.base_store import BaseStore
 from kedge.errors import ConfigError
-from kedge.types import RunId, SampleId, TenantId
+from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId
 from tests.anchors.helpers import random_kv
 
-TENANT, RUN, SAMPLE = TenantId("t"), RunId("r"), SampleId("agent_a@0")
+SPACE = Namespace(TenantId("t"))
+RUN, SAMPLE = RunKey(SPACE, "", RunId("r")), SampleId.parse("agent_a@0")
+
+
+def run_key(name: str, tenant: str = "t") -> RunKey:
+    return RunKey(Namespace(TenantId(tenant)), "", RunId(name))
+
+
 ONE = random_kv(1, 0).nbytes
 
 
-def kept(store: BaseStore, tokens: int = 4, run: RunId = RUN) -> tuple[int, ...]:
+def kept(store: BaseStore, tokens: int = 4, run: RunKey = RUN) -> tuple[int, ...]:
     ids = tuple(range(tokens))
-    store.put_sample(TENANT, run, SAMPLE, ids, random_kv(tokens, 1), exact_lineage=False)
+    store.put_sample(run, SAMPLE, ids, random_kv(tokens, 1), exact_lineage=False)
     return ids
 
 
 def test_a_response_is_found_in_its_run_only() -> None:
     store = BaseStore(100 * ONE)
     tokens = kept(store)
-    entry = store.find(TENANT, RUN, SAMPLE, tokens, ())
+    entry = store.find(RUN, SAMPLE, tokens, ())
     assert entry is not None
     assert (entry.tokens, entry.exact_lineage) == (tokens, False)
     assert torch.equal(entry.kv.keys, random_kv(4, 1).keys)
-    for where in ((TenantId("x"), RUN, SAMPLE), (TENANT, RunId("x"), SAMPLE), (TENANT, RUN, SampleId("x"))):
+    for where in ((run_key("r", "x"), SAMPLE), (run_key("x"), SAMPLE), (RUN, SampleId.parse("x"))):
         assert store.find(*where, tokens, ()) is None
-    assert store.find(TENANT, RUN, SAMPLE, (9, 9), ()) is None
+    assert store.find(RUN, SAMPLE, (9, 9), ()) is None
 
 
 def test_the_start_of_a_response_is_found_and_named_apart() -> None:
     store = BaseStore(100 * ONE)
     tokens = kept(store)
-    whole, part = (store.find(TENANT, RUN, SAMPLE, tokens[:n], ()) for n in (4, 3))
+    whole, part = (store.find(RUN, SAMPLE, tokens[:n], ()) for n in (4, 3))
     assert part is not None
     assert whole is not None
     assert part.kv.tokens == len(part.tokens) == 3
     assert part.key != whole.key
     kept(store)
-    assert store.find(TENANT, RUN, SAMPLE, tokens, ()).key != whole.key  # new base KV, new name
+    assert store.find(RUN, SAMPLE, tokens, ()).key != whole.key  # new base KV, new name
 
 
 def test_a_last_token_that_nobody_ran_has_no_base_kv() -> None:
     store = BaseStore(100 * ONE)
-    store.put_sample(TENANT, RUN, SAMPLE, (1, 2, 3), random_kv(2, 1), exact_lineage=True)
-    assert store.find(TENANT, RUN, SAMPLE, (1, 2, 3), ()) is None
-    assert store.find(TENANT, RUN, SAMPLE, (1, 2), ()) is not None
+    store.put_sample(RUN, SAMPLE, (1, 2, 3), random_kv(2, 1), exact_lineage=True)
+    assert store.find(RUN, SAMPLE, (1, 2, 3), ()) is None
+    assert store.find(RUN, SAMPLE, (1, 2), ()) is not None
 
 
 def test_inputs_are_found_by_content_in_every_run() -> None:
     store = BaseStore(100 * ONE)
-    store.put_content(TENANT, (1, 2), (0,), random_kv(2, 1))
-    found = [store.find(TENANT, RunId(run), SampleId("q"), (1, 2), (0,)) for run in "ab"]
+    store.put_content(SPACE, (1, 2), (0,), random_kv(2, 1))
+    found = [store.find(run_key(run), SampleId.parse("q"), (1, 2), (0,)) for run in "ab"]
     assert found[0] is not None
     assert found[0].key == found[1].key
     assert found[0].exact_lineage
-    assert store.find(TENANT, RUN, SampleId("q"), (1, 2), (5,)) is None
-    assert store.find(TENANT, RUN, SampleId("q"), (1,), (0,)) is None
+    assert store.find(RUN, SampleId.parse("q"), (1, 2), (5,)) is None
+    assert store.find(RUN, SampleId.parse("q"), (1,), (0,)) is None
 
 
 def test_prefix_segments_of_a_template() -> None:
     store = BaseStore(100 * ONE)
-    assert store.prefixes(TENANT, "flow/solver") is None
-    store.put_prefix(TENANT, "flow/solver", 2, random_kv(3, 1))
-    store.put_prefix(TENANT, "flow/solver", 4, random_kv(1, 2))
-    parts = store.prefixes(TENANT, "flow/solver")
+    assert store.prefixes(SPACE, "flow/solver") is None
+    store.put_prefix(SPACE, "flow/solver", 2, random_kv(3, 1))
+    store.put_prefix(SPACE, "flow/solver", 4, random_kv(1, 2))
+    parts = store.prefixes(SPACE, "flow/solver")
     assert parts is not None
     assert {index: kv.tokens for index, kv in parts.items()} == {2: 3, 4: 1}
-    assert store.prefixes(TenantId("x"), "flow/solver") is None
+    assert store.prefixes(Namespace(TenantId("x")), "flow/solver") is None
     assert store.nbytes() == 4 * ONE
     store.check_integrity()
 
@@ -78,12 +85,12 @@ def test_prefix_segments_of_a_template() -> None:
 def test_the_end_of_a_run_frees_what_it_produced() -> None:
     store = BaseStore(100 * ONE)
     kept(store)
-    kept(store, run=RunId("other"))
-    store.put_content(TENANT, (1, 2), (), random_kv(2, 1))
-    store.end_run(TENANT, RUN)
+    kept(store, run=run_key("other"))
+    store.put_content(SPACE, (1, 2), (), random_kv(2, 1))
+    store.end_run(RUN)
     assert store.nbytes() == (4 + 2) * ONE
-    store.end_run(TENANT, RUN)
-    store.clear(TenantId("x"))
+    store.end_run(RUN)
+    store.clear(Namespace(TenantId("x")))
     assert store.stats().values == 2
     store.clear()
     assert store.nbytes() == 0
@@ -92,19 +99,19 @@ def test_the_end_of_a_run_frees_what_it_produced() -> None:
 def test_what_was_used_longest_ago_goes_first() -> None:
     store = BaseStore(3 * ONE)
     for token in range(3):
-        store.put_content(TENANT, (token,), (), random_kv(1, token))
-    assert store.find(TENANT, RUN, SAMPLE, (0,), ()) is not None
-    store.put_content(TENANT, (3,), (), random_kv(1, 3))
-    there = [store.find(TENANT, RUN, SAMPLE, (token,), ()) is not None for token in range(4)]
+        store.put_content(SPACE, (token,), (), random_kv(1, token))
+    assert store.find(RUN, SAMPLE, (0,), ()) is not None
+    store.put_content(SPACE, (3,), (), random_kv(1, 3))
+    there = [store.find(RUN, SAMPLE, (token,), ()) is not None for token in range(4)]
     assert there == [True, False, True, True]
-    store.put_content(TENANT, (9,) * 4, (), random_kv(4, 9))
+    store.put_content(SPACE, (9,) * 4, (), random_kv(4, 9))
     assert store.nbytes() == 0  # more than there is room for: nothing stays
 
 
 def test_a_view_does_not_keep_the_whole_alive() -> None:
     store = BaseStore(100 * ONE)
-    store.put_content(TENANT, (1,), (), random_kv(64, 1).slice(3, 4))
-    entry = store.find(TENANT, RUN, SAMPLE, (1,), ())
+    store.put_content(SPACE, (1,), (), random_kv(64, 1).slice(3, 4))
+    entry = store.find(RUN, SAMPLE, (1,), ())
     assert entry is not None
     assert entry.kv.keys.untyped_storage().nbytes() * 2 == ONE
 
@@ -115,13 +122,13 @@ def test_never_more_than_its_bytes(steps: list[tuple[str, int, int]]) -> None:
     store = BaseStore(9 * ONE)
     for step, name, size in steps:
         if step == "s":
-            kept(store, size, RunId(str(name)))
+            kept(store, size, run_key(str(name)))
         elif step == "c":
-            store.put_content(TENANT, (name,) * size, (), random_kv(size, 1))
+            store.put_content(SPACE, (name,) * size, (), random_kv(size, 1))
         elif step == "p":
-            store.put_prefix(TENANT, str(name // 2), name, random_kv(size, 1))
+            store.put_prefix(SPACE, str(name // 2), name, random_kv(size, 1))
         else:
-            store.end_run(TENANT, RunId(str(name)))
+            store.end_run(run_key(str(name)))
         store.check_integrity()
 
 

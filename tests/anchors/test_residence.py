@@ -18,12 +18,18 @@ from kedge.anchors.residence import HostBound, Residence, Unit
 from kedge.anchors.store import AnchorStore
 from kedge.cache import steps_to_execution
 from kedge.errors import PlanError
-from kedge.reuse.contracts import Owner, RunOwner, Slot, TemplateOwner
+from kedge.reuse.contracts import Owner, Slot, TemplateOwner
 from kedge.settings import AnchorSettings
-from kedge.types import RunId, SampleId, TenantId
+from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId
 from tests.anchors.helpers import SLOT, observe, plus, random_kv, sample
 
-TENANT = TenantId("tenant")
+SPACE = Namespace(TenantId("tenant"))
+
+
+def run_key(name: str) -> RunKey:
+    return RunKey(SPACE, "", RunId(name))
+
+
 OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
 
 
@@ -32,7 +38,7 @@ class Piece(Unit):
 
     def __init__(self, name: str, size: int) -> None:
         self.data = torch.full((size,), ord(name), dtype=torch.uint8)
-        self.owner = RunOwner(TENANT, RunId(name))
+        self.owner = run_key(name)
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +69,7 @@ class World:
         return left
 
     def tell(self, **steps: float) -> None:
-        self.steps = {RunOwner(TENANT, RunId(name)): step for name, step in steps.items()}
+        self.steps = {run_key(name): step for name, step in steps.items()}
         self.residence.notice()
 
     @property
@@ -204,7 +210,7 @@ SLOTS = [Slot(f"flow/agent-{at}/x", 1) for at in range(4)]
 
 def filled(host: int, device: int, steps: dict[str, float] | None = None, **settings: object) -> AnchorStore:
     """Four slots of one pool, each with the offsets of three values."""
-    told = {TemplateOwner(TENANT, slot.agent_key): (steps or {}).get(slot.agent_key) for slot in SLOTS}
+    told = {TemplateOwner(SPACE, slot.agent_key): (steps or {}).get(slot.agent_key) for slot in SLOTS}
     bound = HostBound(host, steps_to_execution(), lambda owner: told.get(owner))  # type: ignore[arg-type]
     store = AnchorStore(AnchorSettings(**{**OPEN, **settings, "max_bytes": device}), bound)  # type: ignore[arg-type]
     for slot in SLOTS:
@@ -215,13 +221,13 @@ def filled(host: int, device: int, steps: dict[str, float] | None = None, **sett
 
 
 def observations(store: AnchorStore) -> int:
-    return sum(len(offsets.holders) for offsets in store._table.sites())
+    return sum(len(offsets.holders) for offsets in store.table.sites())
 
 
 def whole() -> tuple[int, int]:
     """Bytes of all offsets, and of the key vectors beside them."""
     told = filled(0, 1 << 30).stats()
-    keys = filled(0, 1 << 30)._table.key_bytes()
+    keys = filled(0, 1 << 30).table.key_bytes()
     return told.nbytes - keys, keys
 
 
@@ -311,7 +317,7 @@ ONE = random_kv(1, 0).nbytes
 
 def base_store(device: int, host: int, steps: dict[str, float] | None = None) -> BaseStore:
     def told(owner: Any) -> float | None:
-        return (steps or {}).get(getattr(owner, "run", None) or getattr(owner, "template", None))
+        return (steps or {}).get(getattr(owner, "run_id", None) or getattr(owner, "template", None))
 
     return BaseStore(device * ONE, HostBound(host * ONE, steps_to_execution(), told))
 
@@ -321,12 +327,12 @@ def test_base_kv_goes_to_the_host_and_comes_back_as_it_was() -> None:
     ids = tuple(range(4))
     for run in "abc":
         store.put_sample(
-            TENANT, RunId(run), SampleId("s"), ids, random_kv(4, ord(run), layers=4), exact_lineage=run == "a"
+            run_key(run), SampleId.parse("s"), ids, random_kv(4, ord(run), layers=4), exact_lineage=run == "a"
         )
         store.check_integrity()
     assert store.stats().tiers.host_units == 1
     for run in "abc":
-        entry = store.find(TENANT, RunId(run), SampleId("s"), ids, ())
+        entry = store.find(run_key(run), SampleId.parse("s"), ids, ())
         assert entry is not None
         assert torch.equal(entry.kv.keys, random_kv(4, ord(run)).keys)
         assert entry.exact_lineage is (run == "a")
@@ -337,33 +343,33 @@ def test_base_kv_goes_to_the_host_and_comes_back_as_it_was() -> None:
 def test_values_of_runs_that_go_on_stay_and_a_template_that_is_needed_is_fetched() -> None:
     steps = {"a": 0.0, "b": 4.0, "template": 9.0}
     store = base_store(10, 100, steps)
-    store.put_prefix(TENANT, "template", 1, random_kv(4, 1))
+    store.put_prefix(SPACE, "template", 1, random_kv(4, 1))
     for run in "ab":
-        store.put_sample(TENANT, RunId(run), SampleId("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
+        store.put_sample(run_key(run), SampleId.parse("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
     assert [key[1] for key, one in store._entries.items() if one.on_host] == ["template"]
     steps["template"] = 1.0
     store.notice()
     assert store.due
     assert store.fetch()
-    assert [key[1] for key, one in store._entries.items() if one.on_host] == ["b"]
-    store.put_prefix(TENANT, "template", 3, random_kv(1, 3))
-    assert set(store.prefixes(TENANT, "template") or ()) == {1, 3}
+    assert [key[0] for key, one in store._entries.items() if one.on_host] == [run_key("b")]
+    store.put_prefix(SPACE, "template", 3, random_kv(1, 3))
+    assert set(store.prefixes(SPACE, "template") or ()) == {1, 3}
     store.check_integrity()
 
 
 def test_base_kv_that_fits_neither_tier_is_forgotten_by_age() -> None:
     store = base_store(4, 4)
     for run in "abc":
-        store.put_sample(TENANT, RunId(run), SampleId("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
+        store.put_sample(run_key(run), SampleId.parse("s"), (1, 2, 3, 4), random_kv(4, 2), exact_lineage=True)
         store.check_integrity()
-    found = [store.find(TENANT, RunId(run), SampleId("s"), (1, 2, 3, 4), ()) for run in "abc"]
+    found = [store.find(run_key(run), SampleId.parse("s"), (1, 2, 3, 4), ()) for run in "abc"]
     assert [one is not None for one in found] == [False, True, True]
-    store.end_run(TENANT, RunId("b"))
+    store.end_run(run_key("b"))
     store.check_integrity()
     assert store.stats().values == 1
 
 
 def test_slots_are_named_by_their_template() -> None:
     store = filled(0, 1 << 30)
-    assert {one.owner for one in store._table.sites()} == {TemplateOwner(TENANT, slot.agent_key) for slot in SLOTS}
+    assert {one.owner for one in store.table.sites()} == {TemplateOwner(SPACE, slot.agent_key) for slot in SLOTS}
     assert SLOT not in SLOTS

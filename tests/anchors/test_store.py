@@ -10,9 +10,9 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import SampleView, Slot
+from kedge.reuse.contracts import PoolKey, SampleView, Slot
 from kedge.settings import AnchorSettings
-from kedge.types import TenantId, tenant_of
+from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
     BOTH,
     OPEN,
@@ -31,6 +31,7 @@ from tests.anchors.helpers import (
 
 both = pytest.mark.parametrize("settings", BOTH, ids=["token", "interpolate"])
 TOKEN, INTERPOLATE = BOTH
+SOME_POOL = PoolKey(Namespace(TenantId("t")), WorkflowId("w"), "p")
 
 
 @both
@@ -309,8 +310,8 @@ def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
         for agent in "abcd":
             store.observe(Slot(agent, 1), value, in_context_like(value.base))
         store.check_integrity()
-        assert store.nbytes() < 2.1 * message  # key vectors weigh four times as much as with 4 heads of 64
-    assert store.nbytes() > 1.7 * message
+        assert store.table.nbytes() < 2.1 * message  # key vectors weigh four times as much as with 4 heads of 64
+    assert store.table.nbytes() > 1.7 * message
 
 
 def in_context_like(base: KVSegment) -> KVSegment:
@@ -324,7 +325,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
     store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6, "max_pools": 4, "max_slots": 3}))
     sizes = []
     for number in range(2000):
-        pool = ("tenant", "flow", f"p{number % 7}")
+        pool = POOL._replace(placeholder=f"p{number % 7}")
         value = sample(number, 1 + number * 7 % 13, pool=pool)
         slot = Slot(f"agent{number % 5}", number % 2)
         base = value.base
@@ -332,7 +333,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
         store.estimate(slot, value)
         if number % 100 == 99:
             store.check_integrity()
-            sizes.append(store.nbytes())
+            sizes.append(store.table.nbytes())
     stats = store.stats()
     assert (stats.pools, stats.observed) == (4, 2000)
     assert stats.anchors <= 24
@@ -341,7 +342,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
 
 def test_memory_is_bounded_and_the_least_used_go_first() -> None:
     store = filled(range(4), **OPEN)
-    limit = store.nbytes()
+    limit = store.table.nbytes()
     store = AnchorStore(AnchorSettings(**OPEN, max_bytes=limit))
     for seed in range(4):
         observe(store, sample(seed))
@@ -349,7 +350,7 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
         store.use(store.estimate(SLOT, sample(seed)))
     observe(store, sample(9))
     store.check_integrity()
-    assert store.nbytes() <= limit
+    assert store.table.nbytes() <= limit
     kept = [a.tokens[0] for pool in store.pools.values() for a in pool.anchors.values()]
     assert 2 not in kept
     assert kept[-1] == 9
@@ -359,12 +360,12 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
 def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
     store = AnchorStore(AnchorSettings(max_bytes=100))
     observe(store, sample(0))
-    assert store.stats().pools == store.nbytes() == 0
+    assert store.stats().pools == store.table.nbytes() == 0
 
 
 def test_pools_are_dropped_in_order_of_use() -> None:
     store = AnchorStore(AnchorSettings(**{**TOKEN, "max_pools": 2}))
-    pools = [("t", "w", name) for name in "abc"]
+    pools = [SOME_POOL._replace(placeholder=name) for name in "abc"]
     for seed in range(3):
         observe(store, sample(seed, pool=pools[0]))
     observe(store, sample(9, pool=pools[1]))
@@ -376,16 +377,20 @@ def test_pools_are_dropped_in_order_of_use() -> None:
 def test_clear_forgets_one_tenant_or_all() -> None:
     store = AnchorStore(AnchorSettings())
     for tenant in "ab":
-        observe(store, sample(0, pool=(tenant, "w", "p")))
-    store.clear(TenantId("a"))
-    assert [key[0] for key in store.pools] == ["b"]
+        observe(store, sample(0, pool=PoolKey(Namespace.parse(tenant), WorkflowId("w"), "p")))
+    store.clear(Namespace(TenantId("a")))
+    assert [key.namespace.tenant for key in store.pools] == ["b"]
     store.clear()
-    assert store.nbytes() == 0
+    assert store.table.nbytes() == 0
 
 
 def test_tenants_workflows_and_placeholders_share_nothing() -> None:
     store = filled(range(5), **TOKEN)
-    for pool in (("other", "flow", "agent_a_current"), ("tenant", "other", "agent_a_current"), ("tenant", "flow", "x")):
+    for pool in (
+        POOL._replace(namespace=Namespace(TenantId("other"))),
+        POOL._replace(workflow=WorkflowId("other")),
+        POOL._replace(placeholder="x"),
+    ):
         assert store.estimate(SLOT, sample(0, pool=pool)).reason == "no anchor of this agent yet"
 
 
@@ -440,12 +445,12 @@ def test_preparing_for_a_pool_that_does_not_exist_does_nothing() -> None:
 
 
 def in_tenant(tenant: str, seed: int, placeholder: str = "p") -> SampleView:
-    return sample(seed, pool=(tenant, "flow", placeholder))
+    return sample(seed, pool=PoolKey(Namespace.parse(tenant), WorkflowId("flow"), placeholder))
 
 
 def seeds_of(store: AnchorStore, tenant: str) -> list[int]:
     """First tokens of what a tenant's pools hold; `sample` makes them the seed."""
-    pools = (pool for key, pool in store.pools.items() if tenant_of(key[0]) == tenant)
+    pools = (pool for key, pool in store.pools.items() if key.namespace.tenant == tenant)
     return sorted(anchor.tokens[0] for pool in pools for anchor in pool.anchors.values())
 
 
@@ -467,11 +472,11 @@ def test_a_tenants_bytes_are_bounded() -> None:
     for seed in range(8):
         observe(store, in_tenant("a", seed))
         observe(store, in_tenant("b", seed))
-    half = sum(pool.nbytes for key, pool in store.pools.items() if key[0] == "a") // 2
+    half = sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == "a") // 2
     store.limit(TenantId("a"), nbytes=half)
     for seed in range(8, 12):
         observe(store, in_tenant("a", seed))
-        assert sum(pool.nbytes for key, pool in store.pools.items() if key[0] == "a") <= half
+        assert sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == "a") <= half
     assert 0 < len(seeds_of(store, "a")) < 8
     assert 11 in seeds_of(store, "a"), "the newest stays"
     assert seeds_of(store, "b") == list(range(8))
@@ -483,5 +488,5 @@ def test_slack_goes_before_anchors() -> None:
         observe(store, in_tenant("a", seed))
     slack = sum(table.slack_bytes for pool in store.pools.values() for table in pool.tables)
     assert slack > 0
-    store.limit(TenantId("a"), nbytes=store.nbytes() - slack)
+    store.limit(TenantId("a"), nbytes=store.table.nbytes() - slack)
     assert (store.stats().anchors, store.stats().over_limit) == (8, 0)

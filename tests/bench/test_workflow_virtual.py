@@ -18,10 +18,10 @@ from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, true_hints
 from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru, steps_to_execution
 from kedge.errors import OutOfBlocks
 from kedge.settings import TierSettings
-from kedge.types import GenerateRequest, RequestId
-from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
+from kedge.types import GenerateRequest, Namespace, RequestId, TenantId
+from kedge.workflow.forecast import ForecastBoard, RunProgress
 
-SIZES, VOCAB, NAMESPACE = Sizes(512, 32, 8), 1000, ("default", "")
+SIZES, VOCAB, NAMESPACE = Sizes(512, 32, 8), 1000, Namespace(TenantId("default"))
 PREFILL, CALL, LOAD = 1.0, 0.4, 0.43
 DECODES = 8
 WARM, TIMED = 20, 60
@@ -105,7 +105,7 @@ class VirtualEngine:
         missing = self.admit(request)
         self.work(PREFILL * missing / SIZES.fixed + CALL / 4)
         self.cache.commit_prefix(request.request_id, request.tokens)
-        key = AgentKey(request.tenant, request.client, request.run, request.agent)
+        key = request.agent_key
         self.cache.on_label(NAMESPACE, key, request.tokens[: SIZES.fixed])
         for _ in range(DECODES):
             self.work(0.75 * CALL / DECODES)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
 from kedge.policies.eviction import EvictionPolicy, Namespace
 from kedge.settings import TierSettings
-from kedge.types import RequestId
+from kedge.types import RequestId, TenantId
 
-NS: Namespace = ("tenant", "model")
+NS = Namespace(TenantId("tenant"))
 
 
 @dataclass

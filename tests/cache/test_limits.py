@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kedge.cache import lru, steps_to_execution
 from kedge.cache.node import HOST
 from kedge.errors import OutOfBlocks
-from kedge.types import TenantId
+from kedge.types import Namespace, TenantId
 from tests.cache.helpers import NS, World
 from tests.cache.test_random_operations import Driver
 
 MINE, OTHER = TenantId(NS[0]), TenantId("other")
-SALTED, FOREIGN = (f"{MINE}/salt", "model"), (OTHER, "model")
+SALTED, FOREIGN = Namespace(MINE, "salt"), Namespace(OTHER)
 
 
 def limited(blocks: int | None, host_blocks: int = 32) -> World:
@@ -31,7 +31,7 @@ def on_host(world: World, tenant: str = MINE) -> str:
     return " ".join(sorted(bytes(node.prefix()[::4]).decode() for node in nodes))
 
 
-def serve(world: World, *texts: str, ns: tuple[str, str] = NS) -> None:
+def serve(world: World, *texts: str, ns: Namespace = NS) -> None:
     for text in texts:
         world.serve(text, ns=ns)
         world.settle()

@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kedge.cache import CacheManager, lru, steps_to_execution
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy
-from kedge.types import RequestId
+from kedge.types import Namespace, RequestId, TenantId
 
-NS = ("tenant", "model")
+NS, OTHER = Namespace(TenantId("tenant")), Namespace(TenantId("other"))
 A, B = RequestId("a"), RequestId("b")
 
 
@@ -150,8 +150,8 @@ def test_stats_count_admissions_that_could_reuse() -> None:
 def test_namespaces_do_not_meet() -> None:
     cache = CacheManager(8, block_size=1)
     serve(cache, "abc")
-    assert cache.match(("other", "model"), b"abc").tokens_count == 0
-    assert cache.clear(("other", "model")) == 0
+    assert cache.match(OTHER, b"abc").tokens_count == 0
+    assert cache.clear(OTHER) == 0
     assert cache.clear(NS) == 3
     assert cache.stats().free_blocks == 8
 
@@ -159,10 +159,10 @@ def test_namespaces_do_not_meet() -> None:
 def test_clear_all_spares_what_is_leased() -> None:
     cache = CacheManager(8, block_size=1)
     serve(cache, "abc")
-    cache.admit(A, ("other", "model"), b"abc", 0, 3)
+    cache.admit(A, OTHER, b"abc", 0, 3)
     cache.commit_prefix(A, b"ab")
     assert cache.clear_all() == 3
-    assert cache.match(("other", "model"), b"ab").tokens_count == 2
+    assert cache.match(OTHER, b"ab").tokens_count == 2
     cache.check_integrity()
 
 
@@ -188,8 +188,8 @@ def test_misuse_is_refused() -> None:
         CacheManager(0)
 
 
-Prefix = tuple[tuple[str, str], bytes]
-NAMES = st.sampled_from([("t", "m"), ("u", "m")])
+Prefix = tuple[Namespace, bytes]
+NAMES = st.sampled_from([Namespace(TenantId("t")), Namespace(TenantId("u"))])
 TEXTS = st.text("ab", min_size=1, max_size=12).map(str.encode)
 
 
@@ -201,13 +201,13 @@ class Twin:
         self.used: dict[Prefix, int] = {}
         self.leases: dict[RequestId, dict] = {}
 
-    def prefixes(self, name: tuple[str, str], tokens: bytes) -> list[Prefix]:
+    def prefixes(self, name: Namespace, tokens: bytes) -> list[Prefix]:
         return [(name, tokens[:stop]) for stop in range(self.size, len(tokens) + 1, self.size)]
 
-    def match(self, name: tuple[str, str], tokens: bytes) -> int:
+    def match(self, name: Namespace, tokens: bytes) -> int:
         return self.size * sum(prefix in self.used for prefix in self.prefixes(name, tokens))
 
-    def touch(self, name: tuple[str, str], tokens: bytes) -> None:
+    def touch(self, name: Namespace, tokens: bytes) -> None:
         self.clock += 1
         self.used.update(dict.fromkeys(self.prefixes(name, tokens), self.clock))
 
@@ -223,7 +223,7 @@ class Twin:
             del self.used[min(self.used.keys() - locked - inner, key=self.used.__getitem__)]
         return True
 
-    def admit(self, request: RequestId, name: tuple[str, str], tokens: bytes, limit: int, total: int) -> bool:
+    def admit(self, request: RequestId, name: Namespace, tokens: bytes, limit: int, total: int) -> bool:
         shared = tokens[: self.match(name, tokens[:limit])]
         own = -(-total // self.size) - len(shared) // self.size
         if not self.make_room(own, self.locked() | set(self.prefixes(name, shared))):
@@ -260,7 +260,7 @@ class CacheComparison(RuleBasedStateMachine):
         self.seen: set[Prefix] = set()
 
     @rule(name=NAMES, tokens=TEXTS, limit=st.integers(0, 12), more=st.integers(0, 4))
-    def admit(self, name: tuple[str, str], tokens: bytes, limit: int, more: int) -> None:
+    def admit(self, name: Namespace, tokens: bytes, limit: int, more: int) -> None:
         self.count += 1
         request = RequestId(f"r{self.count}")
         if self.twin.admit(request, name, tokens, limit, len(tokens) + more):
@@ -314,7 +314,7 @@ class CacheComparison(RuleBasedStateMachine):
         del self.twin.leases[request]
 
     @rule(name=NAMES)
-    def clear(self, name: tuple[str, str]) -> None:
+    def clear(self, name: Namespace) -> None:
         gone = {prefix for prefix in self.twin.used.keys() - self.twin.locked() if prefix[0] == name}
         assert self.cache.clear(name) == len(gone)
         for prefix in gone:

@@ -5,8 +5,9 @@ import pytest
 from kedge.cache.node import DEVICE
 from kedge.cache.radix_tree import RadixTree, Removed
 from kedge.errors import InvalidToken, OutOfBlocks, PlanError
+from kedge.types import Namespace, TenantId
 
-NS = ("tenant", "model")
+NS, OTHER = Namespace(TenantId("tenant")), Namespace(TenantId("other"))
 
 
 def tree_of(block_size: int, *entries: tuple[str, list[int]]) -> RadixTree:
@@ -30,7 +31,7 @@ def test_match_is_block_aligned() -> None:
     assert tree.match(NS, b"aabbcd") == [4, 5]
     assert tree.match(NS, b"aab") == [4]
     assert tree.match(NS, b"ab") == []
-    assert tree.match(("other", "model"), b"aabb") == []
+    assert tree.match(OTHER, b"aabb") == []
     tree.check_integrity([])
 
 
@@ -103,7 +104,7 @@ def test_evict_frees_exactly_what_is_asked_or_nothing() -> None:
 
 def test_clear_spares_what_is_locked() -> None:
     tree = tree_of(1, ("abc", [0, 1, 2]), ("abd", [0, 1, 3]))
-    tree.insert(("other", "m"), b"abc", [4, 5, 6])
+    tree.insert(OTHER, b"abc", [4, 5, 6])
     node, _ = tree.lock(NS, b"abc")
     assert blocks_of(tree.clear(NS)) == [3]
     tree.check_integrity([node])
@@ -111,7 +112,7 @@ def test_clear_spares_what_is_locked() -> None:
     assert sorted(blocks_of(tree.clear(NS))) == [0, 1, 2]
     assert blocks_of(tree.clear(NS)) == []
     tree.check_integrity([])
-    assert tree.match(("other", "m"), b"abc") == [4, 5, 6]
+    assert tree.match(OTHER, b"abc") == [4, 5, 6]
 
 
 def test_wide_tokens() -> None:

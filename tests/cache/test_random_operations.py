@@ -17,13 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kedge.cache import Lease, belady, lru, steps_to_execution
 from kedge.cache.node import State
 from kedge.errors import OutOfBlocks
-from kedge.types import RequestId
+from kedge.types import Namespace, RequestId, TenantId
 from tests.cache.helpers import World
 
 OPERATIONS = 100_000
 FIXED = {"a": "AAAA", "b": "AABB", "c": "CCC", "d": "AAAADD"}
 """Fixed prompts; some share prefixes."""
-SPACES = (("tenant", "model"), ("other", "model"))
+SPACES = (Namespace(TenantId("tenant")), Namespace(TenantId("other")))
 
 
 class Driver(World):
@@ -32,8 +32,8 @@ class Driver(World):
     def __init__(self, seed: int, host_blocks: int, **settings: object) -> None:
         super().__init__(14, host_blocks, decode_reserve=1, copy_jobs=1, copy_bytes=5, **settings)
         self.rng = random.Random(seed)
-        self.leases: dict[RequestId, tuple[Lease, str, tuple[str, str]]] = {}
-        self.waiting: dict[RequestId, tuple[str, tuple[str, str]]] = {}
+        self.leases: dict[RequestId, tuple[Lease, str, Namespace]] = {}
+        self.waiting: dict[RequestId, tuple[str, Namespace]] = {}
         self.refused = 0
         self.states: set[State] = set()
 
@@ -59,7 +59,7 @@ class Driver(World):
         self.leases[request] = self.admit(text, self.rng.randrange(2), request, space), text, space
         self.waiting.pop(request, None)
 
-    def space(self) -> tuple[str, str]:
+    def space(self) -> Namespace:
         return SPACES[self.rng.random() < 0.1]
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ from kedge.cache import CacheManager, Copied, belady, lru
 from kedge.cache.node import HOST, State
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.settings import TierSettings
-from kedge.types import RequestId, Source, Span
+from kedge.types import Namespace, RequestId, Source, Span, TenantId
 from tests.cache.helpers import NS, World
 from tests.cache.test_hazards import on_host_only
 
@@ -262,7 +262,7 @@ def test_a_status_tells_the_tiers_apart_and_changes_nothing() -> None:
     world.serve("AAx")
     status = world.cache.status(NS, b"AAAz")
     assert (status.readiness, status.device_tokens, status.host_tokens) == ("loadable", 2, 1)
-    assert world.cache.status(("x", "y"), b"AAA").readiness == "ready"
+    assert world.cache.status(Namespace(TenantId("x")), b"AAA").readiness == "ready"
     world.demand("AAA")
     assert world.cache.status(NS, b"AAA").readiness == "loading"
 

@@ -14,11 +14,12 @@ pytest.register_assert_rewrite("kedge.engine.conformance")
 from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.echo import EchoEngine, EchoStream, _Job  # noqa: E402
 from kedge.errors import RequestError  # noqa: E402
-from kedge.types import GenerateRequest, RequestId, ReuseMode, Segment, TenantId, Tokens, new_request_id  # noqa: E402
+from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Segment, TenantId, Tokens, new_request_id  # noqa: E402
 from kedge.workflow.forecast import AgentKey, Changes  # noqa: E402
 
 TESTS = [name for part in reversed(EngineConformance.__mro__) for name in vars(part) if name.startswith("test_")]
 """In the order in which pytest runs them"""
+COUNT = SampleId.parse("n")
 
 
 class TestEchoEngine(EngineConformance):
@@ -85,7 +86,7 @@ class Renames(EchoEngine):
 class AnswersByCount(EchoEngine):
     def submit(self, request: GenerateRequest) -> EchoStream:
         count = str(len(self.requests)).encode() * 99
-        return super().submit(change(request, segments=(*request.segments, Segment(tuple(count), "n", "n"))))
+        return super().submit(change(request, segments=(*request.segments, Segment(tuple(count), "n", COUNT))))
 
 
 class TellsUnasked(EchoEngine):

@@ -16,8 +16,10 @@ from kedge.types import (
     FinishReason,
     GenerateRequest,
     Miss,
+    Namespace,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     SamplingParams,
     Segment,
@@ -37,14 +39,14 @@ def engine() -> Iterator[EchoEngine]:
 
 def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.EXACT, **sampling) -> GenerateRequest:
     encode = ByteTokenizer().encode
-    samples = (Segment(encode(part), f"x{n}", SampleId(f"x{n}@0")) for n, part in enumerate(filled))
+    samples = (Segment(encode(part), f"x{n}", SampleId.parse(f"x{n}@0")) for n, part in enumerate(filled))
     segments = (Segment(encode(text), "p0"), *samples)
     return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=AgentId(agent))
 
 
 def test_it_is_an_engine(engine: EchoEngine) -> None:
     assert isinstance(engine, Engine) and isinstance(engine.tokenizer, Tokenizer)
-    assert engine.end_run(TenantId("t"), RunId("r")) is None
+    assert engine.end_run(RunKey(Namespace(TenantId("t")), "", RunId("r"))) is None
 
 
 def test_tokenizer() -> None:
@@ -202,7 +204,7 @@ def test_an_id_is_in_flight_once() -> None:
 
 
 def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
-    key = AgentKey(TenantId("t"), "c", RunId("r"), AgentId("a"))
+    key = AgentKey(Namespace(TenantId("t")), "c", RunId("r"), AgentId("a"))
     engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
     engine.forecast({key: None})
     assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]

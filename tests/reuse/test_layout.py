@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.reuse.layout import known_segments, template_key, template_tokens, with_trails
-from kedge.types import GenerateRequest, SampleId, Segment, Tokens
+from kedge.types import GenerateRequest, SampleId, Segment, Tokens, ValueKind
 
 
 def value(*tokens: int, trail: Tokens = (3, 4), name: str = "q") -> Segment:
-    return Segment(tokens, name, SampleId(name), lead_in=(8,), stand_in=(7, 7), trail=trail)
+    kind = ValueKind.AGENT if name.startswith("agent_") else ValueKind.INPUT
+    return Segment(tokens, name, SampleId(kind, name), lead_in=(8,), stand_in=(7, 7), trail=trail)
 
 
 def request(*segments: Segment, trail: Tokens = ()) -> GenerateRequest:

@@ -19,7 +19,7 @@ LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 
 
 def plan_of(reuse: ReuseMode, refusal: str | None = None, leased: tuple[Span, ...] = LEASED) -> tuple[Span, ...]:
-    segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId("x@0")))
+    segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId.parse("x@0")))
     return (
         Planner(NOBODY, NOBODY, PlannerSettings(), refusal).plan(GenerateRequest(segments, reuse=reuse), leased).spans
     )
@@ -64,7 +64,7 @@ class Cost:
 def computed_of(weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, **policy: int) -> list[int]:
     """What is computed of p0 (5 tokens), x (8 tokens), p1 (6 tokens)."""
     segments = (
-        Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId("x@0")), Segment((3,) * 6, "p1")
+        Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")
     )  # fmt: skip
     known = cast(Any, Known(weak, weak_prefix))
     planner = Planner(known, known, PlannerSettings(**policy), None, cost)
@@ -90,7 +90,7 @@ def test_a_placeholder_whose_values_spare_too_little_is_not_matched_any_more() -
     """But for the few values that are tried all the same."""
     known, segments = (
         cast(Any, Known(list(range(7)), [])),
-        (Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId("x"))),
+        (Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x"))),
     )
     planner = Planner(known, known, PlannerSettings(), None, Cost(2))
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE)

@@ -6,11 +6,11 @@ import pytest
 
 from kedge.reuse.contracts import PoolKey
 from kedge.reuse.readers import MAX_PLACEHOLDERS, MAX_VALUES, UNKNOWN, Readers
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, TenantId, WorkflowId
 
 
 def placeholder(name: str = "question", tenant: str = "tenant", flow: str = "flow") -> PoolKey:
-    return PoolKey(TenantId(tenant), WorkflowId(flow), name)
+    return PoolKey(Namespace(TenantId(tenant)), WorkflowId(flow), name)
 
 
 def read(readers: Readers, values: range, times: int, of: PoolKey | None = None) -> None:

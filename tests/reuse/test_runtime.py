@@ -13,7 +13,7 @@ from kedge.reuse.layout import template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import REFRESH, Runtime
 from kedge.settings import AnchorSettings, PlannerSettings
-from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
 from tests.anchors.helpers import in_context, random_kv
 
 CAPACITY, SIZE = 6, 12
@@ -35,7 +35,7 @@ class Above:
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
     """A prompt that ends with its value, so that no base KV of a template is needed."""
-    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId("question@0"), lead_in=(1, 2))
+    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId.parse("question@0"), lead_in=(1, 2))
     segments = (Segment((5, 6, 7), "p0"), value)
     return GenerateRequest(
         segments, reuse=reuse, tenant=TENANT, workflow=FLOW, run=RunId(f"run-{seed}"), agent=AgentId("agent")
@@ -62,7 +62,9 @@ class Taught:
         self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(), None, costs=costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
-            view = SampleView(PoolKey(TENANT, FLOW, "question"), asked.segments[1].tokens, base, ("value", seed))
+            view = SampleView(
+                PoolKey(Namespace(TENANT), FLOW, "question"), asked.segments[1].tokens, base, ("value", seed)
+            )
             self.anchors.observe(Slot(template_key(asked), 1), view, in_context(base, 100 + seed))
 
     def wants(self, times: int, *, teaches: bool = False) -> list[bool]:

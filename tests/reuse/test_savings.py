@@ -6,11 +6,11 @@ import pytest
 
 from kedge.reuse.contracts import PoolKey
 from kedge.reuse.savings import MAX_PLACEHOLDERS, TRIED, Savings
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, TenantId, WorkflowId
 
 
 def placeholder(name: str = "question") -> PoolKey:
-    return PoolKey(TenantId("tenant"), WorkflowId("flow"), name)
+    return PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), name)
 
 
 def values(*, tried: bool) -> list[tuple[int, ...]]:

@@ -9,8 +9,20 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import ClientId, FinishReason, GenerateRequest, ReuseMode, RunId, TenantId
+from kedge.runner.results import EventKind, RunEvent
+from kedge.runner.run import run
+from kedge.types import (
+    ClientId,
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    RunId,
+    RunKey,
+    SampleId,
+    TenantId,
+    ValueKind,
+)
 from kedge.workflow import UNKNOWN, Agent, AgentKey, Workflow
 
 ASK = {"user_question": "why?"}
@@ -21,10 +33,10 @@ class Engine(EchoEngine):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.ended: list[tuple[TenantId, RunId]] = []
+        self.ended: list[RunKey] = []
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        self.ended.append((tenant, run))
+    def end_run(self, run: RunKey) -> None:
+        self.ended.append(run)
 
 
 def says(request: GenerateRequest) -> str:
@@ -55,7 +67,7 @@ CHAIN = flow(agent("a"), agent("b", "agent_a_current"))
 
 def filled(engine: EchoEngine, request: GenerateRequest) -> list[tuple[str, str, str | None]]:
     decode = engine.tokenizer.decode
-    return [(s.name, decode(s.tokens), s.sample) for s in request.segments if s.is_placeholder]
+    return [(s.name, decode(s.tokens), str(s.sample)) for s in request.segments if s.is_placeholder]
 
 
 def test_answers_and_tool_results_go_on(engine: Engine) -> None:
@@ -71,7 +83,7 @@ def test_answers_and_tool_results_go_on(engine: Engine) -> None:
         ("agent_a_current", "<a>", "agent_a@0"),
         ("condition_a_current", "why? <A>", "condition_a@0"),
     ]
-    assert engine.ended == [("t", "r1")]
+    assert engine.ended == [RunKey(Namespace(TenantId("t")), "", RunId("r1"))]
 
 
 def test_requests_say_whose_they_are(engine: Engine) -> None:
@@ -81,7 +93,7 @@ def test_requests_say_whose_they_are(engine: Engine) -> None:
     assert (first.tenant, first.workflow, first.run, first.agent) == ("t", "flow", "r", "a")
     assert (first.reuse, second.reuse) == (ReuseMode.OFF, ReuseMode.EXACT)
     assert (first.sampling.max_tokens, second.sampling.stop) == (7, ("s",))
-    assert (first.produces, second.produces) == ("agent_a@0", None)
+    assert (first.produces, second.produces) == (SampleId(ValueKind.AGENT, "a"), None)
 
 
 def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
@@ -96,7 +108,7 @@ def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
 
 def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
     run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
-    a, b = (AgentKey(TenantId("t"), "c", RunId("r"), request.agent) for request in engine.requests)
+    a, b = (AgentKey(Namespace(TenantId("t")), "c", RunId("r"), request.agent) for request in engine.requests)
     known: dict[AgentKey, float] = {}
     seen = []
     for changes, _ in engine.forecasts:
@@ -113,7 +125,7 @@ def test_the_engine_is_told_what_every_prompt_begins_with(engine: Engine) -> Non
     (_, prompts), *others = engine.forecasts
     for request in engine.requests:
         first = request.segments[0]
-        assert prompts[AgentKey(request.tenant, request.client, request.run, request.agent)] == first.tokens
+        assert prompts[request.agent_key] == first.tokens
         assert request.fixed == len(first.tokens)
     assert all(not more for _, more in others)
 
@@ -168,8 +180,8 @@ def test_history_and_loops_over_turns(engine: Engine) -> None:
     assert [(said.agent, said.turn) for said in result.results] == [(x, t) for t in range(3) for x in "ab"]
     heard = [[sample for _, _, sample in filled(engine, request)[1:]] for request in engine.requests]
     assert heard == [[], ["agent_a@0"], ["agent_b@0"], ["agent_a@1"], ["agent_b@1", "agent_a@0"], ["agent_a@2"]]
-    assert [request.produces for request in engine.requests] == [
-        "agent_a@0", "agent_b@0", "agent_a@1", "agent_b@1", "agent_a@2", None,
+    assert [str(request.produces) for request in engine.requests] == [
+        "agent_a@0", "agent_b@0", "agent_a@1", "agent_b@1", "agent_a@2", "None",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from kedge.server.hints import RULES, Hints, IgnoredReason, read_hints
 from kedge.server.tenancy import KeyRing
 from kedge.server.workflows import client_runs
 from kedge.settings import LimitSettings
-from kedge.types import ReuseMode
+from kedge.types import Namespace, ReuseMode, RunId, RunKey, TenantId
 from tests.server.conftest import Served, serving
 
 
@@ -129,14 +129,14 @@ def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Serv
         said = {"run": "f", "client": "c", "seq": seq, "steps": {"a": 0, "b": 1}}
         assert http.post("/v1/hints", json={"kedge": said}).status_code == 200
     forecasts = {key.run_id: one.forecast for key, one in served.workflows.client_runs.board._runs.items()}
-    assert forecasts["c/f"].seq == 5
+    assert forecasts["f"].seq == 5
     text = http.get("/metrics").text
     assert 'kedge:ignored_forecasts_total{reason="stale"} 1.0' in text
     assert 'kedge:ignored_forecasts_total{reason="negative sequence number"} 1.0' in text
     http.post("/v1/hints", json={"kedge": {"run": "f", "client": "c", "final": True}})
-    assert (
-        served.workflows.client_runs.board.forecast(next(iter(forecasts)) and ("default", "c", "c/f")).next_runs == {}
-    )
+    (run,) = served.workflows.client_runs.board._runs
+    assert run == RunKey(Namespace(TenantId("default")), "c", RunId("f"))
+    assert served.workflows.client_runs.board.forecast(run).next_runs == {}
 
 
 def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
@@ -172,7 +172,7 @@ def test_hints_without_a_prompt_push_no_run_out(
     with EchoEngine() as engine, serving(engine) as running, running.http() as http:
         for run in "ab":
             assert http.post("/v1/hints", json={"kedge": {"run": run, "steps": {run: 1}}}).status_code == 200
-        runs = running.workflows.client_runs._of("default")
+        runs = running.workflows.client_runs._of(Namespace(TenantId("default")))
         known = list(runs)
         refused = http.post("/v1/hints", json={"kedge": {**wanted, "steps": {"c": 1, "d": 2}}})
         assert (refused.status_code, list(runs)) == (429, known)

@@ -142,7 +142,7 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
     file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchors = 3\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
     with engine() as built:
         create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchors=7)))
-        limits = built._core.learned[0].limits
+        limits = built._core.learned[0].table.limits
         assert [(name, one.anchors, one.nbytes) for name, one in limits.items()] == [("a", 3, 1 << 20), ("b", 7, None)]
         block = built.kv_spec.bytes_per_token * 16
         assert built._core._cache._tiers.backups.limits == {"a": (2 << 20) // block}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.errors import ConfigError
-from kedge.types import AgentId, RunId, TenantId
+from kedge.types import AgentId, Namespace, RunId, TenantId
 from kedge.workflow.forecast import AgentKey, Changes, Forecast, ForecastBoard, Ignored, RunKey, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import UNKNOWN, NextRun
@@ -22,7 +22,7 @@ A, B, C = AgentId("a"), AgentId("b"), AgentId("c")
 
 
 def run_key(name: str = "r", client: str = "client", tenant: str = "tenant") -> RunKey:
-    return RunKey(TenantId(tenant), client, RunId(name))
+    return RunKey(Namespace(TenantId(tenant)), client, RunId(name))
 
 
 RUN = run_key()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
-from kedge.types import SampleId, Segment
-from kedge.workflow.template import Kind, Placeholder, Value, compile_agents, escape, parse
+from kedge.types import SampleId, Segment, ValueKind
+from kedge.workflow.template import Placeholder, Value, compile_agents, escape, parse
 
-QUESTION = Placeholder(Kind.INPUT, "user_question")
+QUESTION = Placeholder(ValueKind.INPUT, "user_question")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def texts(many: Iterable[tuple[int, ...]]) -> list[str]:
 
 def values(**by_name: str) -> dict[Placeholder, Value]:
     tokens = {Placeholder.parse(name): tuple(map(ord, value)) for name, value in by_name.items()}
-    return {placeholder: Value(ids, SampleId(f"{placeholder.name}@0")) for placeholder, ids in tokens.items()}
+    return {placeholder: Value(ids, SampleId.parse(f"{placeholder.name}@0")) for placeholder, ids in tokens.items()}
 
 
 def compiled(user: str, system: str = "") -> list[tuple[str, str]]:
@@ -61,17 +61,17 @@ def compiled(user: str, system: str = "") -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("user_question", (Kind.INPUT, "user_question", 0)),
-        ("agent_solver_current", (Kind.AGENT, "solver", 0)),
-        ("condition_solver_current", (Kind.CONDITION, "solver", 0)),
-        ("agent_solver_history_2", (Kind.AGENT, "solver", 2)),
-        ("condition_a-b_c_history_12", (Kind.CONDITION, "a-b_c", 12)),
-        ("agent_a_history_1_current", (Kind.AGENT, "a_history_1", 0)),
-        ("agent_solver", (Kind.INPUT, "agent_solver", 0)),
-        ("agent_solver_history_", (Kind.INPUT, "agent_solver_history_", 0)),
+        ("user_question", (ValueKind.INPUT, "user_question", 0)),
+        ("agent_solver_current", (ValueKind.AGENT, "solver", 0)),
+        ("condition_solver_current", (ValueKind.CONDITION, "solver", 0)),
+        ("agent_solver_history_2", (ValueKind.AGENT, "solver", 2)),
+        ("condition_a-b_c_history_12", (ValueKind.CONDITION, "a-b_c", 12)),
+        ("agent_a_history_1_current", (ValueKind.AGENT, "a_history_1", 0)),
+        ("agent_solver", (ValueKind.INPUT, "agent_solver", 0)),
+        ("agent_solver_history_", (ValueKind.INPUT, "agent_solver_history_", 0)),
     ],
 )
-def test_names(name: str, expected: tuple[Kind, str, int]) -> None:
+def test_names(name: str, expected: tuple[ValueKind, str, int]) -> None:
     placeholder = Placeholder.parse(name)
     assert (placeholder.kind, placeholder.of, placeholder.turns_back) == expected
     assert placeholder.name == name
@@ -97,7 +97,7 @@ def test_parse_and_escapes() -> None:
     assert parse("") == ()
 
 
-@given(st.lists(st.one_of(st.text(), st.sampled_from([QUESTION, Placeholder(Kind.AGENT, "b", 3)]))))
+@given(st.lists(st.one_of(st.text(), st.sampled_from([QUESTION, Placeholder(ValueKind.AGENT, "b", 3)]))))
 def test_parse_inverts_writing(parts: list[str | Placeholder]) -> None:
     written = "".join(escape(part) if isinstance(part, str) else f"{{{part.name}}}" for part in parts)
     read = parse(written)
@@ -153,8 +153,8 @@ def test_missing_value_is_named() -> None:
 
 def test_values_stay_as_they_were_generated() -> None:
     agent = compile_agents([Prompt("a", "", "{agent_b_current}")], Characters())["a"]
-    value = Value((7, -3, 99999), SampleId("agent_b@4"))
-    segment = agent.fill({Placeholder(Kind.AGENT, "b"): value})[1]
+    value = Value((7, -3, 99999), SampleId.parse("agent_b@4"))
+    segment = agent.fill({Placeholder(ValueKind.AGENT, "b"): value})[1]
     assert (segment.tokens, segment.sample) == value
 
 

@@ -28,8 +28,8 @@ def team(size: int) -> list[Agent]:
 
 
 def who(topology: Topology) -> dict[str, str]:
-    assert all(not heard.turns_back for hears in topology.hears.values() for heard in hears)
-    return {name: "".join(heard.agent for heard in hears) for name, hears in topology.hears.items()}
+    assert all(not heard.turns_back for hears in topology.reads.values() for heard in hears)
+    return {name: "".join(heard.agent for heard in hears) for name, hears in topology.reads.items()}
 
 
 def test_fully_connected_chain_star() -> None:
@@ -60,7 +60,7 @@ def test_random_is_seeded_and_spans_from_star_to_fully_connected() -> None:
 def test_debate_hears_the_turn_before() -> None:
     topology = debate(team(3), turns=4)
     assert topology.turns == 4
-    assert topology.hears == {"a": (("b", 1),), "b": (("a", 1),), "c": (("a", 0), ("b", 0))}
+    assert topology.reads == {"a": (("b", 1),), "b": (("a", 1),), "c": (("a", 0), ("b", 0))}
 
 
 @given(st.sampled_from(sorted(TOPOLOGIES)), st.integers(1, 10))

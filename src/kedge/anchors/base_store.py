@@ -14,24 +14,27 @@ from torch import Tensor
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats, Unit
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
-from kedge.types import RunId, SampleId, TenantId, Tokens
+from kedge.reuse.contracts import Owner, TemplateOwner
+from kedge.types import Namespace, RunKey, SampleId, Tokens
 
 
 class _SampleKey(NamedTuple):
-    tenant: TenantId
-    run: RunId
+    run: RunKey
     sample: SampleId
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.run.namespace
 
 
 class _ContentKey(NamedTuple):
-    tenant: TenantId
+    namespace: Namespace
     tokens: Tokens
     lead_in: Tokens
 
 
 class _PrefixKey(NamedTuple):
-    tenant: TenantId
+    namespace: Namespace
     template: str
 
 
@@ -53,7 +56,7 @@ class BaseEntry:
 class TemplateBase(NamedTuple):
     """Base KV of a template's prefix segments, by segment index."""
 
-    tenant: TenantId
+    namespace: Namespace
     template: str
     serial: int
     """Another one whenever the KV is another"""
@@ -107,34 +110,32 @@ class BaseStore:
         self._serials = count()
         self._residence = Residence(max_bytes, host, self._entries.values)
 
-    def put_sample(
-        self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool
-    ) -> None:
+    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
         """Keep what a producer's decoding left behind. The KV may lack the last token(s), which nobody has run."""
-        self._put(_SampleKey(tenant, run, sample), 0, kv, tokens, exact_lineage)
+        self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage)
 
-    def put_content(self, tenant: TenantId, tokens: Tokens, lead_in: Tokens, kv: KVSegment) -> None:
+    def put_content(self, namespace: Namespace, tokens: Tokens, lead_in: Tokens, kv: KVSegment) -> None:
         """Keep the result of a short prefill of `lead_in + tokens`, for every run that has the same value."""
-        self._put(_ContentKey(tenant, tokens, lead_in), 0, kv, tokens, True)
+        self._put(_ContentKey(namespace, tokens, lead_in), 0, kv, tokens, True)
 
-    def put_prefix(self, tenant: TenantId, template: str, index: int, kv: KVSegment) -> None:
+    def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KVSegment) -> None:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
-        self._put(_PrefixKey(tenant, template), index, kv, (), True)
+        self._put(_PrefixKey(namespace, template), index, kv, (), True)
 
-    def find(self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, lead_in: Tokens) -> BaseEntry | None:
+    def find(self, run: RunKey, sample: SampleId, tokens: Tokens, lead_in: Tokens) -> BaseEntry | None:
         """Return base KV of a value: its producer's, if that wrote these tokens (or more) in this run, or of equal
         content.
         """
-        for key in (_SampleKey(tenant, run, sample), _ContentKey(tenant, tokens, lead_in)):
+        for key in (_SampleKey(run, sample), _ContentKey(run.namespace, tokens, lead_in)):
             stored = self._entries.get(key)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
-                stored.owner = RunOwner(tenant, run)
+                stored.owner = run
                 return _entry(stored, tokens) if self._fetched(key, stored) else None
         return None
 
-    def prefixes(self, tenant: TenantId, template: str) -> Mapping[int, KVSegment] | None:
+    def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment] | None:
         """Return base KV of a template's prefix segments by segment index; None where nothing of it is known."""
-        key = _PrefixKey(tenant, template)
+        key = _PrefixKey(namespace, template)
         stored = self._entries.get(key)
         return stored.parts if stored and self._fetched(key, stored) else None
 
@@ -146,13 +147,13 @@ class BaseStore:
             if isinstance(key, _PrefixKey)
         ]
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget the values that a run's agents produced."""
-        self._forget(lambda key: isinstance(key, _SampleKey) and (key.tenant, key.run) == (tenant, run))
+        self._forget(lambda key: isinstance(key, _SampleKey) and key.run == run)
 
-    def clear(self, tenant: TenantId | None = None) -> None:
-        """Forget the base KV of a tenant; of all tenants if None."""
-        self._forget(lambda key: tenant is None or key.tenant == tenant)
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget the base KV of a namespace; of all of them if None."""
+        self._forget(lambda key: namespace is None or key.namespace == namespace)
 
     def nbytes(self) -> int:
         """Return the bytes in both tiers."""
@@ -186,7 +187,7 @@ class BaseStore:
 
     def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
         parts = {index: kv.owned()}
-        if isinstance(key, _PrefixKey) and (known := self.prefixes(key.tenant, key.template)):
+        if isinstance(key, _PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
             parts = {**known, **parts}
         self._drop(key)
         stored = _Stored(next(self._serials), parts, tokens, exact_lineage)
@@ -214,8 +215,8 @@ class BaseStore:
 def _owner(key: _Key) -> Owner | None:
     """By whom a forecast tells how soon an entry is needed; equal content belongs to whoever asked last."""
     if isinstance(key, _SampleKey):
-        return RunOwner(key.tenant, key.run)
-    return TemplateOwner(key.tenant, key.template) if isinstance(key, _PrefixKey) else None
+        return key.run
+    return TemplateOwner(key.namespace, key.template) if isinstance(key, _PrefixKey) else None
 
 
 def _entry(stored: _Stored, tokens: Tokens) -> BaseEntry:

@@ -10,7 +10,7 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators.site import SlotOffsets
 from kedge.anchors.pool import AnchorPool
 from kedge.reuse.contracts import PoolKey, TemplateOwner
-from kedge.types import TenantId, WorkflowId, tenant_of
+from kedge.types import Namespace, TenantId, WorkflowId
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class PoolTable:
         """Drop anchors of a tenant until it is within its limit, and none of others."""
 
         def own() -> list[AnchorPool]:
-            return [pool for key, pool in self._pools.items() if tenant_of(key.tenant) == tenant]
+            return [pool for key, pool in self._pools.items() if key.namespace.tenant == tenant]
 
         if limit := self._limits.get(tenant):
             before = sum(len(pool.anchors) for pool in own())
@@ -105,19 +105,19 @@ class PoolTable:
         self._pools = {key: pool for key, pool in pools.items() if pool.anchors}
         for key, pool in self._pools.items():
             for slot, offsets in pool.slots.items():
-                offsets.owner = TemplateOwner(key.tenant, slot.agent_key)
+                offsets.owner = TemplateOwner(key.namespace, slot.agent_key)
         for tenant in self._limits:
             self.bound_tenant(tenant)
         if self._pools:
             self.bound(keep=max(i for pool in self._pools.values() for i in pool.anchors))
 
-    def clear(self, tenant: TenantId | None) -> None:
-        """Forget the pools of a tenant; of all tenants if None."""
-        self._pools = {key: pool for key, pool in self._pools.items() if tenant not in (None, key.tenant)}
+    def clear(self, namespace: Namespace | None) -> None:
+        """Forget the pools of a namespace; of all of them if None."""
+        self._pools = {key: pool for key, pool in self._pools.items() if namespace not in (None, key.namespace)}
 
-    def stats(self, owns: Callable[[TenantId], bool]) -> Iterator[PoolStats]:
+    def stats(self, owns: Callable[[Namespace], bool]) -> Iterator[PoolStats]:
         """Iterate over figures of the pools of the tenants that `owns` picks, least recently used first."""
-        return (_pool_stats(key, pool) for key, pool in self._pools.items() if owns(key.tenant))
+        return (_pool_stats(key, pool) for key, pool in self._pools.items() if owns(key.namespace))
 
     def _fit(
         self,

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from kedge.errors import PlanError
 from kedge.reuse.contracts import Owner
+from kedge.types import Namespace, TenantId
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """A unit as a policy sees it (`kedge.policies.eviction.NodeView`)."""
 
-    namespace: tuple[str, str]
+    namespace: Namespace
     last_access: int
     size: int
     """Bytes"""
@@ -235,8 +236,8 @@ class Residence:
         self._stats.bytes_offloaded += unit.nbytes
 
     def _key(self, unit: Unit) -> tuple[float, ...]:
-        tenant = unit.owner.tenant if unit.owner else ""
-        return self._host.policy(View((tenant, ""), unit.last_access, unit.nbytes, self._told(unit)))
+        namespace = unit.owner.namespace if unit.owner else Namespace(TenantId(""))
+        return self._host.policy(View(namespace, unit.last_access, unit.nbytes, self._told(unit)))
 
     def _told(self, unit: Unit) -> float | None:
         return self._host.steps(unit.owner) if unit.owner else None

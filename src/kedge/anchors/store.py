@@ -12,13 +12,13 @@ from kedge.anchors.estimate import Estimate, shared
 from kedge.anchors.estimators.site import Observation, SlotOffsets
 from kedge.anchors.matching import Matcher
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.pool_table import PoolStats, PoolTable, TenantLimit
+from kedge.anchors.pool_table import PoolStats, PoolTable
 from kedge.anchors.registry import make_criterion, make_slot
 from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot, TemplateOwner
 from kedge.settings import AnchorSettings
-from kedge.types import TenantId, tenant_of
+from kedge.types import Namespace, TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class AnchorStore:
         self._matcher = Matcher(config)
         self._criterion = make_criterion(config)
         self._make_slot = make_slot(config)
-        self._table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
-        self._residence = Residence(config.max_bytes, host, self._table.sites, self._table.key_bytes)
+        self.table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
+        self._residence = Residence(config.max_bytes, host, self.table.sites, self.table.key_bytes)
         self._ids = count()
         self._observed = self._used = 0
 
     def begin(self) -> None:
         """Begin a plan: what earlier estimates lean on may be moved from now on."""
-        for offsets in self._table.sites():
+        for offsets in self.table.sites():
             offsets.pinned = False
 
     def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
@@ -108,7 +108,7 @@ class AnchorStore:
         pool = self.pools.get(estimate.pool) if estimate.pool else None
         if pool and estimate.pool:
             pool.hit(estimate.used)
-            self._table.touch(estimate.pool, pool)
+            self.table.touch(estimate.pool, pool)
             self._used += 1
 
     def observe(
@@ -132,7 +132,7 @@ class AnchorStore:
         observed = Observation.measure(sample.base, real_phi, base_prefix, real_prefix)
         pool = self.pools.get(sample.pool) or self.empty_pool()
         offsets = pool.slot(slot, sample.base, len(observed.prefix))
-        offsets.owner = TemplateOwner(sample.pool[0], slot.agent_key)
+        offsets.owner = TemplateOwner(sample.pool.namespace, slot.agent_key)
         if not self._residence.demand(offsets):
             return
         anchor = self._anchor(pool, sample)
@@ -140,10 +140,10 @@ class AnchorStore:
         if anchor.id in pool.anchors or not pool.full or not self._is_shareable(pool, slot, sample):
             pool.add(slot, offsets, anchor, observed)
         pool.calibrate(slot, calibration)
-        self._table.touch(sample.pool, pool)
+        self.table.touch(sample.pool, pool)
         self._observed += 1
-        self._table.bound_tenant(tenant_of(sample.pool[0]), anchor.id)
-        self._table.bound(anchor.id)
+        self.table.bound_tenant(sample.pool.namespace.tenant, anchor.id)
+        self.table.bound(anchor.id)
 
     def _is_shareable(self, pool: AnchorPool, slot: Slot, sample: SampleView) -> bool:
         """Return whether `slot`, as far as it has observed anything, would share a value."""
@@ -171,20 +171,11 @@ class AnchorStore:
     @property
     def pools(self) -> Mapping[PoolKey, AnchorPool]:
         """All pools, least recently used first. To be read only."""
-        return self._table.pools
-
-    @property
-    def limits(self) -> Mapping[TenantId, TenantLimit]:
-        """What each limited tenant may hold. To be read only."""
-        return self._table.limits
+        return self.table.pools
 
     def limit(self, tenant: TenantId, anchors: int | None = None, nbytes: int | None = None) -> None:
         """Limit what a tenant may hold in all its namespaces together, from now on; None is no limit."""
-        self._table.limit(tenant, anchors, nbytes)
-
-    def nbytes(self) -> int:
-        """Return the bytes of all anchors, in both tiers."""
-        return self._table.nbytes()
+        self.table.limit(tenant, anchors, nbytes)
 
     @property
     def offset_bits(self) -> int:
@@ -203,11 +194,11 @@ class AnchorStore:
         """Hold these pools, in the order of their last use, and no others from now on, within its bounds."""
         self._matcher.clear()
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
-        self._table.replace(pools)
+        self.table.replace(pools)
 
-    def clear(self, tenant: TenantId | None = None) -> None:
-        """Forget the anchors of a tenant; of all tenants if None."""
-        self._table.clear(tenant)
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget the anchors of a namespace; of all of them if None."""
+        self.table.clear(namespace)
         self._matcher.clear()
 
     @property
@@ -234,16 +225,16 @@ class AnchorStore:
             pools=len(pools),
             slots=sum(len(pool.slots) for pool in pools),
             anchors=sum(len(pool.anchors) for pool in pools),
-            nbytes=self._table.nbytes(),
+            nbytes=self.table.nbytes(),
             observed=self._observed,
             used=self._used,
-            over_limit=self._table.over_limit,
+            over_limit=self.table.over_limit,
             tiers=self._residence.stats(),
         )
 
-    def pool_stats(self, owns: Callable[[TenantId], bool]) -> list[PoolStats]:
+    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[PoolStats]:
         """Return figures of the pools of the tenants that `owns` picks, least recently used first."""
-        return list(self._table.stats(owns))
+        return list(self.table.stats(owns))
 
     def check_integrity(self) -> None:
         """Raise `PlanError` where a pool is unsound, or one of the tiers is fuller than it may be."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kedge.engine.local.engine import LocalEngine
-from kedge.runner.run import AgentResult, RunResult, run
+from kedge.runner.results import AgentResult, RunResult
+from kedge.runner.run import run
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workloads.miniature import Question, Task, workflow
@@ -38,10 +39,12 @@ class AgentScore:
 
     @property
     def calls(self) -> int:
+        """Number of calls."""
         return len(self.ttft_ms)
 
     @property
     def accuracy(self) -> float:
+        """Share of calls with a correct answer."""
         return self.correct / self.calls
 
     @property
@@ -51,10 +54,12 @@ class AgentScore:
 
     @property
     def ttft_median(self) -> float:
+        """Median TTFT in milliseconds."""
         return statistics.median(self.ttft_ms)
 
     @property
     def ttft_p90(self) -> float:
+        """90th percentile of the TTFT in milliseconds."""
         return sorted(self.ttft_ms)[int(0.9 * (self.calls - 1))]
 
 
@@ -84,6 +89,7 @@ class TeamScore:
 
     @property
     def reuse_rate(self) -> float:
+        """Share of all agents' calls that translated."""
         return sum(a.translated_calls for a in self.agents.values()) / sum(a.calls for a in self.agents.values())
 
     def tokens(self) -> dict[str, int]:
@@ -106,6 +112,7 @@ class Comparison:
         return sum(a == b and a is not None for a, b in pairs) / len(self.dense.finals)
 
     def as_json(self) -> dict[str, object]:
+        """Return the figures as written to a file of results."""
         return {
             "agents": [self._agent_json(agent) for agent in self.dense.agents],
             "accuracy_dense": self.dense.accuracy,

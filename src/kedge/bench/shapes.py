@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
@@ -51,6 +51,6 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
     return runner, HFTokenizer.load(build.model_path(None))
 
 
-def random_engine(size: str, config: EngineSettings, parts: Parts = Parts()) -> LocalEngine:  # noqa: B008 (frozen)
+def random_engine(size: str, config: EngineSettings, components: EngineComponents = EngineComponents()) -> LocalEngine:  # noqa: B008 (frozen)
     """Return an embedded engine around `random_llama`. Its tokenizer does not fit: prompts are token ids."""
-    return LocalEngine.from_runner(*random_runner(size, config.device), config, parts=parts)
+    return LocalEngine.from_runner(*random_runner(size, config.device), config, components=components)

@@ -10,7 +10,7 @@ from kedge.cache.leases import Lease
 from kedge.cache.manager import CacheManager, Changes, Hit
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
-from kedge.policies.eviction import EvictionPolicy, Namespace, NodeView, belady, lru, steps_to_execution
+from kedge.policies.eviction import EvictionPolicy, NodeView, belady, lru, steps_to_execution
 from kedge.policies.fixed_prompts import FixedBoundary
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Hit",
     "LabelKey",
     "Lease",
-    "Namespace",
     "NodeView",
     "RadixTree",
     "Readiness",

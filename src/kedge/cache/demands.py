@@ -12,8 +12,7 @@ from kedge.cache.node import DEVICE, Handle, Node, State, Transfer
 from kedge.cache.prefix_index import Walk
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
-from kedge.policies.eviction import Namespace
-from kedge.types import RequestId
+from kedge.types import Namespace, RequestId
 
 
 class Readiness(StrEnum):

@@ -18,9 +18,8 @@ from kedge.cache.node import DEVICE, HOST, Node
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers
 from kedge.errors import OutOfBlocks, PlanError
-from kedge.policies.eviction import Namespace
 from kedge.policies.prefetch import may_replace
-from kedge.types import RequestId, Source, Span
+from kedge.types import Namespace, RequestId, Source, Span
 
 
 @dataclass(frozen=True, slots=True)

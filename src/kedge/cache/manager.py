@@ -19,9 +19,9 @@ from kedge.cache.node import LabelKey, Node, Tier
 from kedge.cache.prefetch import Prefetcher
 from kedge.cache.tiers import Tiers
 from kedge.errors import ConfigError
-from kedge.policies.eviction import EvictionPolicy, Namespace, lru
+from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.settings import TierSettings
-from kedge.types import RequestId, TenantId
+from kedge.types import Namespace, RequestId, TenantId
 
 Changes = Mapping[Any, tuple[float, float] | None]
 """Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from kedge.cache.copies import Copy, Direction, Outcome, Purpose
-from kedge.policies.eviction import EvictionKey, Namespace
+from kedge.policies.eviction import EvictionKey
 from kedge.structures.lazy_heap import LazyHeap
 from kedge.structures.step_counts import StepCounts
-from kedge.types import TenantId, tenant_of
+from kedge.types import Namespace, TenantId
 
 LabelKey = Hashable
 """The agent whose fixed prompt a label ends: (tenant, client, run, agent), or any other hashable key."""
@@ -97,7 +97,7 @@ class Node:
     @property
     def tenant(self) -> TenantId:
         """The tenant that owns it, in whatever partition."""
-        return tenant_of(TenantId(self.namespace[0]))
+        return self.namespace.tenant
 
     @property
     def state(self) -> State:

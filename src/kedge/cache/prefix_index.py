@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kedge.cache.node import DEVICE, Node, Tier
 from kedge.errors import InvalidToken, PlanError
-from kedge.policies.eviction import Namespace
+from kedge.types import Namespace
 
 _TOKEN_BYTES = array("i").itemsize
 

@@ -16,8 +16,8 @@ from kedge.cache.node import DEVICE, Node, Share, Tier, split_transfers
 from kedge.cache.prefix_index import PrefixIndex, Walk
 from kedge.cache.victims import Allowed, choose, choose_of_tenant
 from kedge.errors import OutOfBlocks, PlanError
-from kedge.policies.eviction import EvictionKey, EvictionPolicy, Namespace, lru
-from kedge.types import TenantId
+from kedge.policies.eviction import EvictionKey, EvictionPolicy, lru
+from kedge.types import Namespace, TenantId
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kedge.errors import ConfigError, OutOfBlocks
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import EvictionPolicy
 from kedge.settings import TierSettings
+from kedge.types import Namespace
 
 
 def missing(node: Node) -> list[Node]:
@@ -112,7 +113,7 @@ class Tiers:
         self._settle(transfer, keep=False)
         self._cancel_orphans()
 
-    def clear(self, namespace: tuple[str, str]) -> int:
+    def clear(self, namespace: Namespace) -> int:
         """Forget what nobody holds in `namespace`, cancelling what has not started. Returns how many blocks went."""
         for transfer in self.transfers.pending():
             if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:

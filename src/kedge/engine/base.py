@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
+from kedge.types import Completion, GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 
@@ -126,7 +126,7 @@ class Engine(Protocol):
     def cancel(self, request_id: RequestId) -> bool:
         """End a request at the next step with `FinishReason.CANCELLED`; False if it is not (or no longer) known."""
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents; an unknown run is no error."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = ...) -> None:
@@ -152,7 +152,7 @@ class Inspectable(Protocol):
         """Return figures of the cache and the anchors, of all tenants together."""
 
     def inspect_tenants(
-        self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> Mapping[str, Any]:
         """Return what is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each
         of the given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only

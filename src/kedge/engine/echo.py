@@ -30,10 +30,9 @@ from kedge.types import (
     Receipt,
     RequestId,
     ReuseMode,
-    RunId,
+    RunKey,
     Source,
     Span,
-    TenantId,
     TokenDelta,
     TokenLogprob,
     Tokens,
@@ -182,7 +181,7 @@ class EchoEngine:
                 job.cancelled = True
         return job is not None
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Nothing to forget: an echo shares nothing between the agents of a run."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
@@ -260,7 +259,7 @@ class EchoEngine:
         request = job.request
         limit, total = request.exact_limit, request.prompt_tokens + request.sampling.max_tokens
         try:
-            job.lease = self.cache.admit(request.request_id, (request.tenant, "echo"), request.tokens, limit, total)
+            job.lease = self.cache.admit(request.request_id, request.namespace, request.tokens, limit, total)
         except OutOfBlocks:
             return False
         job.admitted = time.perf_counter()

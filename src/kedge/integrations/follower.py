@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kedge.integrations.edges import START
-from kedge.types import AgentId, RunId, TenantId
+from kedge.types import AgentId, Namespace, RunId, TenantId
 from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
 from kedge.workflow.step_graph import RunState, StepGraph
 
@@ -90,7 +90,7 @@ class _Progress:
 
     def __init__(self, graph: StepGraph) -> None:
         self._board = ForecastBoard(ttl=math.inf)
-        self._key = RunKey(TenantId(""), "", RunId(""))
+        self._key = RunKey(Namespace(TenantId("")), "", RunId(""))
         self._run = RunProgress(graph, self._key, self._board)
         self._run.state = RunState(done=frozenset(node for node in graph.ids if node == START))
         self._run.begin(0.0)

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kedge.settings import TierSettings
-
-Namespace = tuple[str, str]
-"""(tenant, model): KV never crosses it."""
+from kedge.types import Namespace
 
 EvictionKey = tuple[float, ...]
 

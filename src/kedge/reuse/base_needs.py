@@ -21,7 +21,7 @@ class BaseNeeds:
 
     def needs(self, request: GenerateRequest) -> list[BaseNeed]:
         """Return base prefills that later requests would profit from, and that have not been done yet."""
-        self._expected.asks(TemplateOwner(request.tenant, template_key(request)), request.agent)
+        self._expected.asks(TemplateOwner(request.namespace, template_key(request)), request.agent)
         placed = layout(request)
         values = self.worth_translating(request, placed)
         if not values:
@@ -40,7 +40,7 @@ class BaseNeeds:
         wrong, all others read.
         """
         key, placed = template_key(request), layout(request)
-        if later_prefixes(placed) and self._bases.prefixes(request.tenant, key) is None:
+        if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             return []
         values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
         return [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
@@ -69,23 +69,23 @@ class BaseNeeds:
         lead = len(segment.lead_in)
         keep = partial(self._keep_value, request, placed)
         cut = Cut(lead, lead + len(placed), keep)
-        return BaseNeed(request.tenant, segment.lead_in + segment.tokens, (cut,))
+        return BaseNeed(request.namespace, segment.lead_in + segment.tokens, (cut,))
 
     def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
-        self._bases.put_content(request.tenant, placed.segment.tokens, placed.segment.lead_in, kv)
+        self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.lead_in, kv)
         if sample := self._planner.sample(request, placed):
             self._anchors.prepare(sample)
 
     def _template_need(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[BaseNeed]:
         key, later = template_key(request), later_prefixes(placed)
-        if not later or self._bases.prefixes(request.tenant, key) is not None:
+        if not later or self._bases.prefixes(request.namespace, key) is not None:
             return []
         cuts, start = [], 0
         for p in placed:
             size = len(p.segment.stand_in) if p.segment.is_placeholder else len(p)
             if p in later:
-                keep = partial(self._bases.put_prefix, request.tenant, key, p.index)
+                keep = partial(self._bases.put_prefix, request.namespace, key, p.index)
                 cuts.append(Cut(start, start + size, keep))
             start += size
-        return [BaseNeed(request.tenant, template_tokens(request), tuple(cuts))]
+        return [BaseNeed(request.namespace, template_tokens(request), tuple(cuts))]

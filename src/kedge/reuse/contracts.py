@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kedge.errors import PlanError
-from kedge.types import RunId, SampleId, TenantId, Tokens, WorkflowId
+from kedge.types import Namespace, RunKey, SampleId, Tokens, WorkflowId
 
 KV = Any
 """kedge.kv.segment.KVSegment: keys (unrotated) and values, each [layers, tokens, kv_heads, head_dim]"""
@@ -19,7 +19,7 @@ ReadKV = Callable[[int, int], KV]
 class PoolKey(NamedTuple):
     """The name of an anchor pool: the placeholder it is for, in one tenant's workflow."""
 
-    tenant: TenantId
+    namespace: Namespace
     workflow: WorkflowId
     placeholder: str
 
@@ -28,20 +28,12 @@ class PoolKey(NamedTuple):
 class TemplateOwner:
     """The agent's template that offsets and prefix segments belong to."""
 
-    tenant: TenantId
+    namespace: Namespace
     template: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunOwner:
-    """The run that values belong to."""
-
-    tenant: TenantId
-    run: RunId
-
-
-Owner = TemplateOwner | RunOwner
-"""The key under which a forecast says how soon anchors or base KV are needed."""
+Owner = TemplateOwner | RunKey
+"""The key under which a forecast says how soon anchors or base KV are needed. Values belong to a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +106,7 @@ class Anchors(Tiered, Protocol):
     ) -> None: ...
     def clear(self) -> None: ...
     def stats(self) -> Any: ...
-    def pool_stats(self, owns: Callable[[TenantId], bool]) -> Iterable[Any]: ...
+    def pool_stats(self, owns: Callable[[Namespace], bool]) -> Iterable[Any]: ...
 
 
 class BaseEntry(Protocol):
@@ -129,16 +121,12 @@ class BaseEntry(Protocol):
 class Bases(Tiered, Protocol):
     """Base KV that running workflows share (`kedge.anchors.base_store.BaseStore`)."""
 
-    def find(
-        self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, lead_in: Tokens
-    ) -> BaseEntry | None: ...
-    def prefixes(self, tenant: TenantId, template: str) -> Mapping[int, KV] | None: ...
-    def put_sample(
-        self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool
-    ) -> None: ...
-    def put_content(self, tenant: TenantId, tokens: Tokens, lead_in: Tokens, kv: KV) -> None: ...
-    def put_prefix(self, tenant: TenantId, template: str, index: int, kv: KV) -> None: ...
-    def end_run(self, tenant: TenantId, run: RunId) -> None: ...
+    def find(self, run: RunKey, sample: SampleId, tokens: Tokens, lead_in: Tokens) -> BaseEntry | None: ...
+    def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KV] | None: ...
+    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool) -> None: ...
+    def put_content(self, namespace: Namespace, tokens: Tokens, lead_in: Tokens, kv: KV) -> None: ...
+    def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KV) -> None: ...
+    def end_run(self, run: RunKey) -> None: ...
     def clear(self) -> None: ...
     def stats(self) -> Any: ...
 
@@ -178,6 +166,6 @@ class Cut:
 class BaseNeed:
     """A base prefill that is worth doing off the critical path: its tokens and what to keep of its KV."""
 
-    tenant: TenantId
+    namespace: Namespace
     tokens: Tokens
     cuts: tuple[Cut, ...]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from kedge.reuse.contracts import Owner, RunOwner, TemplateOwner
+from kedge.reuse.contracts import Owner, TemplateOwner
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.step_counts import StepCounts
-from kedge.types import AgentId, TenantId
+from kedge.types import AgentId, RunKey
 from kedge.workflow.forecast import AgentKey
 
 MAX_TEMPLATES = 4096
-"""Templates owner agents are remembered; the one that called longest ago is forgotten first."""
+"""Templates whose agents are remembered; the one that called longest ago is forgotten first."""
 
 
 class Expected:
@@ -37,17 +37,17 @@ class Expected:
 
     def steps(self, owner: Owner) -> float | None:
         """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
-        if isinstance(owner, RunOwner):
+        if isinstance(owner, RunKey):
             return self._least(owner)
         agent = self._agents.get(owner)
-        return None if agent is None else self._least((owner.tenant, agent))
+        return None if agent is None else self._least((owner.namespace, agent))
 
     def _least(self, owner: Hashable) -> float | None:
         counts = self._soonest.get(owner)
         return counts.least if counts else None
 
     def _count(self, key: AgentKey, step: float, sign: int) -> None:
-        for owner in (RunOwner(key.tenant, key.run_id), _agent(key.tenant, key.agent)):
+        for owner in (key.run, (key.namespace, key.agent)):
             counts = self._soonest.setdefault(owner, StepCounts())
             if sign > 0:
                 counts.add(step)
@@ -55,7 +55,3 @@ class Expected:
                 counts.remove(step)
                 if counts.least is None:
                     del self._soonest[owner]
-
-
-def _agent(tenant: TenantId, agent: AgentId) -> Hashable:
-    return tenant, agent

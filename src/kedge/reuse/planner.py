@@ -139,7 +139,7 @@ class Planner:
             if len(here) > self._policy.recompute_short:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
-        prefixes = self._bases.prefixes(request.tenant, draft.key)
+        prefixes = self._bases.prefixes(request.namespace, draft.key)
         if prefixes is None and later_prefixes(placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
@@ -220,7 +220,7 @@ class Planner:
         """Return the base KV of a placeholder's value, where it is known."""
         segment = placed.segment
         assert segment.sample is not None
-        entry = self._bases.find(request.tenant, request.run, segment.sample, segment.tokens, segment.lead_in)
+        entry = self._bases.find(request.run_key, segment.sample, segment.tokens, segment.lead_in)
         if entry is None:
             return None
         return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key)
@@ -228,4 +228,4 @@ class Planner:
 
 def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:
     """Return the name of the anchor pool of a placeholder's values."""
-    return PoolKey(request.tenant, request.workflow, placed.segment.name)
+    return PoolKey(request.namespace, request.workflow, placed.segment.name)

@@ -20,7 +20,7 @@ from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import NO_COSTS, Draft, Planner
 from kedge.settings import PlannerSettings
-from kedge.types import GenerateRequest, ReuseMode, RunId, Span, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 from kedge.workflow.forecast import AgentKey
 
 REFRESH = 8
@@ -93,7 +93,7 @@ class Runtime:
         fills.
         """
         if self.learns(request) and request.produces is not None:
-            self._bases.put_sample(request.tenant, request.run, request.produces, tokens, kv, exact_lineage=exact)
+            self._bases.put_sample(request.run_key, request.produces, tokens, kv, exact_lineage=exact)
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
         """Return whether to learn from a request: its whole prompt was computed, and its offsets are worth measuring.
@@ -115,7 +115,7 @@ class Runtime:
         One placeholder a step, so that decodes beside it are not held up for long; yields what was measured.
         """
         key, placed = template_key(request), layout(request)
-        prefixes = self._bases.prefixes(request.tenant, key)
+        prefixes = self._bases.prefixes(request.namespace, key)
         if prefixes is None and later_prefixes(placed):
             return
         for here, after in zip(placed, [*placed[1:], None], strict=True):
@@ -129,9 +129,9 @@ class Runtime:
                 self._anchors.observe(Slot(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget what a run shared between its agents."""
-        self._bases.end_run(tenant, run)
+        self._bases.end_run(run)
 
     @property
     def learned(self) -> tuple[Anchors, Bases]:
@@ -157,7 +157,7 @@ class Runtime:
         """Return figures of the anchors and of the base KV."""
         return {"anchors": asdict(self._anchors.stats()), "base_kv": asdict(self._bases.stats())}
 
-    def pool_stats(self, owns: Callable[[TenantId], bool]) -> list[dict[str, object]]:
+    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[dict[str, object]]:
         """Return figures of the anchor pools of the tenants that `owns` picks, without their tenants."""
         return [asdict(pool) for pool in self._anchors.pool_stats(owns)]
 

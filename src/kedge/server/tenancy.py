@@ -31,7 +31,7 @@ from typing import Any
 from kedge.engine.base import Engine, Limiting, Quota
 from kedge.errors import ConfigError, Unauthenticated
 from kedge.settings import LimitSettings
-from kedge.types import TenantId
+from kedge.types import Namespace, TenantId
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
@@ -51,9 +51,9 @@ class Tenant:
         """The limits that the engine enforces."""
         return Quota(self.limits.anchors, self.limits.anchor_bytes, self.limits.host_memory)
 
-    def namespace(self, salt: str) -> TenantId:
-        """Return the namespace of KV, anchors and forecasts: `tenant` or, with a salt, `tenant/partition`."""
-        return TenantId(f"{self.id}/{_digest(salt)[:32]}") if salt else self.id
+    def namespace(self, salt: str) -> Namespace:
+        """Return the namespace of calls with this salt: each salt has a partition of the tenant's data."""
+        return Namespace(self.id, _digest(salt)[:32] if salt else "")
 
 
 def new_key() -> str:

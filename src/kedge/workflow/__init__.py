@@ -4,7 +4,7 @@ from kedge.workflow.forecast import AgentKey, Forecast, ForecastBoard, RunKey, R
 from kedge.workflow.graph import Agent, Step, Tool, Workflow
 from kedge.workflow.step_graph import Node, RunState, StepGraph
 from kedge.workflow.steps import UNKNOWN, NextRun
-from kedge.workflow.template import CompiledAgent, Kind, Placeholder, Value, compile_agents, escape, parse
+from kedge.workflow.template import CompiledAgent, Placeholder, Value, compile_agents, escape, parse
 from kedge.workflow.topologies import TOPOLOGIES, Topology, Wording, connect
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "CompiledAgent",
     "Forecast",
     "ForecastBoard",
-    "Kind",
     "NextRun",
     "Node",
     "Placeholder",

@@ -1,6 +1,7 @@
-"""Forecasts: who is expected to run how soon, over all runs of all clients (KVFlow, sections 3.1 and 3.3).
+"""Forecasts: how soon each agent is expected to run, over all runs of all clients (KVFlow, sections 3.1 and 3.3).
 
-A forecast is a hint. One that is late, doubled, about nobody or simply wrong is ignored and counted, never an error.
+A forecast is a hint. One that is late, repeated, wrong or about an unknown agent is ignored and counted, never an
+error.
 """
 
 from __future__ import annotations
@@ -10,37 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from kedge.errors import ConfigError
-from kedge.types import AgentId, RunId, TenantId
+from kedge.types import AgentId
+from kedge.types import AgentKey as AgentKey
+from kedge.types import RunKey as RunKey
 from kedge.workflow.step_graph import NodeId, RunState, StepGraph
 from kedge.workflow.steps import NextRun
 
-
-class RunKey(NamedTuple):
-    """One run of one client."""
-
-    tenant: TenantId
-    client_id: str
-    run_id: RunId
-
-
-class AgentKey(NamedTuple):
-    """One agent in one run of one client: what a label in the cache is named by."""
-
-    tenant: TenantId
-    client_id: str
-    run_id: RunId
-    agent: AgentId
-
-
 Changes = Mapping[AgentKey, NextRun | None]
-"""Agents whose next run is another than before; None: nothing is known of it any more."""
+"""Agents whose next run has changed; None: it is not known any more."""
 
 
 class Ignored(StrEnum):
-    """Why a hint, or what it says of one agent, was ignored."""
+    """Reason why a hint, or its entry for one agent, was ignored."""
 
     STALE = "stale"
     """Its sequence number is not above the last one."""
@@ -52,13 +36,13 @@ class Ignored(StrEnum):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of one run: a snapshot that never changes."""
+    """Immutable snapshot of the expected next runs of one run's agents."""
 
     run: RunKey
     seq: int
     """Grows with every update of the run."""
     expires: float
-    """The time from which it is worth nothing."""
+    """The time from which it is ignored."""
     next_runs: Mapping[AgentId, NextRun]
 
     def __post_init__(self) -> None:
@@ -66,11 +50,11 @@ class Forecast:
 
     @property
     def steps(self) -> dict[AgentKey, float]:
-        """The steps-to-execution of its agents, as the cache reads them."""
+        """Steps-to-execution by agent, as the cache reads them."""
         return {AgentKey(*self.run, agent): next_run.steps for agent, next_run in self.next_runs.items()}
 
     def changes_from(self, old: Forecast | None) -> Changes:
-        """What is different in this forecast of the same run."""
+        """Return what differs from an older forecast of the same run."""
         before = old.next_runs if old else {}
         gone = {AgentKey(*self.run, agent): None for agent in before if agent not in self.next_runs}
         new = {
@@ -82,14 +66,14 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _BoardEntry:
     """What the board knows of a run."""
 
     forecast: Forecast
     agents: frozenset[AgentId] | None = None
-    """Whom it has; None: whomever its hints name."""
+    """The run's agents; None: all that its hints name."""
     ended: bool = False
-    """It stays for one `ttl` more, so that a late hint does not bring it back."""
+    """An ended run stays for one `ttl`, so that a late hint does not bring it back."""
 
 
 class ForecastBoard:
@@ -97,46 +81,46 @@ class ForecastBoard:
 
     All methods that change something take the time `now` (seconds, from any clock that does not go back), drop what
     has expired by then, and return what changed: the cache relabels those agents and no others. An update replaces the
-    whole forecast of its run and touches no other run, so it costs by the agents of one run, whoever else is there.
+    whole forecast of its run and no other: O(agents of the run).
     """
 
     def __init__(self, ttl: float = 600.0) -> None:
-        """`ttl`: seconds for which a forecast is believed. Raises `ConfigError` where it is not above 0."""
+        """Create an empty board; forecasts expire after `ttl` seconds. Raises `ConfigError` unless that is above 0."""
         if not ttl > 0:
             raise ConfigError("ttl", ttl, "must be above 0 seconds")
         self._ttl = ttl
-        self._runs: OrderedDict[RunKey, _Run] = OrderedDict()  # by expiry
+        self._runs: OrderedDict[RunKey, _BoardEntry] = OrderedDict()  # by expiry
         self.ignored: Counter[Ignored] = Counter()
 
     def open(self, run: RunKey, agents: Iterable[AgentId], now: float) -> Changes:
-        """Says whom a run has: hints about others are ignored from now on. Without it, whomever a hint names."""
+        """Declare the agents of a run: from now on, hints about others are ignored."""
         changes = self.expire(now)
         if run not in self._runs:
-            self._put(_Run(Forecast(run, -1, now + self._ttl, {}), frozenset(agents)))
+            self._put(_BoardEntry(Forecast(run, -1, now + self._ttl, {}), frozenset(agents)))
         return changes
 
     def update(self, run: RunKey, seq: int, next_runs: Mapping[AgentId, NextRun], now: float) -> Changes:
-        """Replaces the forecast of `run`, whole or, where the hint is ignored, not at all."""
+        """Replace the forecast of `run`: whole or, where the hint is ignored, not at all."""
         changes = self.expire(now)
         old = self._runs.get(run)
         if reason := _refusal(old, seq):
             self.ignored[reason] += 1
             return changes
         agents = old.agents if old else None
-        new = _Run(Forecast(run, seq, now + self._ttl, self._sound(next_runs, agents)), agents)
+        new = _BoardEntry(Forecast(run, seq, now + self._ttl, self._sound(next_runs, agents)), agents)
         self._put(new)
         return {**changes, **new.forecast.changes_from(old.forecast if old else None)}
 
     def done(self, run: RunKey, now: float) -> Changes:
-        """The run has ended: its agents are forgotten, and so is every later hint."""
+        """End a run: forget its agents, and ignore all later hints."""
         changes = self.expire(now)
         old = self._runs.get(run)
         ended = Forecast(run, old.forecast.seq if old else -1, now + self._ttl, {})
-        self._put(_Run(ended, ended=True))
+        self._put(_BoardEntry(ended, ended=True))
         return {**changes, **ended.changes_from(old.forecast if old else None)}
 
     def expire(self, now: float) -> Changes:
-        """Forgets what nobody has renewed in time."""
+        """Forget the forecasts that were not renewed in time."""
         changes: dict[AgentKey, NextRun | None] = {}
         while self._runs and (first := next(iter(self._runs.values()))).forecast.expires <= now:
             del self._runs[first.forecast.run]
@@ -144,21 +128,21 @@ class ForecastBoard:
         return changes
 
     def forecast(self, run: RunKey) -> Forecast | None:
-        """The newest forecast of `run`, if it has one."""
+        """Return the newest forecast of `run`, if it has one."""
         known = self._runs.get(run)
         return known.forecast if known else None
 
     @property
     def steps(self) -> dict[AgentKey, float]:
-        """The steps-to-execution of every agent of every run. Costs by all agents; see the returned changes instead."""
+        """The steps-to-execution of every agent of every run. O(all agents): prefer the changes that methods return."""
         return {key: steps for known in self._runs.values() for key, steps in known.forecast.steps.items()}
 
-    def _put(self, known: _Run) -> None:
+    def _put(self, known: _BoardEntry) -> None:
         self._runs[known.forecast.run] = known
         self._runs.move_to_end(known.forecast.run)
 
     def _sound(self, next_runs: Mapping[AgentId, NextRun], agents: frozenset[AgentId] | None) -> dict[AgentId, NextRun]:
-        """What a hint says, without what cannot be meant."""
+        """Return the valid entries of a hint, and count the others."""
         sound = {}
         for agent, next_run in next_runs.items():
             if agents is not None and agent not in agents:
@@ -170,7 +154,7 @@ class ForecastBoard:
         return sound
 
 
-def _refusal(old: _Run | None, seq: int) -> Ignored | None:
+def _refusal(old: _BoardEntry | None, seq: int) -> Ignored | None:
     if seq < 0:
         return Ignored.NEGATIVE
     if old is None:
@@ -181,10 +165,10 @@ def _refusal(old: _Run | None, seq: int) -> Ignored | None:
 
 
 class RunProgress:
-    """Follows one run of a step graph and publishes its forecast whenever an agent starts or finishes.
+    """Progress of one run of a step graph; publishes the run's forecast whenever an agent starts or finishes.
 
-    What happens is believed, whatever the graph expected. Of an agent's nodes, the one that was expected first is
-    meant. An agent that is not in the graph is ignored, and counted by the board.
+    Events count, whatever the graph expected. They apply to the agent's node that was expected first. An agent that is
+    not in the graph is ignored, and counted by the board.
     """
 
     def __init__(self, graph: StepGraph, run: RunKey, board: ForecastBoard) -> None:
@@ -193,24 +177,24 @@ class RunProgress:
         self._seq = 0
 
     def begin(self, now: float) -> Changes:
-        """Nothing runs yet."""
+        """Publish the first forecast: nothing runs yet."""
         opened = self._board.open(self.run, self.graph.nodes_of, now)
         return {**opened, **self._publish(now)}
 
     def started(self, agent: AgentId, now: float) -> Changes:
-        """`agent` runs. Where it was done before, the next iteration of its loop begins."""
+        """Record that `agent` runs. Where it was done before, the next iteration of its loop begins."""
         if node := self._expected(agent):
             self.state = self.graph.started(self.state, node)
         return self._publish(now)
 
     def finished(self, agent: AgentId, now: float) -> Changes:
-        """`agent` is done, whether or not anyone said that it had started."""
+        """Record that `agent` is done, whether or not its start was recorded."""
         if node := self._running(agent) or self._expected(agent):
             self.state = self.graph.finished(self.graph.started(self.state, node), node)
         return self._publish(now)
 
     def end(self, now: float) -> Changes:
-        """The run is over, finished or not."""
+        """End the run, finished or not."""
         return self._board.done(self.run, now)
 
     def _running(self, agent: AgentId) -> NodeId | None:
@@ -218,7 +202,7 @@ class RunProgress:
         return next(running, None)
 
     def _expected(self, agent: AgentId) -> NodeId | None:
-        """The node of `agent` that is next to start; None where all of them run, or it has none."""
+        """Return the node of `agent` that is next to start; None where all of them run, or it has none."""
         idle = [node for node in self._nodes(agent) if node not in self.state.running]
         if len(idle) < 2:
             return idle[0] if idle else None

@@ -1,4 +1,4 @@
-"""Workflows: agents, who waits for whom, and in which order they run."""
+"""Workflows: agents, the dependencies between them, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kedge.checks import brief, is_number, require_sampling, require_text
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
-from kedge.types import AgentId, ReuseMode, SamplingParams
-from kedge.workflow.template import Kind, Placeholder, placeholders
+from kedge.types import AgentId, ReuseMode, SampleId, SamplingParams, ValueKind
+from kedge.workflow.template import Placeholder, placeholders
 
 Tool = Callable[[str, Mapping[str, str]], str]
 """A tool: an agent's answer and the run's inputs to the text of the result (the agent's `condition`)."""
@@ -39,9 +39,9 @@ class Agent:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     reuse: ReuseMode | None = None
-    """How far this agent may lean on shared KV; None: as the run says."""
+    """How far this agent may reuse shared KV; None: as the run says."""
     tool_seconds: float = 10.0
-    """Longest time that the tool may take."""
+    """Time limit of the tool."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, list):
@@ -64,7 +64,7 @@ class Agent:
 
     @cached_property
     def placeholders(self) -> tuple[Placeholder, ...]:
-        """Everything that this agent reads."""
+        """The placeholders of both templates."""
         return placeholders(self.system, self.user)
 
 
@@ -74,14 +74,18 @@ class Step(NamedTuple):
     agent: AgentId
     turn: int
 
+    def sample(self, kind: ValueKind = ValueKind.AGENT) -> SampleId:
+        """Return the sample that this step makes: its answer, or its tool's result."""
+        return SampleId(kind, self.agent, self.turn)
+
 
 @dataclass(frozen=True)
 class Workflow:
     """Agents and the dependencies between them, as their templates state them.
 
     An agent that reads `{agent_X_current}` or `{condition_X_current}` waits for X in this turn. A pair `(X, Y)` in
-    `loops` makes this a back edge: Y reads what X said in the turn before, and nothing in the first one. History never
-    is an edge; in the first turns it is empty.
+    `loops` makes this a back edge: Y reads X's answer of the turn before, and nothing in the first one. History is
+    never an edge; in the first turns it is empty.
 
     Raises `UnknownPlaceholder`, `CycleError` or another `WorkflowError`, all of them at construction.
     """
@@ -107,24 +111,24 @@ class Workflow:
             raise WorkflowError("agents", (), "a workflow needs at least one agent")
         for key, names in (("agents", self.ids), ("inputs", self.inputs)):
             if doubles := sorted({name for name in names if names.count(name) > 1}):
-                raise WorkflowError(key, doubles[0], "stands there twice")
+                raise WorkflowError(key, doubles[0], "duplicate")
         if self.turns < 1:
             raise WorkflowError("turns", self.turns, "must be at least 1")
         for name in self.inputs:
-            if Placeholder.parse(name).kind is not Kind.INPUT:
-                raise WorkflowError("inputs", name, "this name is kept for what agents say")
+            if Placeholder.parse(name).kind is not ValueKind.INPUT:
+                raise WorkflowError("inputs", name, "this name is reserved for agents' answers")
         for agent in self.agents:
             if not agent.user.strip():
                 raise WorkflowError(f"agent {agent.id}: user", agent.user, "the user message is empty")
 
     def _check(self, agent: Agent, placeholder: Placeholder) -> None:
         key, name = f"agent {agent.id}", placeholder.name
-        if placeholder.kind is Kind.INPUT:
+        if placeholder.kind is ValueKind.INPUT:
             if name not in self.inputs:
                 raise UnknownPlaceholder(key, name, f"no input has this name (inputs: {', '.join(self.inputs)})")
         elif placeholder.of not in self.ids:
             raise UnknownPlaceholder(key, name, f"there is no agent {placeholder.of!r}")
-        elif placeholder.kind is Kind.CONDITION and self.agent(placeholder.of).tool is None:
+        elif placeholder.kind is ValueKind.CONDITION and self.agent(placeholder.of).tool is None:
             raise UnknownPlaceholder(key, name, f"agent {placeholder.of!r} has no tool")
 
     def _check_loops(self) -> None:
@@ -138,7 +142,7 @@ class Workflow:
         return tuple(AgentId(agent.id) for agent in self.agents)
 
     def agent(self, agent_id: str) -> Agent:
-        """The agent with this id. Raises `WorkflowError` where there is none."""
+        """Return the agent with this id. Raises `WorkflowError` where there is none."""
         if agent_id not in self.ids:
             raise WorkflowError("agent", agent_id, f"not one of {', '.join(self.ids)}")
         return self.agents[self.ids.index(AgentId(agent_id))]
@@ -166,7 +170,7 @@ class Workflow:
         return tuple(Step(agent, turn) for turn in range(self.turns) for agent in self.order)
 
     def source(self, step: Step, placeholder: Placeholder) -> Step | None:
-        """The step whose answer or tool result fills `placeholder`; None where that is before the first turn.
+        """Return the step whose answer or tool result fills `placeholder`; None where that is before the first turn.
 
         Not for inputs, which no step makes.
         """
@@ -175,19 +179,33 @@ class Workflow:
             back = 1
         return Step(AgentId(placeholder.of), step.turn - back) if step.turn >= back else None
 
+    def sample(self, step: Step, placeholder: Placeholder) -> SampleId | None:
+        """Return the sample that fills `placeholder`; None where that is before the first turn."""
+        if placeholder.kind is ValueKind.INPUT:
+            return SampleId(ValueKind.INPUT, placeholder.of)
+        source = self.source(step, placeholder)
+        return None if source is None else source.sample(placeholder.kind)
+
+    @cached_property
+    def read_answers(self) -> frozenset[Step]:
+        """The steps whose answers some step of the run reads."""
+        reads = ((step, read) for step in self.steps for read in self.agent(step.agent).placeholders)
+        sources = (self.source(step, read) for step, read in reads if read.kind is ValueKind.AGENT)
+        return frozenset(source for source in sources if source)
+
     def needs(self, step: Step) -> frozenset[Step]:
-        """The steps that must be done before this one: those it reads from, and its own agent's last turn."""
-        reads = (read for read in self.agent(step.agent).placeholders if read.kind is not Kind.INPUT)
+        """Return the steps that must be done before this one: those it reads from, and its own agent's last turn."""
+        reads = (read for read in self.agent(step.agent).placeholders if read.kind is not ValueKind.INPUT)
         sources = {source for read in reads if (source := self.source(step, read))}
         return frozenset(sources | ({Step(step.agent, step.turn - 1)} if step.turn else set()))
 
 
 def _is_current(placeholder: Placeholder) -> bool:
-    return placeholder.kind is not Kind.INPUT and placeholder.turns_back == 0
+    return placeholder.kind is not ValueKind.INPUT and placeholder.turns_back == 0
 
 
 def order(ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]]) -> tuple[AgentId, ...]:
-    """Topological order; of those that could run, the one declared first goes first. Raises `CycleError`."""
+    """Return a topological order, otherwise as declared. Raises `CycleError`."""
     left = {agent: len(waits_for[agent]) for agent in ids}
     ready = [index for index, agent in enumerate(ids) if not left[agent]]
     done: list[AgentId] = []
@@ -212,7 +230,7 @@ def _released(
 
 
 def _cycle(waits_for: Mapping[AgentId, frozenset[AgentId]]) -> list[AgentId]:
-    """One cycle of a graph in which every agent waits for another one, first agent again at the end."""
+    """Return a cycle of a graph in which every agent waits for another one; its last agent is its first."""
     path = [next(iter(waits_for))]
     while path[-1] not in path[:-1]:
         path.append(min(waits_for[path[-1]]))

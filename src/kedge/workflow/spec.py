@@ -9,7 +9,7 @@
 
 A tool is named, never imported by a file: from `TOOLS` or from what the caller passes.
 
-A file with `graph` in place of agents is a step graph without prompts, for a workflow that someone else drives:
+A file with `graph` in place of agents is a step graph without prompts, for a workflow that another framework drives:
 
     name: review
     graph:
@@ -47,7 +47,7 @@ TOOLS: dict[str, str] = {"python": "kedge.workloads.sandbox:answer_as_python"}
 
 @dataclass(frozen=True)
 class Appended:
-    """A tool that gets some text after the answer, such as the call of a function that the answer defines."""
+    """A tool that is called with some text after the answer, such as the call of a function that the answer defines."""
 
     tool: Tool
     text: str
@@ -66,7 +66,7 @@ class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     def given(self, *leave_out: str) -> dict[str, Any]:
-        """The fields that the file sets; the others have the defaults of what is built from them."""
+        """Return the fields that the file sets; the others have the defaults of what is built from them."""
         return {key: getattr(self, key) for key in self.model_fields_set if key not in leave_out}
 
 
@@ -90,7 +90,7 @@ class AgentSpec(_Spec):
     @field_validator("reuse", mode="before")
     @classmethod
     def _off(cls, value: object) -> object:
-        """YAML reads a bare `off` as false."""
+        """Accept a bare `off`, which YAML reads as false."""
         return "off" if value is False else value
 
 
@@ -105,7 +105,7 @@ class TopologySpec(_Spec):
 
 
 class WordingSpec(_Spec):
-    """See `Wording`."""
+    """The texts of user messages, see `Wording`."""
 
     header: str = ""
     intro: str = ""
@@ -128,7 +128,7 @@ class WorkflowSpec(_Spec):
     @field_validator("topology", mode="before")
     @classmethod
     def _short(cls, value: object) -> object:
-        """A topology without options may be written as its name alone."""
+        """Accept a topology without options as its name alone."""
         return {"kind": value} if isinstance(value, str) else value
 
 
@@ -157,7 +157,7 @@ class StepGraphSpec(_Spec):
 
 
 def load_workflow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> Workflow:
-    """The workflow of a `.yaml`, `.yml` or `.json` file; `tools` adds to those that it may name.
+    """Return the workflow of a `.yaml`, `.yml` or `.json` file; `tools` adds to those that it may name.
 
     Raises `SpecError` naming file, key and value for a file that is no workflow, and `UnknownPlaceholder`,
     `CycleError` or another `WorkflowError` for a workflow that is wrong.
@@ -166,7 +166,7 @@ def load_workflow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> 
 
 
 def load_flow(path: str | Path, tools: Mapping[str, Tool] | None = None) -> Workflow | StepGraph:
-    """What a `.yaml`, `.yml` or `.json` file has: a workflow, or a step graph without prompts.
+    """Return the workflow, or the step graph without prompts, of a `.yaml`, `.yml` or `.json` file.
 
     Raises as `load_workflow` does.
     """
@@ -188,9 +188,9 @@ def _read(path: Path) -> object:
 
 
 def parse_text(text: str, suffix: str, key: str, value: object) -> object:
-    """The data of a workflow file's text; `suffix` says whether it is YAML or JSON.
+    """Parse the text of a workflow file, YAML or JSON by its `suffix`.
 
-    Raises `SpecError`, which names `key` and `value`, where it is neither, or where a key stands twice in a mapping.
+    Raises `SpecError`, which names `key` and `value`, for invalid text, or a key that stands twice in a mapping.
     """
     try:
         return _READERS[suffix.lower()](text)
@@ -199,7 +199,7 @@ def parse_text(text: str, suffix: str, key: str, value: object) -> object:
 
 
 def build_workflow(data: object, tools: Mapping[str, Tool] | None = None, source: str = "workflow") -> Workflow:
-    """The workflow of parsed YAML or JSON; `source` names it in errors, which are those of `load_workflow`."""
+    """Build the workflow of parsed YAML or JSON; `source` names it in errors, which are those of `load_workflow`."""
     if _is_graph(data):
         raise SpecError(f"{source}: graph", "…", "a step graph has no prompts: it can be inspected, not run")
     spec = _validated(data, source, WorkflowSpec)
@@ -215,7 +215,7 @@ def build_workflow(data: object, tools: Mapping[str, Tool] | None = None, source
 
 
 def build_step_graph(data: object, source: str = "workflow") -> StepGraph:
-    """The step graph that parsed YAML or JSON writes out; `source` names it in errors.
+    """Build the step graph of parsed YAML or JSON; `source` names it in errors.
 
     Raises `SpecError` for what is no step graph, and `CycleError` or another `WorkflowError` for one that is wrong.
     """
@@ -256,7 +256,7 @@ def _validated(data: object, source: str, kind: type[_S]) -> _S:
 
 
 def _short(value: object) -> object:
-    """`value`, or the beginning of its text where it is a long or nested one."""
+    """Return `value`, or the beginning of its text where it is long or nested."""
     return reprlib.repr(value) if isinstance(value, dict | list) else value
 
 
@@ -283,15 +283,15 @@ def _tool(spec: AgentSpec, tools: Mapping[str, Tool], key: str) -> Tool | None:
 
 def _connected(spec: WorkflowSpec, topology: TopologySpec, agents: tuple[Agent, ...], source: str) -> Workflow:
     for key in sorted(spec.model_fields_set & {"turns", "loops"}):
-        raise SpecError(f"{source}: {key}", getattr(spec, key), "is the topology's to say")
+        raise SpecError(f"{source}: {key}", getattr(spec, key), "is set by the topology")
     if topology.kind not in TOPOLOGIES:
         raise SpecError(f"{source}: topology", topology.kind, f"not one of {', '.join(TOPOLOGIES)}")
     options = topology.given("kind")
     try:
-        who_hears_whom = TOPOLOGIES[topology.kind](agents, **options)
+        chosen = TOPOLOGIES[topology.kind](agents, **options)
     except TypeError as error:
         raise SpecError(f"{source}: topology.{topology.kind}", options, "it has no such option") from error
-    return connect(spec.name, agents, who_hears_whom, Wording(**spec.wording.given()), tuple(spec.inputs))
+    return connect(spec.name, agents, chosen, Wording(**spec.wording.given()), tuple(spec.inputs))
 
 
 class _Yaml(yaml.SafeLoader):
@@ -311,7 +311,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _no_double(keys: list[str]) -> None:
     for key in keys:
         if keys.count(key) > 1:
-            raise ValueError(f"the key {key!r} stands there twice")
+            raise ValueError(f"duplicate key {key!r}")
 
 
 _READERS: dict[str, Callable[[str], object]] = {

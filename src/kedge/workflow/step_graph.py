@@ -9,7 +9,7 @@
     ))
     graph.steps(running={"planner"}, done=())        # searcher 1, writer 2, reviewer 3, publisher 4
 
-It is a forecast and nothing else: no agent is kept from running because the graph did not expect it.
+It is a forecast only: no agent is kept from running because the graph did not expect it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SUM_OF_ONE = 1 + 1e-9
 
 
 class RunState(NamedTuple):
-    """Where a run stands: the nodes that run, and those that are done in this iteration of every loop they are in."""
+    """State of a run: the nodes that run, and those that are done in this iteration of every loop they are in."""
 
     running: frozenset[NodeId] = frozenset()
     done: frozenset[NodeId] = frozenset()
@@ -56,7 +56,7 @@ class Node:
     loops: Iterable[Collection[str]] = ()
     then: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     agent: str = ""
-    """Whose invocation it is; default: the agent that is named as the node."""
+    """The agent that is invoked; default: the one named as the node."""
 
     def __post_init__(self) -> None:
         for key in ("after", "loops"):
@@ -91,8 +91,8 @@ class StepGraph:
     """The nodes of a workflow and what each waits for. Immutable; one serves any number of runs.
 
     Raises, all of them at construction: `CycleError` for nodes that can never run because they wait for each other or
-    for themselves with no back edge in `loops`; another `WorkflowError` for a node that is not there or stands there
-    twice, for a back edge that closes no loop, and for a choice in `then` that does not wait for its node.
+    for themselves with no back edge in `loops`; another `WorkflowError` for an unknown or duplicate node, for a back
+    edge that closes no loop, and for a choice in `then` that does not wait for its node.
     """
 
     name: str
@@ -108,7 +108,7 @@ class StepGraph:
 
     @classmethod
     def of(cls, workflow: Workflow) -> StepGraph:
-        """The graph of a workflow: a node for every turn of every agent, so that it also knows how the run ends."""
+        """Return the graph of a workflow: a node for every turn of every agent, so that it knows how the run ends."""
 
         def name(step: Step) -> str:
             return f"{step.agent}@{step.turn}" if workflow.turns > 1 else step.agent
@@ -119,7 +119,7 @@ class StepGraph:
 
         return cls(workflow.name, tuple(node(step) for step in workflow.steps))
 
-    # what is asked of it --------------------------------------------------------------------------------------
+    # queries -------------------------------------------------------------------------------------------------
 
     @cached_property
     def ids(self) -> tuple[NodeId, ...]:
@@ -135,7 +135,7 @@ class StepGraph:
         return found
 
     def steps(self, running: Iterable[str], done: Iterable[str]) -> dict[NodeId, float]:
-        """Node -> its steps-to-execution, `UNKNOWN` where it is never reached. See `RunState` for the arguments.
+        """Return the steps-to-execution by node, `UNKNOWN` where it is never reached. See `RunState` for the arguments.
 
         A running node has 0. What could run at once has 1 while something runs and 0 while nothing does. A node that is
         done counts to its next iteration. Raises `WorkflowError` for a node that is not there.
@@ -144,7 +144,7 @@ class StepGraph:
         return {node: next_run.steps for node, next_run in zip(self.ids, found, strict=True)}
 
     def next_runs(self, state: RunState) -> dict[AgentId, NextRun]:
-        """Agent -> the soonest of its nodes, the likelier one first. Raises as `steps` does."""
+        """Return by agent the next run of its soonest, then likeliest node. Raises as `steps` does."""
         found = self._search(*state)
         soonest: dict[AgentId, NextRun] = {}
         for node, next_run in zip(self.nodes, found, strict=True):
@@ -153,22 +153,22 @@ class StepGraph:
         return soonest
 
     def ready(self, state: RunState) -> tuple[NodeId, ...]:
-        """The nodes that could run at once and do not run yet. Raises as `steps` does."""
+        """Return the nodes that could run at once and do not run yet. Raises as `steps` does."""
         running, done = self._places("running", state.running), self._places("done", state.done)
         free = {one.target for one in self._alternatives if not one.missing(running, done)}
         return tuple(self.ids[at] for at in sorted((free | self._entries - done) - running))
 
     def started(self, state: RunState, node: NodeId) -> RunState:
-        """The state once `node` runs. Where it was done before, a new iteration begins for all that comes after it."""
+        """Return the state once `node` runs. If it was done before, its descendants begin a new iteration."""
         again = self.descendants(node) if node in state.done else frozenset[NodeId]()
         return RunState(state.running | {node}, state.done - again)
 
     def finished(self, state: RunState, node: NodeId) -> RunState:
-        """The state once `node` is done."""
+        """Return the state once `node` is done."""
         return RunState(state.running - {node}, state.done | {node})
 
     def descendants(self, node: str) -> frozenset[NodeId]:
-        """`node` and whatever comes after it without a back edge."""
+        """Return `node` and all that comes after it without a back edge."""
         found, todo = {NodeId(node)}, [NodeId(node)]
         while todo:
             new = self._followers[todo.pop()] - found
@@ -186,7 +186,7 @@ class StepGraph:
         except KeyError as error:
             raise WorkflowError(key, error.args[0], f"not a node of {self.name}") from None
 
-    # what the pass reads --------------------------------------------------------------------------------------
+    # the search's tables --------------------------------------------------------------------------------------
 
     @cached_property
     def _place(self) -> Mapping[str, int]:
@@ -240,14 +240,14 @@ class StepGraph:
                 followers[NodeId(name)].add(NodeId(node.id))
         return followers
 
-    # what can be wrong with it --------------------------------------------------------------------------------
+    # checks ---------------------------------------------------------------------------------------------------
 
     def _check_names(self) -> None:
         if not self.nodes:
             raise WorkflowError("nodes", (), "a step graph needs at least one node")
         if len(self._place) < len(self.nodes):
             double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
-            raise WorkflowError("nodes", double, "stands there twice")
+            raise WorkflowError("nodes", double, "duplicate")
         for node in self.nodes:
             for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
                 for name in names:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 UNKNOWN: Final = math.inf
-"""Steps-to-execution of what never comes as far as the graph tells: not prefetched, evicted as if farthest."""
+"""Steps-to-execution of what never runs by the graph: not prefetched, evicted as if farthest."""
 
 Nodes = frozenset[int]
 
 
 class NextRun(NamedTuple):
-    """Fewest steps until an agent can run next (0: now), and how likely it is that it runs as soon as that."""
+    """Fewest steps until an agent can run next (0: now), and the probability that it runs as soon as that."""
 
     steps: float
     probability: float = 1.0
@@ -32,7 +32,7 @@ class Alternative(NamedTuple):
     """Such a member -> the nodes that it may have chosen instead; back edges apart, which are always chosen anew."""
 
     def missing(self, running: Nodes, done: Nodes) -> Nodes:
-        """The members that must still run: all of them where what is done was used already, or for a rival."""
+        """Return the members that must still run: all, where what is done was used already, or for a rival."""
         if self.target in done and not self.is_loop:
             return self.members
         for member, rivals in self.rivals:
@@ -42,7 +42,7 @@ class Alternative(NamedTuple):
 
 
 class Search:
-    """The next run of every node: OR = min + 1 over AND = max + 1.
+    """Search for the next run of every node: OR = min + 1 over AND = max + 1.
 
     Knuth's generalization of Dijkstra's algorithm; every edge is one step, so a queue is its heap. Nodes leave it by
     ascending steps: the member that completes an alternative is its maximum, all alternatives with a node's least
@@ -60,7 +60,7 @@ class Search:
         self._left = [len(members) for members in self._missing]
 
     def run(self, entries: Iterable[int]) -> list[NextRun]:
-        """One `NextRun` for every node; `entries` can run from the start."""
+        """Return one `NextRun` for every node; `entries` can run from the start."""
         self._begin(entries)
         while self._queue:
             node = self._queue.popleft()
@@ -93,7 +93,7 @@ class Search:
             self._found[node] = NextRun(steps, min(1.0, old.probability + probability))
 
     def _probability(self, at: int) -> float:
-        """The least likely member's, where a member that chooses counts with the odds of its choice."""
+        """Return the probability of the least likely member; one that chooses counts with the odds of its choice."""
         one, missing = self._alternatives[at], self._missing[at]
         odds = dict(one.odds)
         return min(

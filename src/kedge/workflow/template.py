@@ -17,62 +17,53 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
-from kedge.types import AgentId, SampleId, Segment, Tokens
+from kedge.types import AgentId, SampleId, Segment, Tokens, ValueKind
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _NAME = re.compile(r"[\w-]+")
 _OF_AGENT = re.compile(r"(agent|condition)_(.+)_(?:current|history_(\d+))")
 
 
-class Kind(StrEnum):
-    """What a placeholder is filled with."""
-
-    INPUT = "input"
-    AGENT = "agent"
-    CONDITION = "condition"
-
-
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A typed placeholder. `of` is the name of an input or the id of an agent."""
+    """A typed placeholder; `of` is the name of an input or the id of an agent."""
 
-    kind: Kind
+    kind: ValueKind
     of: str
     turns_back: int = 0
 
     @property
     def name(self) -> str:
         """Its name in the template, without braces."""
-        if self.kind is Kind.INPUT:
+        if self.kind is ValueKind.INPUT:
             return self.of
         return f"{self.kind}_{self.of}_{f'history_{self.turns_back}' if self.turns_back else 'current'}"
 
     @classmethod
     def parse(cls, name: str) -> Placeholder:
-        """The placeholder with this name. Raises `WorkflowError` where it can be none."""
+        """Return the placeholder with this name. Raises `WorkflowError` for an invalid name."""
         if not _NAME.fullmatch(name):
             raise WorkflowError(
                 "placeholder", name, "a name has only letters, digits, '_' and '-' (write '{{' for '{')"
             )
         found = _OF_AGENT.fullmatch(name)
         if not found:
-            return cls(Kind.INPUT, name)
+            return cls(ValueKind.INPUT, name)
         kind, of, turns = found.groups()
         if turns is not None and (turns.startswith("0") or not turns.isascii()):
             raise WorkflowError("placeholder", name, "history counts turns back as 1, 2, 3, …")
-        return cls(Kind(kind), of, int(turns or 0))
+        return cls(ValueKind(kind), of, int(turns or 0))
 
 
 Part = str | Placeholder
 
 
 def parse(text: str) -> tuple[Part, ...]:
-    """Splits a template into texts (braces unescaped) and placeholders.
+    """Split a template into texts (braces unescaped) and placeholders.
 
     Texts are not empty and never follow each other, placeholders may. Raises `WorkflowError` naming what is malformed.
     """
@@ -99,17 +90,17 @@ def _unescaped(brace: re.Match[str], text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` as a template that has no placeholders."""
+    """Return `text` as a template that has no placeholders."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def placeholders(*texts: str) -> tuple[Placeholder, ...]:
-    """The placeholders of some templates in their order, each as often as it stands there."""
+    """Return the placeholders of some templates in their order, each as often as it occurs."""
     return tuple(part for text in texts for part in parse(text) if isinstance(part, Placeholder))
 
 
 class ChatTokenizer(Protocol):
-    """What compiling needs of a tokenizer; `kedge.engine.base.Tokenizer` has it."""
+    """The part of a tokenizer that compiling needs; `kedge.engine.base.Tokenizer` has it."""
 
     def encode(self, text: str) -> Tokens: ...
 
@@ -117,7 +108,7 @@ class ChatTokenizer(Protocol):
 
 
 class Prompt(Protocol):
-    """What compiling needs of an agent: its id and its two templates."""
+    """The part of an agent that compiling needs: its id and its two templates."""
 
     @property
     def id(self) -> str: ...
@@ -130,10 +121,11 @@ class Prompt(Protocol):
 
 
 class Value(NamedTuple):
-    """What fills a placeholder: token ids and the sample that they are. No tokens: the segment is left out."""
+    """Token ids that fill a placeholder, and their sample. Without tokens the segment is left out."""
 
     tokens: Tokens
-    sample: SampleId
+    sample: SampleId | None
+    """None where the value is known to be empty, because no step makes it."""
 
 
 @dataclass(frozen=True)
@@ -142,20 +134,20 @@ class CompiledAgent:
 
     agent: AgentId
     prefixes: tuple[Tokens, ...]
-    """`p0 … pn`: one more than placeholders, empty where nothing stands between two of them."""
+    """`p0 … pn`: one more than placeholders, empty between two adjacent ones."""
     placeholders: tuple[Placeholder, ...]
     lead_ins: tuple[Tokens, ...]
     stand_ins: tuple[Tokens, ...]
     trails: tuple[Tokens, ...]
-    """Of each placeholder, those of the tokens behind it that stand there in all agents"""
+    """By placeholder: the tokens that follow it in every agent."""
     trail: Tokens
-    """The tokens that stand behind this agent's own answers in all agents"""
+    """The tokens that follow this agent's own answers in every agent."""
 
     def fill(
         self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
     ) -> tuple[Segment, ...]:
-        """The prompt `p0 φ1 p1 φ2 …` without empty segments, but for those of samples that are `pending`: their tokens
-        are yet to come. Raises `UnknownPlaceholder` where a value is missing.
+        """Return the prompt `p0 φ1 p1 φ2 …` without empty segments, but with those of `pending` samples, whose tokens
+        are not known yet. Raises `UnknownPlaceholder` where a value is missing.
         """
         return tuple(one for one in self._segments(values) if one.tokens or one.sample in pending)
 
@@ -171,7 +163,7 @@ class CompiledAgent:
 
 
 def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[AgentId, CompiledAgent]:
-    """Renders and tokenizes the prompts of agents that share placeholder values.
+    """Render and tokenize the prompts of agents that share placeholder values.
 
     Every prefix part is tokenized by itself, so that its token ids do not depend on its neighbours. A placeholder has
     one lead-in for all agents: the last line of text before it in the first agent that uses it, as the beginning of a
@@ -189,14 +181,14 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
             tuple(lead_ins[placeholder] for placeholder in found),
             tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
             tuple(trails[_trailed(placeholder)] for placeholder in found),
-            trails.get((Kind.AGENT, agent), ()),
+            trails.get((ValueKind.AGENT, agent), ()),
         )
         for agent, (prefixes, found) in cuts.items()
     }
 
 
 Cut = tuple[tuple[Tokens, ...], tuple[Placeholder, ...]]
-"""An agent's prefix parts, and the placeholders between them"""
+"""An agent's prefix parts, and the placeholders between them."""
 
 
 def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
@@ -204,18 +196,19 @@ def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     return tuple(tokenizer.encode(text) if text else () for text in texts), found
 
 
-def _trails(cuts: Iterable[Cut]) -> dict[tuple[Kind, str], Tokens]:
-    """The tokens that are the same wherever they come behind an input, or behind an agent's answer or tool result of
-    whatever turn: one sample has one base KV.
+def _trails(cuts: Iterable[Cut]) -> dict[tuple[ValueKind, str], Tokens]:
+    """Return the tokens that always follow an input, or an agent's answer or tool result of whatever turn.
+
+    They do not depend on the turn, as one sample has one base KV.
     """
-    behind: dict[tuple[Kind, str], list[Tokens]] = {}
+    behind: dict[tuple[ValueKind, str], list[Tokens]] = {}
     for prefixes, found in cuts:
         for placeholder, prefix in zip(found, prefixes[1:], strict=True):
             behind.setdefault(_trailed(placeholder), []).append(prefix)
     return {of: _common(prefixes) for of, prefixes in behind.items()}
 
 
-def _trailed(placeholder: Placeholder) -> tuple[Kind, str]:
+def _trailed(placeholder: Placeholder) -> tuple[ValueKind, str]:
     return placeholder.kind, placeholder.of
 
 
@@ -225,7 +218,7 @@ def _common(prefixes: Iterable[Tokens]) -> Tokens:
 
 
 def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:
-    """The chat text cut at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
+    """Cut the chat text at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
     mark = _mark(agent.system + agent.user)
     system, user = parse(agent.system), parse(agent.user)
     known = [part for part in (*system, *user) if isinstance(part, Placeholder)]
@@ -246,7 +239,7 @@ def _mark(text: str) -> str:
 
 
 def _last_lines(agents: Sequence[Prompt]) -> dict[Placeholder, str]:
-    """Placeholder -> last line that is not blank, with what follows it, of the text right before its first use."""
+    """Return by placeholder the last line that is not blank, to its end, of the text right before its first use."""
     lines: dict[Placeholder, str] = {}
     for agent in agents:
         parts = (*parse(agent.system), "", *parse(agent.user))

@@ -1,6 +1,6 @@
-"""Who hears whom: the topologies of the paper, and a builder that makes a workflow from one.
+"""Which agents read whose answers: the topologies of the paper, and a builder that makes a workflow from one.
 
-Agents are given in speaking order and the last one decides: it hears everyone whom nobody else hears.
+Agents are given in speaking order and the last one decides: it reads all answers that nobody else reads.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from random import Random
 from typing import NamedTuple
 
 from kedge.errors import WorkflowError
-from kedge.types import AgentId
+from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Agent, Workflow
-from kedge.workflow.template import Kind, Placeholder, escape
+from kedge.workflow.template import Placeholder, escape
 
 
-class Hears(NamedTuple):
-    """An agent that is heard, this turn or some turns back."""
+class AnswerSource(NamedTuple):
+    """An agent whose answer is read: this turn's, or that of some turns back."""
 
     agent: AgentId
     turns_back: int = 0
@@ -26,9 +26,9 @@ class Hears(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Agent -> whom it hears, in the order of its prompt; and for how many turns they talk."""
+    """The answers that each agent reads, in the order of its prompt, and the number of turns."""
 
-    hears: Mapping[AgentId, tuple[Hears, ...]]
+    reads: Mapping[AgentId, tuple[AnswerSource, ...]]
     turns: int = 1
 
 
@@ -37,29 +37,29 @@ Edges = Iterable[tuple[int, int]]
 
 
 def fully_connected(agents: Sequence[Agent]) -> Topology:
-    """Everyone hears everyone before it."""
+    """Let every agent read all before it."""
     return _topology(agents, ((i, j) for j in range(len(agents)) for i in range(j)))
 
 
 def chain(agents: Sequence[Agent]) -> Topology:
-    """Everyone hears the one before it."""
+    """Let every agent read the one before it."""
     return _topology(agents, ((i, i + 1) for i in range(len(agents) - 1)))
 
 
 def star(agents: Sequence[Agent]) -> Topology:
-    """The last agent is the hub: it hears all others, who hear nobody."""
+    """Make the last agent the hub: it reads all others, which read nobody."""
     return _topology(agents, ())
 
 
 def layered(agents: Sequence[Agent], *, width: int = 2) -> Topology:
-    """Layers of `width` agents; each agent hears the whole layer before its own."""
+    """Form layers of `width` agents; each agent reads the whole layer before its own."""
     _require("width", width, width >= 1, "must be at least 1")
     count = len(agents) - 1
     return _topology(agents, ((i, j) for j in range(count) for i in range(j) if j // width - i // width == 1))
 
 
 def mesh(agents: Sequence[Agent]) -> Topology:
-    """A square grid, filled row by row; each agent hears its left and its upper neighbour."""
+    """Form a square grid, filled row by row; each agent reads its left and its upper neighbour."""
     count = len(_at_least_one(agents)) - 1
     side = max(1, math.ceil(math.sqrt(count)))
     left = ((j - 1, j) for j in range(count) if j % side)
@@ -68,18 +68,18 @@ def mesh(agents: Sequence[Agent]) -> Topology:
 
 
 def random(agents: Sequence[Agent], *, seed: int = 0, share: float = 0.5) -> Topology:
-    """Everyone hears each one before it with probability `share`; the same for the same seed."""
+    """Let every agent read each one before it with probability `share`; the same for the same seed."""
     _require("share", share, 0 <= share <= 1, "must be in [0, 1]")
     rng = Random(seed)
     return _topology(agents, [(i, j) for j in range(len(agents) - 1) for i in range(j) if rng.random() < share])
 
 
 def debate(agents: Sequence[Agent], *, turns: int = 2) -> Topology:
-    """Everyone but the last speaks every turn and hears what the others said in the turn before; the last hears all."""
+    """Let all but the last answer every turn and read the others' answers of the turn before; the last reads all."""
     _require("turns", turns, turns >= 1, "must be at least 1")
     *ids, judge = (AgentId(agent.id) for agent in _at_least_one(agents))
-    hears = {listener: tuple(Hears(speaker, 1) for speaker in ids if speaker != listener) for listener in ids}
-    return Topology({**hears, judge: tuple(map(Hears, ids))}, turns)
+    reads = {listener: tuple(AnswerSource(speaker, 1) for speaker in ids if speaker != listener) for listener in ids}
+    return Topology({**reads, judge: tuple(map(AnswerSource, ids))}, turns)
 
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
@@ -90,9 +90,9 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 def _topology(agents: Sequence[Agent], edges: Edges) -> Topology:
     ids = [AgentId(agent.id) for agent in _at_least_one(agents)]
     pairs = list(edges)
-    unheard = set(range(len(ids) - 1)) - {speaker for speaker, _ in pairs}
-    pairs += [(speaker, len(ids) - 1) for speaker in sorted(unheard)]
-    return Topology({name: tuple(Hears(ids[i]) for i, j in pairs if j == at) for at, name in enumerate(ids)})
+    unread = set(range(len(ids) - 1)) - {speaker for speaker, _ in pairs}
+    pairs += [(speaker, len(ids) - 1) for speaker in sorted(unread)]
+    return Topology({name: tuple(AnswerSource(ids[i]) for i, j in pairs if j == at) for at, name in enumerate(ids)})
 
 
 def _at_least_one(agents: Sequence[Agent]) -> Sequence[Agent]:
@@ -107,24 +107,24 @@ def _require(key: str, value: object, good: bool, why: str) -> None:
 
 @dataclass(frozen=True)
 class Wording:
-    """The text of a user message: header, then what was heard, then footer. All of them are templates.
+    """The text of a user message: header, then the answers that are read, then footer. All of them are templates.
 
     `{title}` in `speaker` and `footer` is the title of an agent.
     """
 
     header: str = "Question: {user_question}"
     intro: str = "\n\nThe other agents say:"
-    """Stands before the answers, where there are any."""
+    """Before the answers, where there are any."""
     speaker: str = "\n\n{title}:\n"
-    """Stands before each answer."""
+    """Before each answer."""
     tool: str = "\nThe tool answers:\n"
-    """Stands between an answer and the result of its tool."""
+    """Between an answer and the result of its tool."""
     footer: str = "\n\nNow answer as {title}."
 
 
 @dataclass(frozen=True)
-class Heard:
-    """How a prompt presents an agent that is heard. `tool_lead` is the text before its tool's result, if it has one."""
+class PresentedAnswer:
+    """How a prompt presents an answer that is read. `tool_lead` is the text before its tool's result, if it has one."""
 
     id: str
     title: str
@@ -132,17 +132,17 @@ class Heard:
     turns_back: int = 0
 
     def template(self, wording: Wording) -> str:
-        text = _titled(wording.speaker, self.title) + self._placeholder(Kind.AGENT)
-        return text if self.tool_lead is None else text + self.tool_lead + self._placeholder(Kind.CONDITION)
+        text = _titled(wording.speaker, self.title) + self._placeholder(ValueKind.AGENT)
+        return text if self.tool_lead is None else text + self.tool_lead + self._placeholder(ValueKind.CONDITION)
 
-    def _placeholder(self, kind: Kind) -> str:
+    def _placeholder(self, kind: ValueKind) -> str:
         return f"{{{Placeholder(kind, self.id, self.turns_back).name}}}"
 
 
-def user_template(title: str, heard: Sequence[Heard], wording: Wording) -> str:
-    """The user message of the agent with this title, with placeholders for what it hears."""
-    answers = [wording.intro, *(one.template(wording) for one in heard)] if heard else []
-    return "".join([wording.header, *answers, _titled(wording.footer, title)])
+def user_template(title: str, answers: Sequence[PresentedAnswer], wording: Wording) -> str:
+    """Return the user message of the agent with this title, with placeholders for the answers that it reads."""
+    middle = [wording.intro, *(one.template(wording) for one in answers)] if answers else []
+    return "".join([wording.header, *middle, _titled(wording.footer, title)])
 
 
 def _titled(text: str, title: str) -> str:
@@ -156,19 +156,21 @@ def connect(
     wording: Wording | None = None,
     inputs: tuple[str, ...] = ("user_question",),
 ) -> Workflow:
-    """A workflow of these agents, whose `user` templates are written anew from the topology and the wording."""
+    """Make a workflow of these agents, whose `user` templates are written anew from the topology and the wording."""
     wording = wording or Wording()
     by_id = {agent.id: agent for agent in agents}
 
-    def heard(one: Hears) -> Heard:
+    def presented(one: AnswerSource) -> PresentedAnswer:
         speaker = by_id[one.agent]
-        return Heard(speaker.id, speaker.title or speaker.id, wording.tool if speaker.tool else None, one.turns_back)
+        return PresentedAnswer(
+            speaker.id, speaker.title or speaker.id, wording.tool if speaker.tool else None, one.turns_back
+        )
 
     written = (
         replace(
             agent,
             user=user_template(
-                agent.title or agent.id, [heard(one) for one in topology.hears[AgentId(agent.id)]], wording
+                agent.title or agent.id, [presented(one) for one in topology.reads[AgentId(agent.id)]], wording
             ),
         )
         for agent in agents

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, Tokens, WorkflowId
+from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 LEAD, TAIL = 24, 16
 """Tokens of the prefix segment before an agent's answer, and of the last one."""
@@ -56,8 +56,8 @@ class CopyMachine:
         produces: bool = True,
     ) -> GenerateRequest:
         """Return agent `agent`'s request, which reads `question` and `answers` of the agents before it."""
-        fills = [("user_question", SampleId("input_user_question@0"), question)]
-        fills += [(f"agent_{i}_current", SampleId(f"agent_{i}@0"), answer) for i, answer in enumerate(answers)]
+        fills = [("user_question", SampleId(ValueKind.INPUT, "user_question"), question)]
+        fills += [(f"agent_{i}_current", SampleId(ValueKind.AGENT, str(i)), answer) for i, answer in enumerate(answers)]
         segments = []
         for i, prefix in enumerate(self._prefixes[agent]):
             segments.append(Segment(prefix, f"p{i}"))
@@ -70,6 +70,6 @@ class CopyMachine:
             run=RunId(run),
             workflow=WorkflowId("copy-machine"),
             agent=AgentId(str(agent)),
-            produces=SampleId(f"agent_{agent}@0") if produces else None,
+            produces=SampleId(ValueKind.AGENT, str(agent)) if produces else None,
             trail=self._trail,
         )

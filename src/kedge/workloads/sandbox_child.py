@@ -67,6 +67,7 @@ def leave_network() -> None:
 
 
 def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
+    """Set the resource limits; sizes in bytes."""
     limits = {
         "RLIMIT_CPU": cpu_seconds, "RLIMIT_AS": memory, "RLIMIT_FSIZE": file_size, "RLIMIT_NOFILE": OPEN_FILES,
         "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0,
@@ -134,6 +135,7 @@ def execute(source: bytes) -> BaseException | None:
 
 
 def main() -> None:
+    """Run the code from stdin under all limits and report the name of its error."""
     cpu_seconds, memory, file_size, report = map(int, sys.argv[1:])
     end_with_parent(report)
     source = sys.stdin.buffer.read()

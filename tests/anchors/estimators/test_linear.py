@@ -170,5 +170,5 @@ def test_half_models_and_bounds_of_memory(estimator: str) -> None:
     tight = AnchorStore(AnchorSettings(estimator=estimator, max_bytes=10_000, **OPEN))
     for seed in range(10):
         observe(tight, sample(seed))
-        assert tight.nbytes() <= 10_000
+        assert tight.table.nbytes() <= 10_000
         tight.check_integrity()

@@ -16,7 +16,7 @@ from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, Slot
 from kedge.settings import AnchorSettings
-from kedge.types import TenantId
+from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
     BOTH,
     DIM,
@@ -33,6 +33,7 @@ from tests.anchors.helpers import (
     translated_prefix,
 )
 
+OLDER = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "older")
 NO_TOKENS = KVSegment(torch.empty(LAYERS, 0, HEADS, DIM), torch.empty(LAYERS, 0, HEADS, DIM))
 OTHER = Slot("critic", 3)
 
@@ -80,10 +81,10 @@ def test_a_restored_pool_estimates_as_before(settings: dict[str, Any]) -> None:
 
 def test_order_hits_and_numbers_go_on() -> None:
     store = filled(range(3), **OPEN)
-    observe(store, sample(1, pool=("tenant", "flow", "older")))
+    observe(store, sample(1, pool=OLDER))
     store.use(store.estimate(SLOT, sample(2)))
     new, _ = brought_back(store, **OPEN)
-    assert list(new.pools) == list(store.pools) == [("tenant", "flow", "older"), POOL]
+    assert list(new.pools) == list(store.pools) == [OLDER, POOL]
     for key, pool in store.pools.items():
         assert [(a.id, a.tokens, a.hits) for a in new.pools[key].anchors.values()] == [
             (a.id, a.tokens, a.hits) for a in pool.anchors.values()
@@ -97,25 +98,25 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
     assert brought_back(store, **OPEN, capacity=3)[0].stats().anchors == 3
     observe(store, sample(1), OTHER)
     assert brought_back(store, **OPEN, max_slots=1)[0].stats().slots == 1
-    bounded, _ = brought_back(store, **OPEN, max_bytes=store.nbytes() // 2)
-    assert 0 < bounded.nbytes() <= store.nbytes() // 2
+    bounded, _ = brought_back(store, **OPEN, max_bytes=store.table.nbytes() // 2)
+    assert 0 < bounded.table.nbytes() <= store.table.nbytes() // 2
 
 
 def test_a_tenants_pool_stays_its_own() -> None:
     new, _ = brought_back(filled(range(6), **OPEN), **OPEN)
     assert new.estimate(SLOT, sample(3)).shareable
-    foreign = replace(sample(3), pool=PoolKey("other", *POOL[1:]))
+    foreign = replace(sample(3), pool=PoolKey(Namespace(TenantId("other")), *POOL[1:]))
     assert new.estimate(SLOT, foreign).reason == "no anchor of this agent yet"
 
 
 def test_base_kv_of_templates() -> None:
-    bases, mine = BaseStore(1 << 20), TenantId("a")
+    bases, mine = BaseStore(1 << 20), Namespace(TenantId("a"))
     for index in (1, 3):
         bases.put_prefix(mine, "t", index, random_kv(4 + index, index))
     bases.put_content(mine, (1, 2), (), random_kv(2, 9))
     _, new = brought_back(AnchorStore(AnchorSettings()), bases)
     assert new.stats().values == 0
-    assert new.prefixes(TenantId("b"), "t") is None
+    assert new.prefixes(Namespace(TenantId("b")), "t") is None
     parts = new.prefixes(mine, "t")
     assert {index: kv.tokens for index, kv in parts.items()} == {1: 5, 3: 7}
     assert torch.equal(parts[3].keys, random_kv(7, 3).keys)
@@ -123,14 +124,14 @@ def test_base_kv_of_templates() -> None:
 
 def test_installing_replaces_everything() -> None:
     store, bases = filled(range(3), **OPEN), BaseStore(1 << 20)
-    bases.put_prefix(TenantId("a"), "old", 1, random_kv(2, 1))
+    bases.put_prefix(Namespace(TenantId("a")), "old", 1, random_kv(2, 1))
     restored([], store).install(store, bases)
     assert (store.stats().pools, bases.stats().templates) == (0, 0)
 
 
 def test_a_signature_changes_with_what_is_learned() -> None:
     store, bases = filled(range(3), **OPEN), BaseStore(1 << 20)
-    name = ("pool", *POOL)
+    name = ("pool", "tenant", *POOL[1:])
     before = view(store, bases, name).signature
     store.use(store.estimate(SLOT, sample(2)))
     assert view(store, bases, name).signature == before
@@ -138,16 +139,16 @@ def test_a_signature_changes_with_what_is_learned() -> None:
     assert view(store, bases, name).signature != before
     store.clear()
     assert view(store, bases, name) is None
-    bases.put_prefix(TenantId("a"), "t", 1, random_kv(2, 1))
+    bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 1))
     one = view(store, bases, ("template", "a", "t"))
-    bases.put_prefix(TenantId("a"), "t", 1, random_kv(2, 2))
+    bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 2))
     assert isinstance(one, TemplateView)
     assert view(store, bases, one.name).signature != one.signature
 
 
 def test_a_view_whose_rows_have_moved_makes_no_record() -> None:
     store = filled(range(4), **OPEN)
-    seen = view(store, BaseStore(1), ("pool", *POOL))
+    seen = view(store, BaseStore(1), ("pool", "tenant", *POOL[1:]))
     observe(store, sample(9))
     store.pools[POOL].drop(min(store.pools[POOL].anchors))
     assert seen.record() is None
@@ -156,7 +157,7 @@ def test_a_view_whose_rows_have_moved_makes_no_record() -> None:
 def test_rows_that_are_overwritten_while_they_are_copied_are_never_told() -> None:
     """The owner drops an anchor and reuses its rows in the middle of a copy."""
     store = filled(range(8), **OPEN)
-    seen = view(store, BaseStore(1), ("pool", *POOL))
+    seen = view(store, BaseStore(1), ("pool", "tenant", *POOL[1:]))
     assert isinstance(seen, PoolView)
     victim = seen.anchors[0].id
 

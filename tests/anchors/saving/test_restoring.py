@@ -17,13 +17,14 @@ from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
+from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings
-from kedge.types import TenantId
+from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import DIM, HEADS, LAYERS, OPEN, filled, observe, random_kv, sample
 from tests.anchors.saving.test_records import NO_TOKENS, OTHER, records
 
 Tensors = dict[str, torch.Tensor]
-OTHER_POOL = ("tenant", "flow", "other")
+OTHER_POOL = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "other")
 
 
 def pool_record() -> Record:
@@ -32,7 +33,7 @@ def pool_record() -> Record:
 
 def template_record(layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> Record:
     bases = BaseStore(1 << 20)
-    bases.put_prefix(TenantId("a"), "t", 1, random_kv(2, 1, dtype, layers))
+    bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 1, dtype, layers))
     return records(AnchorStore(AnchorSettings()), bases)[0]
 
 

@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from kedge.bench.lab.baselines import Ablation, NoAnchors
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.kv.segment import KVSegment
 from kedge.reuse.layout import layout, template_tokens
 from kedge.types import GenerateRequest, SampleId, Source, Tokens
-from tests.bench.driver import PartsDriver
+from tests.bench.driver import ComponentsDriver
 from tests.engine.local.test_translation import request, tokens
 
 HISTORY = (60, 61, 62)
@@ -23,7 +23,7 @@ PHI, PREFIX, HINT, LAST = slice(20, 50), slice(50, 59), slice(59, 71), slice(71,
 """Placeholder, prefix segment, placeholder, and what of the last prefix segment is not computed"""
 
 
-def transformers_kv(driver: PartsDriver, ids: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def transformers_kv(driver: ComponentsDriver, ids: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys (rotated to 0 …) and values [layers, tokens, kv_heads, head_dim] of a plain prefill."""
     cache, model = DynamicCache(), driver.runner.model
     model.set_attn_implementation("eager")
@@ -35,9 +35,11 @@ def transformers_kv(driver: PartsDriver, ids: Tokens) -> tuple[torch.Tensor, tor
     )
 
 
-def served(parts: Parts, asked: GenerateRequest = ASKED) -> tuple[PartsDriver, GenerateRequest, KVSegment]:
+def served(
+    components: EngineComponents, asked: GenerateRequest = ASKED
+) -> tuple[ComponentsDriver, GenerateRequest, KVSegment]:
     """`asked` after others that taught the pools; its KV with keys as they lie in the storage, rotated."""
-    driver = PartsDriver(parts)
+    driver = ComponentsDriver(components)
     for seed in HISTORY:
         driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
     driver.serve(request(asked.segments[1].tokens, asked.segments[3].tokens, agent="critic"))  # leaves base KV behind
@@ -48,7 +50,7 @@ def served(parts: Parts, asked: GenerateRequest = ASKED) -> tuple[PartsDriver, G
     return driver, sequence, KVSegment(keys, kv.values)
 
 
-def base_parts(driver: PartsDriver, asked: GenerateRequest) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def base_parts(driver: ComponentsDriver, asked: GenerateRequest) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Base KV of every segment as Transformers computes it, rotated as there."""
     parts, start = {}, 0
     keys, values = transformers_kv(driver, template_tokens(asked))
@@ -66,8 +68,7 @@ def base_parts(driver: PartsDriver, asked: GenerateRequest) -> dict[str, tuple[t
 
 
 def test_rotation_only_is_base_kv_at_its_new_place_from_the_second_request_on() -> None:
-    parts = Parts(NoAnchors, Ablation(values=False, prefixes=False))
-    driver, sequence, kv = served(parts)
+    driver, sequence, kv = served(EngineComponents(NoAnchors, Ablation(values=False, prefixes=False)))
     assert {span.source for span in sequence.plan.spans} == {Source.TRANSLATED, Source.COMPUTED}
     assert sequence.receipt().translated == 30 + 9 + 12 + 4
     for name, at in {"user_question": PHI, "condition_solver_current": HINT, "p1": PREFIX}.items():
@@ -82,8 +83,8 @@ def test_rotation_only_is_base_kv_at_its_new_place_from_the_second_request_on() 
 
 @pytest.mark.parametrize(("rotation", "values", "prefixes"), list(product([True, False], repeat=3)))
 def test_every_row_of_table_5(rotation: bool, values: bool, prefixes: bool) -> None:
-    driver, _, full = served(Parts())
-    _, _, kv = served(Parts(assembler=Ablation(rotation, values, prefixes)))
+    driver, _, full = served(EngineComponents())
+    _, _, kv = served(EngineComponents(assembler=Ablation(rotation, values, prefixes)))
     base = base_parts(driver, ASKED)
     for name, at, on in (
         ("user_question", PHI, values),
@@ -101,8 +102,8 @@ def test_every_row_of_table_5(rotation: bool, values: bool, prefixes: bool) -> N
 
 
 def test_an_answer_that_is_not_rotated_stays_where_it_was_decoded() -> None:
-    driver = PartsDriver(Parts(NoAnchors, Ablation(rotation=False, values=False, prefixes=False)))
-    producer = replace(request(tokens(70, 30), agent="critic"), produces=SampleId("condition_solver@0"))
+    driver = ComponentsDriver(EngineComponents(NoAnchors, Ablation(rotation=False, values=False, prefixes=False)))
+    producer = replace(request(tokens(70, 30), agent="critic"), produces=SampleId.parse("condition_solver@0"))
     said, _ = driver.serve(producer)
     answer = tuple(said.response)
     for seed in (70, 71):
@@ -118,7 +119,7 @@ def test_an_answer_that_is_not_rotated_stays_where_it_was_decoded() -> None:
 
 
 def test_all_three_steps_are_kvcomm_itself() -> None:
-    _, _, full = served(Parts())
-    _, _, same = served(Parts(assembler=Ablation()))
+    _, _, full = served(EngineComponents())
+    _, _, same = served(EngineComponents(assembler=Ablation()))
     assert torch.equal(full.keys, same.keys)
     assert torch.equal(full.values, same.values)

@@ -12,11 +12,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kedge.bench.lab.baselines import Ablation, NoAnchors
 from kedge.bench.lab.cacheblend import CacheBlend
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.types import ReuseMode, Source
-from tests.bench.driver import PartsDriver
+from tests.bench.driver import ComponentsDriver
 from tests.engine.local.test_translation import request, tokens
 
 ASKED = request(tokens(50, 30), tokens(51, 12))
@@ -24,13 +24,13 @@ REUSED = list(range(20, 75))
 
 
 def served(assembler: object, family: str = "llama"):  # noqa: ANN201
-    driver = PartsDriver(Parts(NoAnchors, assembler), family)
+    driver = ComponentsDriver(EngineComponents(NoAnchors, assembler), family)
     driver.serve(request(tokens(60, 30), tokens(61, 12)))
     driver.serve(request(tokens(50, 30), tokens(51, 12), agent="critic"))  # leaves base KV behind
     return (driver, *driver.serve(ASKED))
 
 
-def rotated(driver: PartsDriver, kv: KVSegment) -> KVSegment:
+def rotated(driver: ComponentsDriver, kv: KVSegment) -> KVSegment:
     keys = torch.empty_like(kv.keys)
     driver.runner.rotary.rotate(kv.keys, slice(0, kv.tokens), out=keys)
     return KVSegment(keys, kv.values)
@@ -38,7 +38,7 @@ def rotated(driver: PartsDriver, kv: KVSegment) -> KVSegment:
 
 @torch.no_grad()
 def twin(
-    driver: PartsDriver, reused: KVSegment, ratios: dict[int, float]
+    driver: ComponentsDriver, reused: KVSegment, ratios: dict[int, float]
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Chosen positions, keys and values, from KV whose `REUSED` positions hold what is reused (keys rotated)."""
     model = driver.runner.model.model
@@ -112,7 +112,7 @@ def test_it_is_nearer_to_dense_than_rotation_only_and_says_what_it_computed() ->
 
 
 def test_what_cannot_be_reused_is_computed_like_the_prefix() -> None:
-    driver = PartsDriver(Parts(NoAnchors, CacheBlend()))
+    driver = ComponentsDriver(EngineComponents(NoAnchors, CacheBlend()))
     driver.serve(request(tokens(60, 30), tokens(61, 12)))
     asked = request(tokens(60, 30), tokens(62, 12))  # the hint is new
     sequence, _ = driver.serve(asked)

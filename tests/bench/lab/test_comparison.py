@@ -105,7 +105,7 @@ def test_nothing_is_written_past_a_methods_assembler() -> None:
 def test_a_probe_forces_reads_and_teaches() -> None:
     loaded = load_model(None, EngineSettings(device="cpu"))
     probe = Probe()
-    with open_engine(METHODS["token"], loaded, OPEN, parts=probe.parts, **CPU) as engine:
+    with open_engine(METHODS["token"], loaded, OPEN, components=probe.components, **CPU) as engine:
         natural = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), kv=True).result()
         forced = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), (5, 6, 7), kv=True).result()
         assert forced.completion.tokens == (5, 6, 7)

@@ -60,10 +60,10 @@ def test_errors_and_cosines_against_loops() -> None:
 
 
 def request(answers: list[tuple[int, ...]]) -> GenerateRequest:
-    segments = [Segment((1, 2), "p0"), Segment((3,), "user_question", SampleId("q"))]
+    segments = [Segment((1, 2), "p0"), Segment((3,), "user_question", SampleId.parse("q"))]
     for i, answer in enumerate(answers):
-        segments += [Segment((9,), f"p{i + 1}"), Segment(answer, f"agent_{i}_current", SampleId(f"agent_{i}@0"))]
-    segments += [Segment((8, 8), "condition_0_current", SampleId("c")), Segment((7,), "p9")]
+        segments += [Segment((9,), f"p{i + 1}"), Segment(answer, f"agent_{i}_current", SampleId.parse(f"agent_{i}@0"))]
+    segments += [Segment((8, 8), "condition_0_current", SampleId.parse("c")), Segment((7,), "p9")]
     return GenerateRequest(tuple(segments))
 
 

@@ -27,7 +27,7 @@ from kedge.bench.load.teams import (
 from kedge.bench.load.watch import TimedCall, WindowEngine, now
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
-from kedge.runner.run import compiled
+from kedge.runner.prompts import compiled
 from kedge.settings import EngineSettings
 from kedge.types import (
     Completion,

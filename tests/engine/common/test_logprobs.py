@@ -75,7 +75,7 @@ def test_the_token_that_ends_an_answer_is_told() -> None:
 @pytest.mark.parametrize("reuse", [ReuseMode.EXACT, ReuseMode.TRANSLATE])
 def test_a_scored_prompt_is_computed_and_leaves_its_kv(reuse: ReuseMode) -> None:
     tokens = prompt(7, 100)
-    segments = (Segment(tokens[:20], "p0"), Segment(tokens[20:], "x", SampleId("x@0")))
+    segments = (Segment(tokens[:20], "p0"), Segment(tokens[20:], "x", SampleId.parse("x@0")))
     plain = GenerateRequest(segments, SamplingParams(4, ignore_eos=True), reuse)
     with engine_of(tiny_model("llama")) as engine:
         first = engine.submit(replace(plain, request_id="a", prompt_logprobs=0)).result(60)

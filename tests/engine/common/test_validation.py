@@ -11,12 +11,25 @@ from hypothesis import strategies as st
 
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
-from kedge.types import GREEDY_TEMPERATURE, MIN_TOP_P, GenerateRequest, RequestId, SamplingParams, Segment
+from kedge.types import (
+    GREEDY_TEMPERATURE,
+    MIN_TOP_P,
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    TenantId,
+    ValueKind,
+)
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 GOOD = GenerateRequest((Segment((1, 2, 3), "p0"),))
-KEY = AgentKey("tenant", "", "run", "agent")
+KEY = AgentKey(Namespace(TenantId("tenant")), "", RunId("run"), AgentId("agent"))
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.lists(st.integers())
 
 
@@ -89,7 +102,7 @@ def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
 
 
 def test_what_a_value_holds_stands_at_its_end() -> None:
-    value = Segment((1, 2, 3), "user_question", "user_question@0", held=(2, 3))
+    value = Segment((1, 2, 3), "user_question", SampleId(ValueKind.INPUT, "user_question"), held=(2, 3))
     require_sensible(replace(GOOD, segments=(value,)))
     assert refused(replace(GOOD, segments=(replace(value, held=(1, 2)),))).key == "segments[0].held"
     assert refused(replace(GOOD, segments=(replace(value, held=(1,) * 9),))).key == "segments[0].held"

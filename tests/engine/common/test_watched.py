@@ -10,12 +10,21 @@ import pytest
 from kedge.engine.common.watched import WatchedEngine, Watcher
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.types import Completion, GenerateRequest, RequestId, RunId, SamplingParams, Segment, TenantId
+from kedge.types import (
+    Completion,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    RunKey,
+    SamplingParams,
+    Segment,
+    TenantId,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.steps import NextRun
 
 ACME = TenantId("acme")
-KEY = AgentKey(ACME, "", "run", "agent")
+KEY = AgentKey(Namespace(ACME), "", "run", "agent")
 
 
 class Notebook(Watcher):
@@ -40,8 +49,8 @@ class Notebook(Watcher):
     def forecast(self, changes: Changes) -> None:
         self.notes.append(("forecast", changes))
 
-    def run_ended(self, tenant: TenantId, run_id: RunId) -> None:
-        self.notes.append(("run ended", tenant, run_id))
+    def run_ended(self, run: RunKey) -> None:
+        self.notes.append(("run ended", run))
 
 
 def request(name: str, max_tokens: int = 4) -> GenerateRequest:
@@ -88,8 +97,8 @@ def test_of_a_forecast_what_can_be_meant_is_told() -> None:
     with EchoEngine() as engine:
         watched = WatchedEngine(engine, notebook)
         watched.forecast({KEY: NextRun(1.0), "nonsense": None})  # type: ignore[dict-item]
-        watched.end_run(ACME, RunId("run"))
-    assert notebook.notes == [("forecast", {KEY: NextRun(1.0)}), ("run ended", ACME, "run")]
+        watched.end_run(KEY.run)
+    assert notebook.notes == [("forecast", {KEY: NextRun(1.0)}), ("run ended", KEY.run)]
 
 
 def test_a_request_that_is_refused_is_not_told() -> None:
@@ -105,5 +114,5 @@ def test_a_watcher_that_overrides_nothing_is_told_everything() -> None:
         assert [delta.text for delta in watched.submit(request("a"))]
         watched.cancel(RequestId("a"))
         watched.forecast({KEY: NextRun(1.0)})
-        watched.end_run(ACME, RunId("run"))
+        watched.end_run(KEY.run)
         assert watched.watched is engine

@@ -76,7 +76,7 @@ class Stepped:
 
     def submit(self, request: GenerateRequest) -> RequestSequence:
         sequence = RequestSequence(
-            request.request_id, request.tenant, list(request.tokens), request=request,
+            request.request_id, request.namespace, list(request.tokens), request=request,
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
-from kedge.engine.local.components import Parts, Translating
+from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.sampler import Sampler
 from kedge.errors import GenerationFailed
 from kedge.settings import AnchorSettings
@@ -65,7 +65,7 @@ def test_parts_are_built_from_the_settings_and_used() -> None:
     with engine_of(tiny_model("llama")) as plain:
         runner, tokenizer = plain._runner, plain.tokenizer
     config = plain.config.model_copy(update=SETTINGS)
-    with type(plain).from_runner(runner, tokenizer, config, parts=Parts(anchors, Counting)) as engine:
+    with type(plain).from_runner(runner, tokenizer, config, components=EngineComponents(anchors, Counting)) as engine:
         for seed in (50, 51, 51):
             engine.submit(request(tokens(seed, 30))).result(60)
             engine.wait_idle(60)

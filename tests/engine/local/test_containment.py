@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.engine.common import logprobs
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local.attention.paged import Batch
-from kedge.engine.local.components import Parts, Translating
+from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import LocalStream
@@ -50,7 +50,7 @@ def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseM
     value = (*range(100, 100 + size), *([MARK] if agent == VICTIM else [5]))
     segments = (
         Segment(tuple(range(20)), "p0"),
-        Segment(value, "user_question", SampleId(f"user_question@{agent}"), lead_in=(1, 2, 3), stand_in=(4, 5, 6)),
+        Segment(value, "user_question", SampleId.parse(agent), lead_in=(1, 2, 3), stand_in=(4, 5, 6)),
         Segment(tuple(range(9)), "p1"),
     )
     return GenerateRequest(
@@ -60,7 +60,7 @@ def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseM
         workflow=WorkflowId("flow"),
         run=RunId("run"),
         agent=AgentId(agent),
-        produces=SampleId(f"agent_{agent}@0"),
+        produces=SampleId.parse(f"agent_{agent}@0"),
     )
 
 
@@ -231,7 +231,9 @@ class FailingAssembler(Translating):
 def test_an_assembly_that_raises_ends_its_request() -> None:
     with engine_of(tiny_model("llama")) as template:
         runner, tokenizer, config = template._runner, template.tokenizer, template.config
-    with LocalEngine.from_runner(runner, tokenizer, config, parts=Parts(assembler=FailingAssembler)) as engine:
+    with LocalEngine.from_runner(
+        runner, tokenizer, config, components=EngineComponents(assembler=FailingAssembler)
+    ) as engine:
         for reuse in ReuseMode:
             assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
 

@@ -12,12 +12,11 @@ from kedge.engine.local.sequence import RequestSequence
 from kedge.types import (
     FinishReason,
     GenerateRequest,
+    Namespace,
     RequestId,
     ReuseMode,
     SamplingParams,
     Segment,
-    TenantId,
-    tenant_of,
 )
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import tokens
@@ -41,7 +40,7 @@ def call(
         SamplingParams(answer, ignore_eos=True),
         reuse,
         RequestId(f"{tenant}-{next(_ids)}"),
-        TenantId(tenant),
+        *Namespace.parse(tenant),
         logprobs=0,
         prompt_logprobs=prompt_logprobs,
     )
@@ -56,7 +55,7 @@ def alone(request: GenerateRequest, **settings: object) -> RequestSequence:
 
 
 def of_tenant(work: list[Work], tenant: str) -> list[Work]:
-    return [item for item in work if tenant_of(item.sequence.tenant) == tenant]
+    return [item for item in work if item.sequence.tenant == tenant]
 
 
 def backlog(engine: Stepped, many: int = 64, steps: int = 6, **kind: int) -> list[RequestSequence]:

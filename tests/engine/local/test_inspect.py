@@ -20,7 +20,7 @@ def request(tenant: TenantId, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE)
     return GenerateRequest(
         (
             Segment(tokens(1, 40), "p0"),
-            Segment(tokens(seed, 24), "user_question", SampleId(f"input@{seed}")),
+            Segment(tokens(seed, 24), "user_question", SampleId.parse(f"input@{seed}")),
             Segment(tokens(2, 10), "p1"),
         ),
         SamplingParams(2, ignore_eos=True),

@@ -11,9 +11,9 @@ from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings, LearningSettings, PlannerSettings
-from kedge.types import GenerateRequest, ReuseMode, RunId, SampleId, TenantId, WorkflowId
+from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
 from tests.engine.local.stepping import KnownCosts, Stepped
-from tests.engine.local.test_preassembly import ANSWER, QUESTION, TENANT, prompt_of
+from tests.engine.local.test_preassembly import ANSWER, QUESTION, SPACE, prompt_of
 from tests.engine.local.test_translation import OPEN, tokens
 
 PLACEHOLDERS = ("user_question", "agent_writer_current")
@@ -128,23 +128,21 @@ def wrote(engine: Stepped, seed: int, run: str) -> RequestSequence:
 def is_known(engine: Stepped, writer: RequestSequence) -> bool:
     """Whether the KV of an answer is kept for those that read it."""
     request = writer.request
-    found = engine.core.learned[1].find(
-        request.tenant, request.run, SampleId("agent_writer@0"), tuple(writer.response), ()
-    )
+    found = engine.core.learned[1].find(request.run_key, SampleId.parse("agent_writer@0"), tuple(writer.response), ())
     return found is not None
 
 
 def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> None:
     engine = engine_of()
     first, second = wrote(engine, 1, "first"), wrote(engine, 2, "second")
-    engine.core.end_run(TENANT, RunId("first"))
+    engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
     assert is_known(engine, first), "it is still to be learned from"
     while learning(engine)["pending"] == 2:
         engine.core.learn()
     assert (is_known(engine, first), is_known(engine, second)) == (False, True), "whoever else is pending"
     engine.learn()
     assert is_known(engine, second), "its run goes on"
-    engine.core.end_run(TENANT, RunId("second"))
+    engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
     assert not engine.core._learning._runs and not engine.core._learning._ended
 
@@ -152,7 +150,7 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
 def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
     engine = engine_of()
     writer = wrote(engine, 1, "first")
-    engine.core.end_run(TENANT, RunId("first"))
+    engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
     assert engine.core._learning.reclaim()
     assert not is_known(engine, writer)
     all_is_given_back(engine)
@@ -272,7 +270,7 @@ class Costly(KnownCosts):
 def read(engine: Stepped, placeholder: str, times: int) -> None:
     """Let a value of a placeholder be read so often."""
     for _ in range(times):
-        engine.core._runtime._needs._readers.read(PoolKey(TENANT, WorkflowId("flow"), placeholder), (1,))
+        engine.core._runtime._needs._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
 
 
 @pytest.mark.parametrize("readers", [2, 6])

@@ -28,10 +28,12 @@ from kedge.types import (
     AgentId,
     ClientId,
     GenerateRequest,
+    Namespace,
     Receipt,
     RequestId,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     SamplingParams,
     Segment,
@@ -49,7 +51,8 @@ TEMPLATE = (20, 9, 5)
 QUESTION, ANSWER = 40, 24
 ASKED = tokens(70, QUESTION)
 PLANNER = PlannerSettings(by_cost=False, recompute_head=2)
-TENANT, RUN = TenantId("default"), RunId("run")
+SPACE, RUN = Namespace(TenantId("default")), RunId("run")
+RUN_KEY = RunKey(SPACE, ClientId("client"), RUN)
 _ids = count()
 
 
@@ -66,9 +69,9 @@ def prompt_of(
     seed = sum(agent.encode())
     around = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
     p0, p1, p2 = (Segment(tokens(seed + i, size), f"p{i}") for i, size in enumerate(TEMPLATE))
-    segments = [p0, Segment(question, "user_question", SampleId("input_user_question@0"), **around), p1]
+    segments = [p0, Segment(question, "user_question", SampleId.parse("input_user_question@0"), **around), p1]
     if answer is not None:
-        segments += [Segment(answer, "agent_writer_current", SampleId("agent_writer@0"), **around), p2]
+        segments += [Segment(answer, "agent_writer_current", SampleId.parse("agent_writer@0"), **around), p2]
     return GenerateRequest(
         tuple(segments),
         SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling}),  # type: ignore[arg-type]
@@ -78,7 +81,7 @@ def prompt_of(
         client=ClientId("client"),
         workflow=WorkflowId("flow"),
         agent=AgentId(agent),
-        produces=SampleId(produces) if produces else None,
+        produces=SampleId.parse(produces) if produces else None,
     )
 
 
@@ -96,7 +99,7 @@ class Stage:
 
     def submit(self, request: GenerateRequest) -> RequestSequence:
         sequence = RequestSequence(
-            request.request_id, request.tenant, list(request.tokens), request=request,
+            request.request_id, request.namespace, list(request.tokens), request=request,
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
@@ -146,7 +149,7 @@ class Stage:
             answer = self.write(question, run=f"past-{at}")
             for agent in agents:
                 self.serve(prompt_of(agent, question, answer, run=f"past-{at}"))
-            self.core.end_run(TENANT, RunId(f"past-{at}"))
+            self.core.end_run(RunKey(SPACE, "client", RunId(f"past-{at}")))
         self.core._cache.clear_all()
 
     def write(self, question: Tokens, run: str = RUN) -> Tokens:
@@ -208,7 +211,7 @@ def outcome(sequence: RequestSequence) -> tuple[object, ...]:
 def pieces(request: GenerateRequest) -> GenerateRequest:
     """The request as it is known before the writer has answered."""
     segments = (
-        replace(one, tokens=()) if one.sample == SampleId("agent_writer@0") else one for one in request.segments
+        replace(one, tokens=()) if one.sample == SampleId.parse("agent_writer@0") else one for one in request.segments
     )
     return replace(request, segments=tuple(segments), request_id=RequestId(f"hint-{next(_ids)}"))
 
@@ -449,7 +452,7 @@ def test_requests_without_reuse_or_agent_are_not_prepared() -> None:
 def test_an_empty_answer_means_another_prompt() -> None:
     stage = taught()
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), ())
+    stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), ())
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -457,7 +460,7 @@ def test_an_empty_answer_means_another_prompt() -> None:
 def test_an_answer_that_makes_the_prompt_too_long_ends_it() -> None:
     stage = Stage(num_blocks=20)
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), tokens(71, 20 * 16))
+    stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -466,7 +469,7 @@ def test_an_answer_that_makes_the_prompt_too_long_ends_it() -> None:
 
 
 def by_run(stage: Stage, hint: GenerateRequest) -> None:
-    stage.core.end_run(hint.tenant, hint.run)
+    stage.core.end_run(hint.run_key)
 
 
 def by_cancel(stage: Stage, hint: GenerateRequest) -> None:
@@ -475,14 +478,14 @@ def by_cancel(stage: Stage, hint: GenerateRequest) -> None:
 
 
 def by_forecast(stage: Stage, hint: GenerateRequest) -> None:
-    key = AgentKey(hint.tenant, hint.client, hint.run, hint.agent)
+    key = hint.agent_key
     stage.core.forecast({key: NextRun(1.0)}, {})
     assert stage.told["live"] == 1, "it is still near"
     stage.core.forecast({key: NextRun(2.0)}, {})
 
 
 def by_forgetting(stage: Stage, hint: GenerateRequest) -> None:
-    stage.core.forecast({AgentKey(hint.tenant, hint.client, hint.run, hint.agent): None}, {})
+    stage.core.forecast({hint.agent_key: None}, {})
 
 
 def by_clear(stage: Stage, hint: GenerateRequest) -> None:  # noqa: ARG001
@@ -566,9 +569,9 @@ def test_without_room_it_waits_until_there_is_some() -> None:
 def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     """Neither for its first blocks nor for those of an answer that comes later."""
     stage = Stage(num_blocks=12)
-    near, fixed = AgentKey(TENANT, "client", RUN, AgentId("near")), tokens(5, 96)
+    near, fixed = AgentKey(SPACE, "client", RUN, AgentId("near")), tokens(5, 96)
     stage.core.forecast({near: NextRun(1.0)}, {})
-    segments = (Segment(fixed, "p0"), Segment(tokens(6, 3), "x", SampleId("x")))
+    segments = (Segment(fixed, "p0"), Segment(tokens(6, 3), "x", SampleId.parse("x")))
     stage.serve(
         GenerateRequest(
             segments, SamplingParams(1), ReuseMode.EXACT, client=ClientId("client"), run=RUN, agent=near.agent
@@ -577,16 +580,16 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     expected = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.prepare(pieces(expected) if answered else expected)
     if answered:
-        stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), tokens(71, ANSWER))
+        stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
         stage.rest()
     [one] = stage.core._preassembly._expected.values()
     assert (one.admitted, one.drafts_on) == (answered, True)
-    assert stage.core._cache.match((TENANT, ""), fixed).tokens_count == 96
+    assert stage.core._cache.match(SPACE, fixed).tokens_count == 96
     stage.core.forecast({near: NextRun(3.0)}, {})
     stage.core._preassembly.wake()
     stage.rest()
     assert one.ready == expected.prompt_tokens - 1
-    assert stage.core._cache.match((TENANT, ""), fixed).tokens_count < 96
+    assert stage.core._cache.match(SPACE, fixed).tokens_count < 96
     assert stage.core.inspection.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
 
 
@@ -669,7 +672,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
             case 3 | 4 if request.segments[3].tokens:
                 live.append(stage.submit(request))
             case 5:
-                stage.core._preassembly.answered(TENANT, RUN, SampleId("agent_writer@0"), rng.choice(answers))
+                stage.core._preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), rng.choice(answers))
             case 6 if live:
                 stage.core.requests.cancel(rng.choice(live).key)
         stage.check()
@@ -682,7 +685,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
         )
         assert sequence.response == expected.response[: len(sequence.response)]
     assert stage.told["begun"] > 5
-    stage.core.end_run(TENANT, RUN)
+    stage.core.end_run(RUN_KEY)
     stage.check()
     assert stage.leased == 0
 
@@ -754,7 +757,7 @@ def test_anchors_and_base_kv_behind_the_device_change_no_token() -> None:
 def test_the_anchors_of_who_runs_next_are_fetched_in_spare_time() -> None:
     stage = Stage(anchors=AnchorSettings(**OPEN, **{**SMALL, "max_bytes": 140_000}))
     stage.teach("reader", "critic")
-    reader, critic, writer = (AgentKey(TENANT, "client", RUN, AgentId(name)) for name in ("reader", "critic", "writer"))
+    reader, critic, writer = (AgentKey(SPACE, "client", RUN, AgentId(name)) for name in ("reader", "critic", "writer"))
     before = told_tiers(stage)[0]["bytes_loaded"]
     for near, *far in ((reader, critic, writer), (critic, reader, writer), (reader, critic, writer)):
         stage.core.forecast({near: NextRun(1.0), **dict.fromkeys(far, NextRun(7.0))}, {})

@@ -26,6 +26,7 @@ from kedge.types import (
     Completion,
     FinishReason,
     GenerateRequest,
+    Namespace,
     ReuseMode,
     RunId,
     SampleId,
@@ -44,7 +45,7 @@ BLOCK = 8
 ROOM = 3 * (FIXED + VARYING + 8) // BLOCK
 """Blocks of the device: three agents of five."""
 AMPLE = 200
-RUN = RunKey(TenantId("default"), "client", RunId("run"))
+RUN = RunKey(Namespace(TenantId("default")), "client", RunId("run"))
 FIRST = Node("a0", loops=[f"a{AGENTS - 1}"])
 GRAPH = StepGraph("cycle", (FIRST, *(Node(f"a{i}", after=[f"a{i - 1}"]) for i in range(1, AGENTS))))
 
@@ -72,7 +73,7 @@ def fixed(agent: int) -> Tokens:
 def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> GenerateRequest:
     """Call number `asked` of an agent: its fixed prompt and something new."""
     params = SamplingParams(**{"max_tokens": OUT, "ignore_eos": True, **sampling})
-    segments = (Segment(fixed(agent), "p0"), Segment(prompt(asked, size), "x", SampleId(f"x@{asked}")))
+    segments = (Segment(fixed(agent), "p0"), Segment(prompt(asked, size), "x", SampleId.parse(f"x@{asked}")))
     return GenerateRequest(
         segments, params, ReuseMode.EXACT, client=ClientId("client"), run=RUN.run_id, agent=AgentId(f"a{agent}")
     )
@@ -275,7 +276,7 @@ def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     for n in range(others):
         engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(30)
         engine.wait_idle(30)
-    status = engine._mailbox.ask(lambda: engine._core._cache.status(("default", ""), fixed(agent)))
+    status = engine._mailbox.ask(lambda: engine._core._cache.status(RUN.namespace, fixed(agent)))
     assert (status.device_tokens, status.host_tokens) == (0, FIXED)
 
 
@@ -462,7 +463,7 @@ def test_plain_requests_are_watched_for_what_they_have_in_common() -> None:
 
 def test_requests_without_an_agent_have_no_fixed_prompt() -> None:
     with engine_with(host_blocks=AMPLE) as engine:
-        engine.forecast({AgentKey(TenantId("default"), "", RunId(""), AgentId("")): NextRun(1.0)})
+        engine.forecast({AgentKey(Namespace(TenantId("default")), "", RunId(""), AgentId("")): NextRun(1.0)})
         engine.submit(GenerateRequest(ask(0, 1).segments, SamplingParams(1))).result(30)
         engine.wait_idle(30)
         assert figures(engine)["cache"]["host_cached_blocks"] == 0
@@ -471,11 +472,11 @@ def test_requests_without_an_agent_have_no_fixed_prompt() -> None:
 def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None:
     with engine_with(host_blocks=AMPLE) as engine:
         put_on_host(engine)
-        key = AgentKey(TenantId("default"), "client", RunId("next run"), AgentId("a0"))
+        key = AgentKey(Namespace(TenantId("default")), "client", RunId("next run"), AgentId("a0"))
         engine.forecast({AgentKey(*RUN, AgentId("a0")): None})
         engine.forecast({key: NextRun(0.0)}, {key: fixed(0)})
         engine.wait_idle(30)
-        assert engine._mailbox.ask(lambda: engine._core._cache.match(("default", ""), fixed(0)).tokens_count) == FIXED
+        assert engine._mailbox.ask(lambda: engine._core._cache.match(RUN.namespace, fixed(0)).tokens_count) == FIXED
 
 
 def test_the_size_of_the_host_tier() -> None:

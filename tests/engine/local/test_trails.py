@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from kedge.engine.local.engine import LocalEngine
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings, PlannerSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode, RunId, SampleId, TenantId, Tokens
+from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, Tokens
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_preassembly import ASKED, prompt_of
 from tests.engine.local.test_translation import OPEN, tokens
 
-ANSWER = SampleId("agent_writer@0")
+ANSWER = SampleId.parse("agent_writer@0")
 TRAIL = tokens(3, 3)
 """Tokens that follow every value everywhere; two of them are held by default."""
 
@@ -54,7 +54,7 @@ def reading(answer: Tokens, question: Tokens = ASKED, run: str = "run") -> Gener
 
 def written(question: Tokens = ASKED, run: str = "run", **sampling: object) -> GenerateRequest:
     """What the writer is asked."""
-    asked = prompt_of("writer", question, run=run, produces=ANSWER, **{"max_tokens": 8, **sampling})
+    asked = prompt_of("writer", question, run=run, produces=str(ANSWER), **{"max_tokens": 8, **sampling})
     return replace(alike(asked), trail=TRAIL)
 
 
@@ -68,7 +68,9 @@ def left(engine: LocalEngine, said: Tokens) -> KVSegment | None:
     """Base KV that the writer left of these tokens."""
 
     def find() -> KVSegment | None:
-        entry = engine._core.learned[1].find(TenantId("default"), RunId("run"), ANSWER, said, ())
+        entry = engine._core.learned[1].find(
+            RunKey(Namespace(TenantId("default")), "client", RunId("run")), ANSWER, said, ()
+        )
         return entry and entry.kv
 
     return engine._mailbox.ask(find)

@@ -55,9 +55,9 @@ def request(
     stand_in = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
     segments = [
         Segment(tokens(size, size), "p0"),
-        Segment(question, "user_question", SampleId("input_user_question@0"), **stand_in),
+        Segment(question, "user_question", SampleId.parse("input_user_question@0"), **stand_in),
         Segment(tokens(7, 9), "p1"),
-        Segment(hint, "condition_solver_current", SampleId("condition_solver@0"), **stand_in),
+        Segment(hint, "condition_solver_current", SampleId.parse("condition_solver@0"), **stand_in),
         Segment(tokens(8, 5), "p2"),
     ]
     params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
@@ -77,7 +77,7 @@ class Driver:
     def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
         """Serves a request to its end and learns from it; its prompt's KV as it was after the first token."""
         sequence = RequestSequence(
-            request.request_id, request.tenant, list(request.tokens), request=request,
+            request.request_id, request.namespace, list(request.tokens), request=request,
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
@@ -182,7 +182,7 @@ def test_tiny_placeholders(size: int) -> None:
 
 def _twice(question: Tokens) -> GenerateRequest:
     once = request(question, question)
-    twice = replace(once.segments[3], name="user_question", sample=SampleId("input_user_question@0"))
+    twice = replace(once.segments[3], name="user_question", sample=SampleId.parse("input_user_question@0"))
     return replace(once, segments=(*once.segments[:3], twice, *once.segments[4:]))
 
 

@@ -22,7 +22,17 @@ from kedge.engine.process.local import LocalProcessEngine
 from kedge.engine.process.messages import portable
 from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, RequestError
 from kedge.settings import EngineSettings
-from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode, TenantId, is_owned
+from kedge.types import (
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunId,
+    RunKey,
+    TenantId,
+    is_owned,
+)
 from tests.engine.local.conftest import engine_of, tiny_model
 
 SUITE = EngineConformance()
@@ -47,6 +57,9 @@ def echo() -> Iterator[ProcessEngine]:
 
 def long(engine: ProcessEngine) -> GenerateRequest:
     return SUITE.request(engine, fresh_text("death"), max_tokens=5000)
+
+
+RUN = RunKey(Namespace(TenantId("t")), "", RunId("run"))
 
 
 def closed(call: Callable[[], object]) -> EngineClosed:
@@ -80,7 +93,7 @@ def test_a_killed_process_ends_every_stream_and_caller_with_a_typed_error(echo: 
     assert isinstance(echo.failure, EngineClosed)
     closed(lambda: echo.submit(long(echo)))
     closed(lambda: echo.cancel(read.request_id))
-    closed(lambda: echo.end_run(TenantId("t"), "run"))
+    closed(lambda: echo.end_run(RUN))
     echo.forecast({})
     assert isinstance(items[-1], EngineClosed)
     echo.close()
@@ -112,7 +125,7 @@ def local_alone() -> Iterator[LocalProcessEngine]:
 
 def test_an_engine_that_fails_ends_its_process() -> None:
     with ProcessEngine(FailsLater) as engine:
-        engine.end_run(TenantId("t"), "run")
+        engine.end_run(RUN)
         engine._reader.join(SECONDS)
         assert "after RuntimeError('lost')" in str(engine.failure)
         assert engine._process.returncode == 1
@@ -167,7 +180,9 @@ def test_figures_quotas_and_state_cross(local: LocalProcessEngine, tmp_path: Pat
     local.wait_idle()
     local.limit(TenantId("acme"), Quota(anchors=3))
     assert local.inspect()["cache"]["cached_blocks"] > 0
-    held = local.inspect_tenants(partial(is_owned, TenantId("acme")), [(TenantId("acme/part"), request.tokens)])
+    held = local.inspect_tenants(
+        partial(is_owned, TenantId("acme")), [(Namespace(TenantId("acme"), "part"), request.tokens)]
+    )
     assert held["prompts"][0]["device"] > 0
     assert local.save(tmp_path).nbytes == local.load(tmp_path).nbytes
     local.clear()

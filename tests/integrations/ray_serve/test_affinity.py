@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from kedge.errors import ConfigError
 from kedge.integrations.ray_serve.affinity import Affinity, rendezvous
 from kedge.integrations.ray_serve.callers import Caller, read_caller
+from kedge.types import Namespace, TenantId
 
 IDLE = {"east": 0, "north": 0, "west": 0}
 
@@ -83,8 +85,8 @@ def test_runs_of_nobody_in_particular_are_spread_and_stay() -> None:
     assert all(send(affinity, Caller(run=run)) == home for run, home in homes.items())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("other", [{"tenant": "t2"}, {"client": "c2"}])
-def test_the_same_run_id_of_somebody_else_is_another_run(other: dict[str, str]) -> None:
+@pytest.mark.parametrize("other", [{"namespace": Namespace(TenantId("t2"))}, {"client": "c2"}])
+def test_the_same_run_id_of_somebody_else_is_another_run(other: dict[str, Any]) -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
     away = send(affinity, caller(**other), {**IDLE, home: 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from itertools import accumulate
 from typing import Any
@@ -24,10 +24,12 @@ from kedge.types import (
     FinishReason,
     GenerateRequest,
     Miss,
+    Namespace,
     Receipt,
     RequestId,
     ReuseMode,
     RunId,
+    RunKey,
     SamplingParams,
     Segment,
     Source,
@@ -178,7 +180,7 @@ def test_a_request_that_fails_or_is_cancelled_leaves_no_receipt() -> None:
 
 def test_tenants_see_their_own_with_all_their_salts() -> None:
     history = History(Clock())
-    answer(history, request(1, tenant=TenantId("acme/0123")), receipt(computed=5))
+    answer(history, replace(request(1), partition="0123"), receipt(computed=5))
     answer(history, request(2, tenant=TenantId("acme2")), receipt(computed=7))
     assert [history.state(TenantId(name))["requests"] for name in ("acme", "acme2", "acm")] == [1, 1, 0]
     assert history.state(ACME)["tokens"]["computed"] == 5
@@ -188,7 +190,7 @@ def test_forecasts_tell_who_is_expected() -> None:
     history = History(Clock())
 
     def told(agent: str, next_run: NextRun | None) -> None:
-        history.forecast({AgentKey(ACME, "c", RunId("r"), AgentId(agent)): next_run})
+        history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId(agent)): next_run})
 
     told("nobody", None)
     assert history.state(ACME)["runs"] == []
@@ -202,7 +204,7 @@ def test_forecasts_tell_who_is_expected() -> None:
     told("judge", None)
     assert agent_of(history.state(ACME), "judge")["steps"] is None
     told("judge", NextRun(1))
-    history.run_ended(ACME, RunId("r"))
+    history.run_ended(RunKey(Namespace(ACME), "c", RunId("r")))
     (run,) = history.state(ACME)["runs"]
     assert (run["ended"], run["agents"]["judge"]["steps"]) == (True, None)
     assert agent_of(history.state(ACME), "judge")["steps"] is None
@@ -235,7 +237,7 @@ def test_nothing_grows() -> None:
         answer(history, request(number, f"a{number}", run=f"r{number}"), receipt(computed=1))
         answer(history, request(-1 - number, "same", run="same"), receipt(computed=1))
         answer(history, request(number, f"b{number}", run="same"), receipt(computed=1))
-        agent = AgentKey(ACME, "c", RunId("same"), AgentId(f"expected{number}"))
+        agent = AgentKey(Namespace(ACME), "c", RunId("same"), AgentId(f"expected{number}"))
         history.forecast({agent: NextRun(1)})
     state = history.state(ACME)
     sizes = [len(state[name]) for name in ("agents", "runs", "receipts")]

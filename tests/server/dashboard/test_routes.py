@@ -20,7 +20,7 @@ from kedge.server.dashboard.records import AgentName
 from kedge.server.dashboard.routes import MOST_WATCHERS
 from kedge.server.tenancy import KeyRing, hashed, load_keys
 from kedge.settings import LimitSettings
-from kedge.types import AgentId, TenantId, WorkflowId
+from kedge.types import AgentId, Namespace, TenantId, WorkflowId
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, serving, wait_until
 from tests.server.test_local import TEMPLATE
@@ -239,14 +239,16 @@ def test_a_busy_engine_holds_nobody_up() -> None:
 def test_the_engine_is_asked_for_the_tenants_own_with_all_its_salts() -> None:
     class Fake:
         def inspect_tenants(self, owns: Any, prompts: Any) -> dict[str, Any]:
-            asked = [TenantId(name) for name in ("acm", "acme", "acme/0123", "acme2", "other")]
+            asked = [Namespace.parse(name) for name in ("acm", "acme", "acme/0123", "acme2", "other")]
             return {
                 "pools": [name for name in asked if owns(name)],
                 "prompts": [{"device": 1, "host": 0} for _ in prompts],
             }
 
     name = AgentName(WorkflowId("flow"), AgentId("solver"))
-    told = dashboard._look(Fake(), TenantId("acme"), {name: (TenantId("acme/0123"), (1, 2))}, with_totals=False)
+    told = dashboard._look(
+        Fake(), TenantId("acme"), {name: (Namespace(TenantId("acme"), "0123"), (1, 2))}, with_totals=False
+    )
     assert told == {
         "pools": ["acme", "acme/0123"],
         "cached": [{"workflow": "flow", "agent": "solver", "device": 1, "host": 0}],

@@ -82,7 +82,7 @@ def test_a_call_is_a_span_below_its_callers(traced: Served, spans: Any) -> None:
         "gen_ai.request.stop_sequences": ("!",),
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.agent.name": "judge",
-        "gen_ai.conversation.id": "/r1",
+        "gen_ai.conversation.id": "r1",
         "kedge.workflow": "w",
         "kedge.reuse": "exact",
         "kedge.tenant": "default",

@@ -14,7 +14,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.runner.run import run
 from kedge.settings import ServerSettings
-from kedge.types import AgentId, ReuseMode, SampleId, TenantId
+from kedge.types import AgentId, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
 from kedge.workflow.spec import build_workflow
 from kedge.workloads.sandbox import SandboxResult
 from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
@@ -309,18 +309,19 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
     register(http)
     call(http, "first", {"user_question": "what?"}, run="r", client="c")
     first = served.engine.requests[-1]
-    assert (first.produces, first.run) == ("agent_first@0", "c/r")
+    assert (str(first.produces), first.run) == ("agent_first@0", "r")
     assert first.trail == served.workflows.registry.get(TenantId("default"), "pair").prompts["first"].trail
     assert first.trail
     for bindings in ({"user_question": "what?"}, {"user_question": "what?", "agent_first_current": "one"}):
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
         segment = served.engine.requests[-1].segments[3]
-        assert (segment.sample, segment.tokens) == (SampleId("agent_first@0"), tuple(b"one"))
+        assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
         assert served.engine.requests[-1].run == "c/r"
-        served.workflows.client_runs._of("default")[("default", "c", "c/r")].turns["last"] = 0
+        run = RunKey(first.namespace, "c", first.run)
+        served.workflows.client_runs._of(first.namespace)[run].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
     other = served.engine.requests[-1].segments[3]
-    assert other.sample.startswith("agent_first_current#")
+    assert other.sample[:3] == (ValueKind.AGENT, "first", 0) and other.sample.digest
     assert other.tokens == tuple(b"two")
 
 
@@ -340,7 +341,7 @@ def test_a_turn_that_could_not_begin_did_not_happen(served: Served, http: httpx.
     register(http)
     assert call(http, "first", {}, run="r").status_code == 400
     call(http, "first", {"user_question": "x"}, run="r")
-    assert served.engine.requests[-1].produces == "agent_first@0"
+    assert served.engine.requests[-1].produces == SampleId(ValueKind.AGENT, "first")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_the_graph_of_a_run_tells_who_is_next(served: Served, http: httpx.Client
     register(http)
     call(http, "first", {"user_question": "x"}, run="r")
     served.wait_quiet()
-    forecast = served.workflows.client_runs.board.forecast(("default", "", "/r"))
+    forecast = served.workflows.client_runs.board.forecast(RunKey(Namespace(TenantId("default")), "", RunId("r")))
     assert {agent: one.steps for agent, one in forecast.next_runs.items()}["last"] == 0
 
 

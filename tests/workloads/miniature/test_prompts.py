@@ -10,8 +10,8 @@ import pytest
 
 import kedge.models.nano
 from kedge.errors import WorkflowError
-from kedge.types import SampleId
-from kedge.workflow import TOPOLOGIES, Kind, Value, compile_agents
+from kedge.types import SampleId, ValueKind
+from kedge.workflow import TOPOLOGIES, Value, compile_agents
 from kedge.workflow.topologies import chain
 from kedge.workloads.miniature import TASKS, Question, Task, agent_prompt, workflow
 from kedge.workloads.miniature.prompts import MAX_TOKENS
@@ -113,12 +113,12 @@ def trained_on(task: Task, turn: int, question: Question) -> list[str]:
 def test_segments_are_those_of_training(task: Task, tokenizer: NanoTokenizer) -> None:
     question = next(task.questions("test", 1))
     compiled = compile_agents(workflow(task).agents, tokenizer)
-    texts = {Kind.INPUT: lambda _: question.text}
-    texts[Kind.AGENT] = lambda of: task.role(of).reference(question)
-    texts[Kind.CONDITION] = lambda of: task.role(of).tool_reference(question)  # type: ignore[misc]
+    texts = {ValueKind.INPUT: lambda _: question.text}
+    texts[ValueKind.AGENT] = lambda of: task.role(of).reference(question)
+    texts[ValueKind.CONDITION] = lambda of: task.role(of).tool_reference(question)  # type: ignore[misc]
     for turn, role in enumerate(task.roles):
         agent = compiled[role.id]
-        values = {p: Value(tokenizer.encode(texts[p.kind](p.of)), SampleId("x")) for p in agent.placeholders}
+        values = {p: Value(tokenizer.encode(texts[p.kind](p.of)), SampleId.parse("x")) for p in agent.placeholders}
         expected = [tokenizer.encode(text) for text in trained_on(task, turn, question)]
         assert [segment.tokens for segment in agent.fill(values)] == expected
 

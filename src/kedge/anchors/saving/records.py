@@ -22,7 +22,7 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.store import AnchorStore
 from kedge.reuse.contracts import PoolKey, Slot
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, WorkflowId
 
 POOL, TEMPLATE = "pool", "template"
 
@@ -32,7 +32,7 @@ class Record:
     """One pool, or one template's prefix segments, as it is written."""
 
     name: tuple[str, ...]
-    """Its kind, its tenant, and what it is called in that tenant"""
+    """Its kind, its namespace as text, and its name there."""
     data: Mapping[str, Any]
     """JSON"""
     tensors: Mapping[str, Tensor]
@@ -108,7 +108,7 @@ class PoolView:
 
     @property
     def name(self) -> tuple[str, ...]:
-        return POOL, *self.key
+        return _pool_name(self.key)
 
     @property
     def signature(self) -> Hashable:
@@ -138,7 +138,7 @@ class TemplateView:
 
     @property
     def name(self) -> tuple[str, ...]:
-        return TEMPLATE, self.base.tenant, self.base.template
+        return TEMPLATE, str(self.base.namespace), self.base.template
 
     @property
     def signature(self) -> Hashable:
@@ -153,21 +153,25 @@ class TemplateView:
 
 def names(anchors: AnchorStore, bases: BaseStore) -> list[tuple[str, ...]]:
     """Of everything that can be saved now, least recently used first."""
-    templates = [(TEMPLATE, base.tenant, base.template) for base in bases.templates()]
-    return templates + [(POOL, *key) for key, pool in anchors.pools.items() if pool.anchors]
+    templates: list[tuple[str, ...]] = [(TEMPLATE, str(base.namespace), base.template) for base in bases.templates()]
+    return templates + [_pool_name(key) for key, pool in anchors.pools.items() if pool.anchors]
 
 
 def view(anchors: AnchorStore, bases: BaseStore, name: tuple[str, ...]) -> PoolView | TemplateView | None:
     """Return what has this name now; None where nothing has it any more."""
     if name[0] == TEMPLATE:
-        found = (base for base in bases.templates() if (base.tenant, base.template) == name[1:])
+        found = (base for base in bases.templates() if (str(base.namespace), base.template) == name[1:])
         return next(map(TemplateView, found), None)
     key = pool_key(name)
     pool = anchors.pools.get(key)
     return PoolView.of(key, pool) if pool and pool.anchors else None
 
 
+def _pool_name(key: PoolKey) -> tuple[str, ...]:
+    return POOL, str(key.namespace), key.workflow, key.placeholder
+
+
 def pool_key(name: tuple[str, ...]) -> PoolKey:
     """Return the key of the pool whose record has this name."""
-    _, tenant, workflow, placeholder = name
-    return PoolKey(TenantId(tenant), WorkflowId(workflow), placeholder)
+    _, namespace, workflow, placeholder = name
+    return PoolKey(Namespace.parse(namespace), WorkflowId(workflow), placeholder)

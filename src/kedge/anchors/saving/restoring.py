@@ -23,7 +23,7 @@ from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, StateDamaged, TranslationRefused
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, Slot
-from kedge.types import TenantId
+from kedge.types import Namespace
 
 _NONSENSE = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, PlanError, TranslationRefused
@@ -41,14 +41,14 @@ class Restored:
         """
         self._anchors, self._like = anchors, like
         self._pools: dict[PoolKey, AnchorPool] = {}
-        self._templates: list[tuple[TenantId, str, Mapping[int, KVSegment]]] = []
+        self._templates: list[tuple[Namespace, str, Mapping[int, KVSegment]]] = []
 
     def add(self, record: Record) -> None:
         """Rebuild one record. Raises `StateDamaged`, having added nothing, for one that makes no sense."""
         try:
             if record.name[0] == TEMPLATE:
-                _, tenant, template = record.name
-                self._templates.append((TenantId(tenant), template, self._parts(record)))
+                _, namespace, template = record.name
+                self._templates.append((Namespace.parse(namespace), template, self._parts(record)))
             else:
                 _expect(record.name[0] == POOL, "name", record.name, f"is neither a {POOL} nor a {TEMPLATE}")
                 self._pools[pool_key(record.name)] = self._pool(record)
@@ -58,9 +58,9 @@ class Restored:
     def install(self, anchors: AnchorStore, bases: BaseStore) -> None:
         """Put it in the place of everything that was learned. In the owner's thread."""
         bases.clear()
-        for tenant, template, parts in self._templates:
+        for namespace, template, parts in self._templates:
             for index, kv in parts.items():
-                bases.put_prefix(tenant, template, index, kv)
+                bases.put_prefix(namespace, template, index, kv)
         anchors.adopt(self._pools)
 
     def _parts(self, record: Record) -> dict[int, KVSegment]:

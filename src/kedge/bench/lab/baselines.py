@@ -22,7 +22,7 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.contracts import SampleView, Slot
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation
-from kedge.types import GenerateRequest, RunId, SampleId, TenantId
+from kedge.types import GenerateRequest, RunKey, SampleId
 
 
 class NoAnchors(AnchorStore):
@@ -76,12 +76,12 @@ class _AblatedAssembler:
     steps: Ablation
     rotary: Rotary
     translator: Translator
-    prompts: dict[tuple[TenantId, RunId, SampleId], int] = field(default_factory=dict)
+    prompts: dict[tuple[RunKey, SampleId], int] = field(default_factory=dict)
     """Tokens of the prompt before an answer."""
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         if request.produces is not None:
-            self.prompts[request.tenant, request.run, request.produces] = request.prompt_tokens
+            self.prompts[request.run_key, request.produces] = request.prompt_tokens
         placed = layout(request)
         plan = replace(plan, translations=tuple(self._edited(request, placed, item) for item in plan.translations))
         self.translator.write(table, plan.translations)
@@ -101,7 +101,7 @@ class _AblatedAssembler:
         """
         segment = here.segment
         if segment.sample is not None:
-            return self.prompts.get((request.tenant, request.run, segment.sample), len(segment.lead_in))
+            return self.prompts.get((request.run_key, segment.sample), len(segment.lead_in))
         return sum(
             len(p.segment.stand_in if p.segment.is_placeholder else p.segment.tokens) for p in placed[: here.index]
         )

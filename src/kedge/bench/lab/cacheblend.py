@@ -75,7 +75,7 @@ class _CacheBlendAssembler:
     @torch.inference_mode()
     def _choose(self, request: GenerateRequest, table: SlotTable, sources: Many[Source]) -> list[int]:
         """Return the positions to compute. KV of positions that were dropped on the way stays as it was computed."""
-        sequence = Sequence(request.request_id, request.tenant, list(request.tokens), table)
+        sequence = Sequence(request.request_id, request.namespace, list(request.tokens), table)
         rows = [p for p, source in enumerate(sources) if source in (Source.TRANSLATED, Source.COMPUTED)]
         reused = torch.tensor([sources[p] is Source.TRANSLATED for p in rows])
         filtering = _FilteredStorage(self._storage, reused)

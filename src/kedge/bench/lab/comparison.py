@@ -25,9 +25,10 @@ from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
-from kedge.runner.run import RunResult, run
+from kedge.runner.results import RunResult
+from kedge.runner.run import run
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, ReuseMode, RunId, TenantId, Tokens, new_request_id
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Workload
 
@@ -88,9 +89,9 @@ class MethodBench:
     """One method's engine with a probe on its requests."""
 
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
-        self.probe, self.reuse = Probe(method.parts), method.reuse
+        self.probe, self.reuse = Probe(method.components), method.reuse
         self.engine = open_engine(
-            method, loaded, settings.anchors, settings.planner, self.probe.parts, **settings.engine
+            method, loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine
         )
 
     def look(
@@ -175,7 +176,7 @@ class Lab:
             other = bench.look(dense.request, FORCED, asked.run_id, answer, kv=kv)
             receipt = other.completion.receipt
             pairs.append(ForcedPair(asked.number, dense.request.agent, receipt, compare(dense, other)))
-        bench.engine.end_run(FORCED, asked.run_id)
+        bench.engine.end_run(RunKey(Namespace(FORCED), "", asked.run_id))
         bench.engine.wait_idle()
         return pairs
 
@@ -209,7 +210,7 @@ class Lab:
         for producer, answer in judge.candidates.items():
             bench.look(producer, JUDGED, judge.run_id, answer)
         result = bench.look(judge.request, JUDGED, judge.run_id)
-        bench.engine.end_run(JUDGED, judge.run_id)
+        bench.engine.end_run(RunKey(Namespace(JUDGED), "", judge.run_id))
         bench.engine.wait_idle()
         return self._workload.final(result.completion.text)
 

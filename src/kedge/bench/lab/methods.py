@@ -12,7 +12,7 @@ from kedge.bench.lab.baselines import Ablation, NoAnchors
 from kedge.bench.lab.cacheblend import CacheBlend
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
@@ -30,7 +30,7 @@ class Method:
     reuse: ReuseMode
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
-    parts: Parts = Parts()
+    components: EngineComponents = EngineComponents()
 
     def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
         """Return the settings of an engine that serves this way; the arguments override the method's own.
@@ -47,19 +47,21 @@ class Method:
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
     """Return KVCOMM as published without some of its three steps (Table 5)."""
     steps = Ablation(rotation, values, prefixes)
-    return Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER, Parts(assembler=steps))
+    return Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER, EngineComponents(assembler=steps))
 
 
 def cacheblend(*ratios: float) -> Method:
     """Return CacheBlend with these shares of recomputed tokens."""
-    return Method(ReuseMode.TRANSLATE, planner=_PAPER, parts=Parts(NoAnchors, CacheBlend(ratios)))
+    return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=EngineComponents(NoAnchors, CacheBlend(ratios)))
 
 
 METHODS: Mapping[str, Method] = {
     "dense": Method(ReuseMode.OFF),
     "exact": Method(ReuseMode.EXACT),
     "rotation": Method(
-        ReuseMode.TRANSLATE, planner=_PAPER, parts=Parts(NoAnchors, Ablation(values=False, prefixes=False))
+        ReuseMode.TRANSLATE,
+        planner=_PAPER,
+        components=EngineComponents(NoAnchors, Ablation(values=False, prefixes=False)),
     ),
     "cacheblend": cacheblend(0.3, 0.25, 0.2),
     "kvcomm": Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER),
@@ -92,12 +94,12 @@ def open_engine(
     loaded: Loaded,
     anchors: Mapping[str, Any] | None = None,
     planner: Mapping[str, Any] | None = None,
-    parts: Parts | None = None,
+    components: EngineComponents | None = None,
     **engine: Any,
 ) -> LocalEngine:
-    """Open an engine that serves by `method`; `anchors`, `planner` and `engine` override its settings, `parts` its
-    components.
+    """Open an engine that serves by `method`; `anchors`, `planner` and `engine` override its settings,
+    `components` its components.
     """
     runner, tokenizer = loaded
     config = method.config(anchors or {}, planner or {}, **engine)
-    return LocalEngine.from_runner(runner, tokenizer, config, parts=parts or method.parts)
+    return LocalEngine.from_runner(runner, tokenizer, config, components=components or method.components)

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from kedge.bench.lab.fidelity import Fidelity, Layers, consistency
-from kedge.runner.run import AgentResult
+from kedge.runner.results import AgentResult
 from kedge.types import AgentId, Receipt
 
 Choice = tuple[str | None, str | None]
@@ -114,6 +114,7 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return asdict(self)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.base import Tokenizer
-from kedge.engine.local.components import Assembler, Parts
+from kedge.engine.local.components import Assembler, EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
@@ -20,7 +20,7 @@ from kedge.engine.local.sequence import LocalStream
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
-from kedge.types import Completion, GenerateRequest, RequestId, RunId, Source, TenantId, Tokens
+from kedge.types import Completion, GenerateRequest, RequestId, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 ROWS = 32
@@ -58,18 +58,18 @@ class _RequestProbe:
 
 
 class Probe:
-    """The observer of one engine, which has to be built with `probe.parts`.
+    """The observer of one engine, which has to be built with `probe.components`.
 
     While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
     """
 
-    def __init__(self, parts: Parts = Parts()) -> None:  # noqa: B008 (it is frozen)
+    def __init__(self, components: EngineComponents = EngineComponents()) -> None:  # noqa: B008 (it is frozen)
         self.probes: dict[RequestId, _RequestProbe] = {}
         self.teaching = False
-        self.parts = replace(parts, assembler=partial(self._assembler, parts))
+        self.components = replace(components, assembler=partial(self._assembler, components))
 
-    def _assembler(self, parts: Parts, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _ProbingAssembler(parts.assembler(runner, storage), storage, self)
+    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
 
     def submit(
         self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
@@ -122,8 +122,8 @@ class Recorder:
     def cancel(self, request_id: RequestId) -> bool:
         return self._engine.cancel(request_id)
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        self._engine.end_run(tenant, run)
+    def end_run(self, run: RunKey) -> None:
+        self._engine.end_run(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         self._engine.forecast(changes, prompts)

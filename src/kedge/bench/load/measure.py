@@ -107,6 +107,7 @@ class LoadRecord:
 
     @property
     def deadline(self) -> float:
+        """The end of the window."""
         return self.began + self.seconds
 
     def as_json(self) -> dict[str, Any]:

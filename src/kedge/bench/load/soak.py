@@ -11,7 +11,7 @@ from kedge.bench.shapes import random_engine
 from kedge.bench.ttft.measure import TtftSettings, ask, workload_of
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
-from kedge.types import RunId, TenantId, Tokens
+from kedge.types import Namespace, RunId, RunKey, TenantId, Tokens
 from kedge.workloads.copy_machine import CopyMachine
 
 
@@ -54,7 +54,7 @@ def _ask_all(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings,
     answers: list[Tokens] = []
     for agent in range(settings.agents):
         answers.append(ask(engine, workload.request(run, agent, question, answers), settings.output).tokens)
-    engine.end_run(TenantId("default"), RunId(run))
+    engine.end_run(RunKey(Namespace(TenantId("default")), "", RunId(run)))
 
 
 def _sample(engine: LocalEngine, answered: int) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
 from kedge.settings import AnchorSettings, estimator_settings
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, TenantId, WorkflowId
 
-_POOL = PoolKey(TenantId("bench"), WorkflowId("matching-cost"), "agent_0_current")
+_POOL = PoolKey(Namespace(TenantId("bench")), WorkflowId("matching-cost"), "agent_0_current")
 _SLOT = Slot("template", 1)
 T = TypeVar("T")
 

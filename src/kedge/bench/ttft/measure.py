@@ -19,7 +19,7 @@ from kedge.bench.lab.reference import ReferenceGenerate
 from kedge.bench.shapes import SHAPES, random_engine
 from kedge.bench.ttft.floor import MovedBytes, WatchingAssembler, bandwidth
 from kedge.engine.local import build
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
@@ -68,6 +68,7 @@ class AgentTimes:
 
     @property
     def speedup(self) -> float:
+        """Median dense TTFT over median translated TTFT."""
         return statistics.median(self.dense) / statistics.median(self.translated)
 
     def parts_ms(self) -> dict[str, float]:
@@ -114,6 +115,7 @@ class TtftResult:
         return self.anchor_bytes / self.message_bytes
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return {
             "agents": [agent.as_json(self.bandwidth) for agent in self.agents],
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),
@@ -134,7 +136,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch = WatchingAssembler()
-    with random_engine(settings.model_size, engine_config(settings), Parts(assembler=watch)) as engine:
+    with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
         runs = (f"run-{i}" for i in count())
         _warm(engine, generate, workload, settings, runs)
         for i in range(settings.samples):

@@ -48,6 +48,7 @@ class PreassemblyTimes:
             self.preassembled = done.receipt.preassembled
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         medians = {f"{way}_ms": round(statistics.median(times), 3) for way, times in self.ttft.items()}
         return {
             "agent": self.agent,

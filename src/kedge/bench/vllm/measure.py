@@ -75,6 +75,7 @@ class VllmCase:
         return spread((stock.seconds / other.seconds for stock, other in pairs), 3)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return {
             "case": self.name,
             "workload": self.workload.name,
@@ -112,6 +113,7 @@ class VllmResult:
     team: TeamResult | None
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return {"cases": [case.as_json() for case in self.cases], TEAM: self.team and self.team.as_json()}
 
 

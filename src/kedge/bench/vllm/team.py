@@ -71,6 +71,7 @@ class VllmAgentTimes:
     kedge: list[float] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         ms = {name: [round(1e3 * one, 3) for one in getattr(self, name)] for name in ("dense", "stock", "kedge")}
         medians = {f"{name}_ms": statistics.median(values) for name, values in ms.items()}
         return {
@@ -93,6 +94,7 @@ class TeamResult:
     seconds: dict[str, list[float]]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         tokens = self.settings.agents * (self.settings.output + 1)
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         return {
@@ -145,7 +147,7 @@ class _VllmTeam:
         """Return the answer, after the base prefills that its receipt asks for."""
         hints = {
             "workflow": request.workflow, "run": request.run, "agent": request.agent, "reuse": request.reuse.value,
-            "produces": request.produces, "segments": segment_hints(request),
+            "produces": request.produces and str(request.produces), "segments": segment_hints(request),
         }  # fmt: skip
         done = await lane.ask(request.tokens, max_tokens, hints)
         for base in done.receipt["base"] if done.receipt else ():

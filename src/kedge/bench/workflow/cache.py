@@ -16,7 +16,7 @@ from typing import Any
 from kedge.bench.workflow.figures import cycle
 from kedge.cache import CacheManager, Changes, Copied, Copy, steps_to_execution
 from kedge.settings import TierSettings
-from kedge.types import AgentId, RequestId, RunId, TenantId
+from kedge.types import AgentId, Namespace, RequestId, RunId, TenantId
 from kedge.workflow import AgentKey, ForecastBoard, RunKey, RunProgress
 
 BLOCK, PROMPT = 16, 1024
@@ -25,7 +25,7 @@ RING = 10
 """Agents of a run."""
 LONG = 4096
 """Tokens of the prompt that is looked up and inserted."""
-SPACE = ("tenant", "model")
+SPACE = Namespace(TenantId("tenant"))
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class OperationTimes:
     micros: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         return {"size": self.size, **{name: round(time, 3) for name, time in self.micros.items()}}
 
 
@@ -60,6 +61,7 @@ class CacheResult:
     agents: list[OperationTimes]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         sizes = {"blocks": self.blocks, "agents": self.agents}
         return {
             **{name: [one.as_json() for one in times] for name, times in sizes.items()},
@@ -94,6 +96,7 @@ class FilledCache:
         self._ids = count()
 
     def request_id(self) -> RequestId:
+        """Return a new request id."""
         return RequestId(str(next(self._ids)))
 
     def tokens(self, size: int) -> list[int]:
@@ -236,7 +239,7 @@ def _end_agents(cache: CacheManager, prompts: Sequence[Sequence[int]], settings:
     planned for.
     """
     board, rng = ForecastBoard(), random.Random(settings.seed)
-    keys = [RunKey(TenantId("tenant"), "client", RunId(str(i))) for i in range(len(prompts) // RING)]
+    keys = [RunKey(SPACE, "client", RunId(str(i))) for i in range(len(prompts) // RING)]
     runs = [RunProgress(cycle(RING), key, board) for key in keys]
     for at, run in enumerate(runs):
         cache.on_forecast({**run.begin(0.0), **run.started(AgentId(f"a{at % RING}"), 0.0)})

@@ -10,6 +10,7 @@ from kedge.types import (
     AgentId,
     ClientId,
     GenerateRequest,
+    Namespace,
     ReuseMode,
     RunId,
     SampleId,
@@ -17,6 +18,7 @@ from kedge.types import (
     Segment,
     TenantId,
     Tokens,
+    ValueKind,
 )
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.step_graph import Node, StepGraph
@@ -49,10 +51,10 @@ class Flow:
         agent = self.agent(turn)
         new = self.dynamic(turn) + (answer if self.reads_answer else ())
         return GenerateRequest(
-            (Segment(self.fixed[agent], "p0"), Segment(new, "new", SampleId(f"new@{turn}"))),
+            (Segment(self.fixed[agent], "p0"), Segment(new, "new", SampleId(ValueKind.INPUT, "new", turn))),
             SamplingParams(max_tokens=self.output, ignore_eos=True),
             ReuseMode.EXACT,
-            tenant=self.run.tenant,
+            tenant=self.run.namespace.tenant,
             client=ClientId(self.run.client_id),
             run=self.run.run_id,
             agent=agent,
@@ -88,6 +90,7 @@ class Sizes:
 
     @property
     def call(self) -> int:
+        """Tokens of a whole call."""
         return self.fixed + self.dynamic + self.output
 
     def __str__(self) -> str:
@@ -115,7 +118,7 @@ def cycle(stages: int, branches: int = 1) -> StepGraph:
 def synthetic_flow(name: str, agents: int, sizes: Sizes, vocab: int, seed: int, path: CallPath | None = None) -> Flow:
     """Return a cycle of agents with random prompts of their own."""
     return Flow(
-        run=RunKey(TENANT, name, RunId("run")),
+        run=RunKey(Namespace(TENANT), name, RunId("run")),
         graph=cycle(agents),
         fixed={AgentId(f"a{i}"): random_tokens(sizes.fixed, vocab, seed, name, i) for i in range(agents)},
         path=path or (lambda turn: f"a{turn % agents}"),

@@ -128,6 +128,7 @@ class LaneTrial:
 
     @property
     def completions(self) -> list[Completion]:
+        """All completions."""
         return [call for calls in self.calls for call in calls]
 
 

@@ -82,6 +82,7 @@ class CaseResult:
         return _total(self.trials["lru_host"], "stall_s") / loaded / (computing / computed)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         measured = self.load_ratio()
         return {
             "case": self.workload.name,
@@ -112,6 +113,7 @@ class WorkflowResult:
     controls: Mapping[str, CaseResult] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
         first, *others = [case.as_json() for case in self.cases]
         everything = [*self.cases, *self.controls.values()]
         return {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from kedge.bench.workflow.figures import TENANT, Flow, FlowWorkload
-from kedge.types import AgentId, RunId, Tokens
+from kedge.types import AgentId, Namespace, RunId, Tokens
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.step_graph import Node, StepGraph
 
@@ -68,7 +68,7 @@ def team(name: str, desk: str, encode: Encode, output: int, seed: int) -> Flow:
     names = tuple(ROLES)
     nodes = (Node(names[0], loops=[names[-1]]), *(Node(b, after=[a]) for a, b in zip(names, names[1:], strict=False)))
     return Flow(
-        run=RunKey(TENANT, name, RunId("run")),
+        run=RunKey(Namespace(TENANT), name, RunId("run")),
         graph=StepGraph("peer", nodes),
         fixed={AgentId(role): encode(fixed_prompt(desk, role)) for role in names},
         path=lambda turn: names[turn % len(names)],

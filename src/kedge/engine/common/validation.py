@@ -11,11 +11,12 @@ from typing import Final
 
 from kedge.checks import MAX_COUNT, brief, is_number, is_unicode, require_integer, require_sampling, require_text
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
-from kedge.types import GenerateRequest, RequestId, ReuseMode, Segment, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SampleId, Segment, Tokens, ValueKind
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.steps import NextRun
 
-_NAMES: Final = ("request_id", "tenant", "client", "workflow", "run", "agent")
+_HEXADECIMAL: Final = frozenset("0123456789abcdef")
+_NAMES: Final = ("request_id", "tenant", "partition", "client", "workflow", "run", "agent")
 _MAY_NOT_BE_EMPTY: Final = ("request_id", "tenant")
 
 
@@ -61,8 +62,9 @@ def sensible_hints(
 def _require_names(request: GenerateRequest) -> None:
     for key in _NAMES:
         require_text(key, getattr(request, key), may_be_empty=key not in _MAY_NOT_BE_EMPTY)
-    if request.produces is not None:
-        require_text("produces", request.produces)
+    if "/" in request.tenant:
+        raise RequestError("tenant", brief(request.tenant), "must have no '/': `partition` names a part of its data")
+    _require_sample("produces", request.produces)
     if not isinstance(request.reuse, ReuseMode):
         modes = ", ".join(f"ReuseMode.{mode.name}" for mode in ReuseMode)
         raise RequestError("reuse", brief(request.reuse), f"must be one of {modes}")
@@ -79,13 +81,23 @@ def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> 
 
 def _require_segment(key: str, segment: Segment, vocab_size: int | None) -> None:
     require_text(f"{key}.name", segment.name)
-    if segment.sample is not None:
-        require_text(f"{key}.sample", segment.sample)
+    _require_sample(f"{key}.sample", segment.sample)
     for part in ("tokens", "lead_in", "stand_in", "trail", "held"):
         _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
     held, tokens = segment.held, segment.tokens
     if held and tokens and tokens[-len(held) :] != held:
         raise RequestError(f"{key}.held", brief(held), "must be what the segment's tokens end with")
+
+
+def _require_sample(key: str, sample: SampleId | None) -> None:
+    if sample is None:
+        return
+    if not isinstance(sample, SampleId) or not isinstance(sample.kind, ValueKind):
+        raise RequestError(key, brief(sample), "must be a SampleId with a ValueKind, or None")
+    require_text(f"{key}.of", sample.of, may_be_empty=True)
+    require_integer(f"{key}.turn", sample.turn, 0, MAX_COUNT)
+    if not (isinstance(sample.digest, str) and _HEXADECIMAL.issuperset(sample.digest)):
+        raise RequestError(f"{key}.digest", brief(sample.digest), "must have only the characters 0-9 and a-f")
 
 
 def _require_tokens(key: str, tokens: Tokens, vocab_size: int | None) -> None:
@@ -122,7 +134,9 @@ def _usable_prompts(prompts: object) -> dict[AgentKey, Tokens]:
 
 
 def _is_agent(key: object) -> bool:
-    return isinstance(key, AgentKey) and all(isinstance(name, str) and is_unicode(name) for name in key)
+    if not (isinstance(key, AgentKey) and isinstance(key.namespace, Namespace)):
+        return False
+    return all(isinstance(name, str) and is_unicode(name) for name in (*key.namespace, *key[1:]))
 
 
 def _is_run(next_run: object) -> bool:

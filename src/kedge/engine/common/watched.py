@@ -8,7 +8,16 @@ from types import MappingProxyType
 
 from kedge.engine.base import Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
 from kedge.engine.common.validation import sensible_hints
-from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunId, TenantId, TokenDelta, Tokens
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    RunKey,
+    TenantId,
+    TokenDelta,
+    Tokens,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 
 
@@ -30,7 +39,7 @@ class Watcher:
     def forecast(self, changes: Changes) -> None:
         """Take note of agents whose next run is another than before."""
 
-    def run_ended(self, tenant: TenantId, run_id: RunId) -> None:
+    def run_ended(self, run: RunKey) -> None:
         """Take note that a run is over."""
 
 
@@ -71,9 +80,9 @@ class WatchedEngine:
             self._watcher.cancelled(request_id)
         return was_known
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        self._engine.end_run(tenant, run)
-        self._watcher.run_ended(tenant, run)
+    def end_run(self, run: RunKey) -> None:
+        self._engine.end_run(run)
+        self._watcher.run_ended(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         changes, prompts = sensible_hints(changes, prompts)

@@ -24,6 +24,7 @@ from kedge.types import (
     TenantId,
     TokenLogprob,
     Tokens,
+    ValueKind,
 )
 
 E = TypeVar("E", bound=Exception)
@@ -77,7 +78,7 @@ class Harness:
         encode = engine.tokenizer.encode
         segments = (
             Segment(encode(before), "p0"),
-            Segment(encode(text), "user_question", SampleId(f"user_question@{text}")),
+            Segment(encode(text), "user_question", SampleId(ValueKind.INPUT, text)),
             Segment(encode(after), "p1"),
         )
         sampling = SamplingParams(max_tokens=max_tokens or self.max_tokens, stop=stop, ignore_eos=True)

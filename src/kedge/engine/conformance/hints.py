@@ -9,7 +9,7 @@ from typing import Any
 
 from kedge.engine.base import Engine, Preparing
 from kedge.engine.conformance.harness import Harness, fresh, fresh_id, fresh_text
-from kedge.types import AgentId, RequestId, ReuseMode, RunId, SamplingParams, Segment, TenantId
+from kedge.types import AgentId, Namespace, RequestId, ReuseMode, RunId, RunKey, SamplingParams, Segment, TenantId
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
@@ -18,7 +18,7 @@ class HintTests(Harness):
     """Forecasts, preparations and the ends of runs: right, wrong, late or hostile."""
 
     def test_the_end_of_an_unknown_run_is_no_error(self, engine: Engine) -> None:
-        engine.end_run(TenantId("conformance"), RunId("unknown"))
+        engine.end_run(RunKey(Namespace(TenantId("conformance")), "", RunId("unknown")))
         self.serves(engine)
 
     def test_hints_change_no_token(self, engine: Engine) -> None:
@@ -26,7 +26,7 @@ class HintTests(Harness):
         text = fresh_text("hints")
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
         plain = self.run(engine, request).tokens
-        keys = [AgentKey(request.tenant, request.client, request.run, AgentId(name)) for name in ("speaker", "nobody")]
+        keys = [AgentKey(*request.run_key, AgentId(name)) for name in ("speaker", "nobody")]
         for steps in (0.0, 3.0, math.inf):
             engine.forecast(dict.fromkeys(keys, NextRun(steps)), dict.fromkeys(keys, request.segments[0].tokens))
             again = replace(request, request_id=RequestId(f"hinted-{next(fresh)}"))
@@ -48,13 +48,13 @@ class HintTests(Harness):
             done = self.run(engine, replace(request, request_id=RequestId(f"prepared-{next(fresh)}")))
             assert done.tokens == plain
             assert 0 <= done.receipt.preassembled < request.prompt_tokens
-        engine.end_run(request.tenant, request.run)
+        engine.end_run(request.run_key)
 
     def test_hints_that_cannot_be_meant_are_ignored(self, engine: Engine) -> None:
         text = fresh_text("nonsense")
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
         plain = self.run(engine, request).tokens
-        key: Any = AgentKey(request.tenant, request.client, request.run, AgentId("speaker"))
+        key: Any = AgentKey(*request.run_key, AgentId("speaker"))
         engine.forecast({key: NextRun(1.0)}, {key: request.segments[0].tokens})
         for changes, prompts in _nonsense(key):
             engine.forecast(changes, prompts)
@@ -77,7 +77,7 @@ class HintTests(Harness):
         plain = self.again(engine, request, reuse=ReuseMode.OFF).tokens
         for tenant, run in (("others", "run"), (request.tenant, "other"), ("", ""), (request.tenant, "run")):
             stream = engine.submit(replace(request, request_id=fresh_id(), reuse=ReuseMode.EXACT))
-            engine.end_run(TenantId(tenant), RunId(run))
+            engine.end_run(RunKey(Namespace(TenantId(tenant)), request.client, RunId(run)))
             assert stream.result(self.timeout_s).tokens == plain
 
 
@@ -101,7 +101,7 @@ def _nonsense(key: Any) -> Iterator[tuple[Any, Any]]:
     for run in runs:
         yield {key: NextRun(*run)}, {key: (1, 2)}
         yield {key: run}, {}
-    keys: list[Any] = [None, "speaker", ("a", "b"), AgentKey(*runs[:4])]
+    keys: list[Any] = [None, "speaker", ("a", "b"), AgentKey(*runs[:4]), key._replace(namespace="text")]
     for other in keys:
         yield {other: NextRun(1.0)}, {other: (1, 2)}
     prompts: list[Any] = [None, "text", (), (-1,), (2**70,), (1.5,), ([],), [1, 2]]

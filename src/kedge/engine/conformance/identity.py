@@ -10,7 +10,7 @@ from threading import Barrier
 from kedge.engine.base import Engine, Stream
 from kedge.engine.conformance.harness import Harness, expect, fresh_id, fresh_text
 from kedge.errors import RequestError
-from kedge.types import AgentId, FinishReason, GenerateRequest, ReuseMode, RunId, SampleId, WorkflowId
+from kedge.types import AgentId, FinishReason, GenerateRequest, ReuseMode, RunId, SampleId, ValueKind, WorkflowId
 
 
 class IdentityTests(Harness):
@@ -74,5 +74,5 @@ class IdentityTests(Harness):
             workflow=WorkflowId("flow"),
             run=RunId("run"),
             agent=AgentId("speaker"),
-            produces=SampleId("agent_speaker@0"),
+            produces=SampleId(ValueKind.AGENT, "speaker"),
         )

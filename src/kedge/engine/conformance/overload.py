@@ -18,6 +18,7 @@ from kedge.types import (
     SamplingParams,
     Segment,
     TenantId,
+    ValueKind,
     WorkflowId,
 )
 
@@ -82,7 +83,7 @@ class OverloadTests(Harness):
         return GenerateRequest(
             segments=(
                 Segment(text[: size // 3], "p0"),
-                Segment(text[size // 3 : size - 3], "user_question", SampleId(f"user_question@{kind}")),
+                Segment(text[size // 3 : size - 3], "user_question", SampleId(ValueKind.INPUT, "user_question", kind)),
                 Segment(text[size - 3 : size], "p1"),
             ),
             sampling=SamplingParams(ANSWER, ignore_eos=True),
@@ -92,5 +93,5 @@ class OverloadTests(Harness):
             workflow=WorkflowId("crowd"),
             run=RunId(f"run-{number // KINDS}"),
             agent=AgentId(f"agent-{kind}"),
-            produces=SampleId(f"agent_{kind}@0"),
+            produces=SampleId(ValueKind.AGENT, str(kind)),
         )

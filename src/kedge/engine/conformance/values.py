@@ -12,7 +12,7 @@ from kedge.checks import MAX_COUNT, MAX_STOP_LENGTH, MAX_STOPS
 from kedge.engine.base import Engine
 from kedge.engine.conformance.harness import Harness, expect, fresh_id, fresh_text, sampled
 from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
-from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, Segment
+from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, Segment, ValueKind
 
 HUGE = 10**5000
 """An integer that Python refuses to print."""
@@ -27,14 +27,22 @@ IMPOSSIBLE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "stop": (".", "", None, 5, (5,), (None,), (b".",), ("",), ("\ud800",), ("x",) * 17, ("x" * 1025,)),
     "ignore_eos": (None, 1, "yes"),
 }
+IMPOSSIBLE_SAMPLES: tuple[Any, ...] = (
+    *(5, b"x", "agent_x@0", ("agent", "x", 0, "")),
+    *(SampleId(kind, "x") for kind in ("agent", None)),  # type: ignore[arg-type]
+    *(SampleId(ValueKind.AGENT, of) for of in NO_TEXT),
+    *(SampleId(ValueKind.AGENT, "x", turn) for turn in (-1, 1.0, True, None, HUGE)),  # type: ignore[arg-type]
+    *(SampleId(ValueKind.AGENT, "x", 0, digest) for digest in (*NO_TEXT, "0g", "#")),
+)
 IMPOSSIBLE_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "logprobs": NO_COUNT,
     "prompt_logprobs": NO_COUNT,
     "fixed": (1.0, True, "1"),
     "reuse": ("exact", None, 5),
-    **dict.fromkeys(("request_id", "tenant"), (*NO_TEXT, "")),
-    **dict.fromkeys(("client", "workflow", "run", "agent"), NO_TEXT),
-    "produces": (5, b"x", "\ud800", ""),
+    "request_id": (*NO_TEXT, ""),
+    "tenant": (*NO_TEXT, "", "a/b"),
+    **dict.fromkeys(("partition", "client", "workflow", "run", "agent"), NO_TEXT),
+    "produces": IMPOSSIBLE_SAMPLES,
 }
 MISSHAPEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "sampling": (None, {}, 5),
@@ -43,7 +51,7 @@ MISSHAPEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 MISSHAPEN_SEGMENTS: Mapping[str, tuple[Any, ...]] = {
     "name": (*NO_TEXT, ""),
-    "sample": (5, b"x", "\ud800", ""),
+    "sample": IMPOSSIBLE_SAMPLES,
     **dict.fromkeys(("tokens", "lead_in", "stand_in", "trail", "held"), (None, 5, [1], "text", b"x")),
 }
 NO_TOKENS: tuple[Any, ...] = (1.5, math.nan, True, None, "a", (1,), -1, MAX_COUNT, MAX_COUNT + 1, 2**63, HUGE)
@@ -155,5 +163,5 @@ def _extremes(good: GenerateRequest) -> Iterator[GenerateRequest]:
     for fixed in (-1, 0, 2**63, HUGE):
         yield replace(good, fixed=fixed, reuse=ReuseMode.EXACT)
     name: Any = "naïve 🚢\n\0" * 500
-    yield replace(good, client=name, workflow=name, run=name, agent=name, produces=SampleId(name))
+    yield replace(good, client=name, workflow=name, run=name, agent=name, produces=SampleId(ValueKind.AGENT, name))
     yield replace(good, segments=(*good.segments, Segment((), "p2"), *good.segments[1:]))

@@ -136,7 +136,7 @@ class Answers:
         if self._is_read(sequence):
             self._learning.keep_response(sequence)
         if request.produces is not None:
-            self._preassembly.answered(request.tenant, request.run, request.produces, tuple(sequence.response))
+            self._preassembly.answered(request.run_key, request.produces, tuple(sequence.response))
 
     @contextmanager
     def _contained(self, sequence: RequestSequence, when: str) -> Iterator[None]:

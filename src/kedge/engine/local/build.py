@@ -13,7 +13,7 @@ import kedge.models.nano
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.residence import HostBound
 from kedge.cache import CacheManager, EvictionPolicy
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.host_loads import Loading
@@ -75,18 +75,18 @@ def core(
     config: EngineSettings,
     policy: EvictionPolicy | None = None,
     on_copied: Callable[[], None] = lambda: None,
-    parts: Parts = Parts(),  # noqa: B008 (it is frozen)
+    components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
 ) -> tuple[EngineCore, int]:
     """Return the engine without its thread, and how many tokens its device tier holds.
 
-    `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended. `parts`
-    are replaced in experiments only.
+    `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended.
+    `components` are replaced in experiments only.
     """
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
     expected = Expected()
-    anchors = parts.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
+    anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
     costs = EngineCosts(by_cost=config.planner.by_cost)
     runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, costs)
@@ -104,7 +104,7 @@ def core(
         runtime,
         Loading(cache, config.tiers, has_host=copier is not None),
         copier,
-        parts.assembler(runner, storage),
+        components.assembler(runner, storage),
         costs,
         config,
         capacity,

@@ -1,4 +1,8 @@
-"""What an experiment may replace in an embedded engine. The engine itself knows of no experiment."""
+"""The extension points of the embedded engine, for experiments.
+
+An experiment passes its own `EngineComponents` to `LocalEngine.from_runner`; the engine itself knows of none. What else
+of `engine.local`, `anchors` and `reuse` the benchmarks import is listed, name by name, in `tests/test_imports.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,19 @@ from kedge.types import GenerateRequest
 
 
 class Assembler(Protocol):
-    """Brings a plan's KV into a request's slots, when the request is admitted. Called by the engine's thread."""
+    """What brings a plan's KV into a request's slots when the request is admitted. Called by the engine's thread."""
 
     works_ahead: ClassVar[bool]
-    """Whether what is translated may also be written piece by piece, before the request is there to be asked for."""
+    """Whether translations may also be written piece by piece, before the request arrives."""
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        """Write what is translated; what the plan is now. Positions that it calls computed are run afterwards."""
+        """Write the translated KV and return the plan as carried out; positions that it marks computed are run
+        afterwards.
+        """
 
 
 class Translating:
-    """Translates what the plan says, and nothing else."""
+    """The default assembler: it writes the plan's translations, and nothing else."""
 
     works_ahead: ClassVar[bool] = True
 
@@ -41,8 +47,10 @@ class Translating:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The replaceable parts of an engine, each as it is built."""
+class EngineComponents:
+    """The replaceable components of an engine, each as a function that builds it."""
 
     anchors: Callable[[AnchorSettings, HostBound], Anchors] = AnchorStore
+    """(settings, host memory) -> the store of anchors."""
     assembler: Callable[[ModelRunner, PagedStorage], Assembler] = Translating
+    """(model runner, storage) -> the assembler."""

@@ -37,7 +37,7 @@ from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, RunKey, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class EngineCore:
         if self._assembler.works_ahead:
             self._preassembly.expect(request)
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget a run, once nothing is left to learn from it."""
-        self._preassembly.end_run(tenant, run)
-        self._learning.end_run(tenant, run)
+        self._preassembly.end_run(run)
+        self._learning.end_run(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are going to call."""

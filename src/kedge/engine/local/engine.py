@@ -24,7 +24,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.local import build
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
@@ -39,7 +39,7 @@ from kedge.errors import (
 from kedge.kv.spec import KVSpec
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class LocalEngine:
         path = build.model_path(model or self.config.model)
         runner = build.apart(partial(build.load_runner, path, self.config))
         self.tokenizer = HFTokenizer.load(path)
-        self._start(runner, None, Parts())
+        self._start(runner, None, EngineComponents())
 
     @classmethod
     def from_runner(
@@ -68,21 +68,21 @@ class LocalEngine:
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-        parts: Parts = Parts(),  # noqa: B008 (it is frozen)
+        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
     ) -> LocalEngine:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings, `parts` those of the engine (in experiments).
+        `policy` replaces that of the settings, `components` its own (in experiments).
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy, parts)
+        self._start(runner, policy, components)
         return self
 
-    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, parts: Parts) -> None:
+    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
         self._runner = runner
         self._mailbox = Mailbox(self.config.max_waiting)
-        build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, parts)
+        build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
         self._state = StateKeeper(runner, self.tokenizer, self.config.anchors, self._ask_learned)
@@ -114,7 +114,7 @@ class LocalEngine:
         max_tokens = min(request.sampling.max_tokens, room)
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
-            tenant=request.tenant,
+            namespace=request.namespace,
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id, self._mailbox.leave),
@@ -143,9 +143,9 @@ class LocalEngine:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
         return self._mailbox.ask(lambda: self._core.requests.cancel(request_id))
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._mailbox.post(partial(self._core.end_run, tenant, run))
+        self._mailbox.post(partial(self._core.end_run, run))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint how soon agents run. A closed engine ignores it."""
@@ -178,7 +178,7 @@ class LocalEngine:
         return self._mailbox.ask(self._core.inspection.stats)
 
     def inspect_tenants(
-        self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
         """Return what is held for some tenants; see `kedge.engine.base.Inspectable`."""
         return self._mailbox.ask(partial(self._core.inspection.tenant_stats, owns, prompts))

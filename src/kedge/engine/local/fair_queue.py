@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from kedge.errors import ConfigError, PlanError
-from kedge.types import TenantId, tenant_of
+from kedge.types import TenantId
 
 MAX_IDLE_TENANTS = 1024
 """Counters of tenants without a waiting item that a priority class remembers."""
@@ -31,7 +31,7 @@ class FairQueue(Generic[T]):
     """Waiting items of many tenants: by priority (lower numbers first), fair by tokens within a priority, and first
     come, first served within a tenant. Items are hashable and distinct.
 
-    All partitions of a tenant share its counter. Counters are kept per priority, so that what a tenant receives in one
+    Counters are kept per priority, so that what a tenant receives in one
     class neither costs nor earns it anything in another. Not thread-safe.
     """
 
@@ -81,9 +81,8 @@ class FairQueue(Generic[T]):
             raise PlanError("item", item, "waits already")
         if not cost > 0:
             raise PlanError("cost", cost, "must be above 0 tokens")
-        owner = tenant_of(tenant)
-        self._class(priority).push(item, owner, _Waiting(self._virtual(owner, cost), next(self._arrivals)))
-        self._places[item] = priority, owner
+        self._class(priority).push(item, tenant, _Waiting(self._virtual(tenant, cost), next(self._arrivals)))
+        self._places[item] = priority, tenant
 
     def take(self, item: T, tokens: float | None = None) -> None:
         """Remove an item because it is served now, and charge its tenant `tokens`, by default the item's cost.
@@ -104,8 +103,7 @@ class FairQueue(Generic[T]):
 
     def charge(self, tenant: TenantId, tokens: float, priority: int = 0) -> None:
         """Count service that a tenant received beyond what `take` counted, such as the tokens of an answer."""
-        owner = tenant_of(tenant)
-        self._class(priority).charge(owner, self._virtual(owner, tokens))
+        self._class(priority).charge(tenant, self._virtual(tenant, tokens))
 
     def _place(self, item: T) -> tuple[int, TenantId]:
         if item not in self._places:

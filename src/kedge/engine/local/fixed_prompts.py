@@ -25,7 +25,7 @@ class FixedLengths:
         first, *others = request.segments
         if others and not first.is_placeholder:
             return len(first.tokens)
-        agent = (request.tenant, request.client, request.workflow, request.agent)
+        agent = (request.namespace, request.client, request.workflow, request.agent)
         return self._boundary.observe(agent, request.tokens, time.monotonic())
 
 
@@ -39,12 +39,12 @@ class FixedPrompts:
     def called(self, request: GenerateRequest) -> None:
         """The prompt of `request` is in the cache now, as far as it is exact."""
         if request.agent and (length := self._lengths.of(request)):
-            key = AgentKey(request.tenant, request.client, request.run, request.agent)
+            key = request.agent_key
             self.label(key, request.tokens[:length])
 
     def label(self, key: AgentKey, tokens: Tokens) -> None:
         """`tokens` are the fixed prompt of `key`: what of them is cached is labelled."""
-        self._cache.on_label((key.tenant, ""), key, tokens)
+        self._cache.on_label(key.namespace, key, tokens)
 
     def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Label the fixed prompts of agents that are going to call."""

@@ -12,7 +12,7 @@ from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import Preassembly
 from kedge.engine.local.scheduler import Scheduler
 from kedge.reuse.runtime import Runtime
-from kedge.types import TenantId, Tokens
+from kedge.types import Namespace, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Inspection:
         }
 
     def tenant_stats(
-        self, owns: Callable[[TenantId], bool], prompts: Iterable[tuple[TenantId, Tokens]]
+        self, owns: Callable[[Namespace], bool], prompts: Iterable[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
         """Return the anchor pools of some tenants, and how much of the given beginnings of prompts is in which tier."""
-        found = (self.cache.status((tenant, ""), tokens) for tenant, tokens in prompts)
+        found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
         return {"prompts": cached, "pools": self.runtime.pool_stats(owns)}

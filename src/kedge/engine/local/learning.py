@@ -22,12 +22,11 @@ from kedge.reuse.contracts import BaseNeed
 from kedge.reuse.layout import Placed
 from kedge.reuse.runtime import Runtime
 from kedge.settings import LearningSettings
-from kedge.types import RequestId, RunId, TenantId, new_request_id
+from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)
 MAX_CREDIT = 0.25
 """Seconds of learning that passes may save up"""
-RunKey = tuple[TenantId, RunId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class PendingObservation:
 
     @property
     def run(self) -> RunKey:
-        return self.sequence.request.tenant, self.sequence.request.run
+        return self.sequence.request.run_key
 
 
 @dataclass(slots=True)
@@ -156,13 +155,13 @@ class Learning:
         self._stats.reclaimed += 1
         self._over(observation)
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget what a run shared, as soon as nothing of it is left to be learned from."""
-        if self._runs[tenant, run]:
-            self._ended.add((tenant, run))
+        if self._runs[run]:
+            self._ended.add(run)
         else:
-            del self._runs[tenant, run]
-            self._runtime.end_run(tenant, run)
+            del self._runs[run]
+            self._runtime.end_run(run)
 
     def _next(self) -> PendingObservation | None:
         """Return the oldest request that no queued base prefill is for."""
@@ -195,7 +194,7 @@ class Learning:
             del self._runs[run]
             if run in self._ended:
                 self._ended.remove(run)
-                self._runtime.end_run(*run)
+                self._runtime.end_run(run)
 
     # base KV --------------------------------------------------------------------------------------------------
 
@@ -226,10 +225,10 @@ class Learning:
     def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:
         """Return the base prefill of these tokens: the one that is queued, or a new one."""
         tokens = list(need.tokens)
-        queued = next((job for job in self._jobs if job.tokens == tokens and job.tenant == need.tenant), None)
+        queued = next((job for job in self._jobs if job.tokens == tokens and job.namespace == need.namespace), None)
         if queued is None:
             key = RequestId(f"base-{new_request_id()}")
-            queued = BaseJob(key, need.tenant, tokens, cuts=need.cuts, wanted_by=sequence.key)
+            queued = BaseJob(key, need.namespace, tokens, cuts=need.cuts, wanted_by=sequence.key)
             self._jobs.append(queued)
         return queued
 

@@ -15,7 +15,7 @@ from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.types import RequestId, TenantId
+from kedge.types import Namespace, RequestId, TenantId
 
 LONG = 128
 """Tokens of the longest pass that is measured"""
@@ -55,7 +55,7 @@ def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int
     work = []
     for at in range(sequences):
         table = SlotTable(torch.arange(at * share, (at + 1) * share))
-        sequence = Sequence(RequestId("measuring"), TenantId(""), [0] * share, table)
+        sequence = Sequence(RequestId("measuring"), Namespace(TenantId("")), [0] * share, table)
         work.append(Work(sequence, list(range(share))))
     runner.forward(flatten(work, storage))[0, 0].item()
 

@@ -30,7 +30,7 @@ from kedge.engine.local.sequence import Preparation, RequestSequence
 from kedge.errors import KedgeError
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
-from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SampleId, TenantId, Tokens, new_request_id
+from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey, SampleId, Tokens, new_request_id
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ class Preassembly:
             self._drop(next(iter(self._expected.values())), Ended.CANCELLED)
         return None
 
-    def answered(self, tenant: TenantId, run: RunId, sample: SampleId, tokens: Tokens) -> None:
+    def answered(self, run: RunKey, sample: SampleId, tokens: Tokens) -> None:
         """The value of a sample is known now. An empty one leaves no segment: another prompt is going to come."""
-        for preparation in self._of_run(tenant, run):
+        for preparation in self._of_run(run):
             if any(segment.sample == sample and not segment.tokens for segment in preparation.request.segments):
                 filled = _filled(preparation.request, {sample: tokens})
                 if tokens and filled.prompt_tokens < self._longest:
@@ -125,8 +125,8 @@ class Preassembly:
             if key in self._expected and (next_run is None or next_run[0] > NEAR):
                 self._drop(self._expected[key], Ended.CANCELLED)
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
-        for preparation in self._of_run(tenant, run):
+    def end_run(self, run: RunKey) -> None:
+        for preparation in self._of_run(run):
             self._drop(preparation, Ended.CANCELLED)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -141,8 +141,8 @@ class Preassembly:
         for preparation in list(self._expected.values()):
             self._drop(preparation, Ended.CANCELLED)
 
-    def _of_run(self, tenant: TenantId, run: RunId) -> list[Preparation]:
-        return [one for one in self._expected.values() if (one.request.tenant, one.request.run) == (tenant, run)]
+    def _of_run(self, run: RunKey) -> list[Preparation]:
+        return [one for one in self._expected.values() if one.request.run_key == run]
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Preassembly:
 
 
 def _agent_key(request: GenerateRequest) -> AgentKey:
-    return AgentKey(request.tenant, request.client, request.run, request.agent)
+    return request.agent_key
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:

@@ -12,7 +12,7 @@ from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
-from kedge.types import TenantId, tenant_of
+from kedge.types import TenantId
 
 JOB_CHUNK = 256
 """Tokens of base prefills in a pass while nobody waits: decodes beside them, or a request that comes, are held up by
@@ -202,11 +202,11 @@ class Scheduler:
         """Return the running request that gives its blocks to the first one of a tenant: the youngest of the tenant
         that runs most, if that runs several; None where `sequence` may take nothing.
         """
-        running = Counter(tenant_of(one.tenant) for one in self.running)
+        running = Counter(one.tenant for one in self.running)
         if not running or not self._is_first(sequence):
             return None
         tenant, many = running.most_common(1)[0]
-        own = [one for one in self.running if tenant_of(one.tenant) == tenant and not one.finish]
+        own = [one for one in self.running if one.tenant == tenant and not one.finish]
         return own[-1] if many > 1 and own else None
 
     def preempt(self, sequence: RequestSequence) -> None:
@@ -217,7 +217,7 @@ class Scheduler:
     def _is_first(self, sequence: RequestSequence) -> bool:
         """Return whether nothing else of its tenant runs, or has stepped aside."""
         begun = (*self.running, *self.preempted, *self.loading)
-        return all(one is sequence or tenant_of(one.tenant) != tenant_of(sequence.tenant) for one in begun)
+        return all(one is sequence or one.tenant != sequence.tenant for one in begun)
 
     def _has_place(self, sequence: RequestSequence) -> bool:
         """Another request may run, and there is something left for it in a pass; a tenant's first needs neither."""
@@ -241,12 +241,12 @@ class Scheduler:
         """Return the seconds that each tenant's work may add to the pass; None where only one tenant runs."""
         wanted: dict[TenantId, list[int]] = {}
         for sequence in self.running:
-            wanted.setdefault(tenant_of(sequence.tenant), []).append(len(sequence.todo))
+            wanted.setdefault(sequence.tenant, []).append(len(sequence.todo))
         if len(wanted) < 2:
             return None
         share = max(1, self._budget // len(wanted))
         least = min(self._costs.pass_seconds(min(sum(many), share), len(many)) for many in wanted.values())
-        return dict.fromkeys([*wanted, *(tenant_of(job.tenant) for job in self.jobs)], least)
+        return dict.fromkeys([*wanted, *(job.tenant for job in self.jobs)], least)
 
     def _add_requests(self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: Allowances | None) -> None:
         for sequence in sequences:
@@ -264,7 +264,7 @@ class Scheduler:
         """Add up to `most` positions of a sequence, and no more than its tenant is allowed; returns how many."""
         if allowed is None:
             return filling.add(sequence, most)
-        tenant = tenant_of(sequence.tenant)
+        tenant = sequence.tenant
         count = filling.add(sequence, min(most, self._affordable(sequence, allowed.get(tenant, 0.0))))
         if count:
             allowed[tenant] -= self._costs.added_seconds(count, 1)

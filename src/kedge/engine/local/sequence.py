@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kedge.cache import Namespace
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
@@ -19,6 +18,7 @@ from kedge.types import (
     Completion,
     FinishReason,
     GenerateRequest,
+    Namespace,
     Receipt,
     RequestId,
     Source,
@@ -35,16 +35,16 @@ class Sequence:
     """Tokens of which some positions are still to be run through the model, in ascending order."""
 
     key: RequestId
-    tenant: TenantId
+    namespace: Namespace
     tokens: list[int]
     table: SlotTable | None = None
     todo: list[int] = field(default_factory=list)
     """Positions to compute; the last of them answers the next token."""
 
     @property
-    def namespace(self) -> Namespace:
-        """One engine has one model, so tenants are all that is kept apart."""
-        return self.tenant, ""
+    def tenant(self) -> TenantId:
+        """The tenant whose work it is."""
+        return self.namespace.tenant
 
     @property
     def exact_limit(self) -> int:
@@ -88,7 +88,7 @@ class Preparation(Sequence):
 
     @classmethod
     def of(cls, key: RequestId, request: GenerateRequest) -> Preparation:
-        new = cls(key, request.tenant, [], request=request)
+        new = cls(key, request.namespace, [], request=request)
         new.learn(request)
         return new
 

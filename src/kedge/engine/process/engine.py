@@ -21,7 +21,7 @@ from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
 from kedge.engine.process.spawn import ENDING, start, wait_for
 from kedge.errors import EngineClosed, KedgeError, RequestError
-from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, RequestId, RunKey, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 
@@ -85,9 +85,9 @@ class ProcessEngine:
         """Cancel a request, see `kedge.engine.base.Engine`."""
         return bool(self._ask("cancel", request_id))
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forget a run, see `kedge.engine.base.Engine`."""
-        self._tell("end_run", tenant, run)
+        self._tell("end_run", run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Pass a hint on, see `kedge.engine.base.Engine`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kedge.engine.base import Quota
 from kedge.engine.process.engine import ProcessEngine
 from kedge.errors import EngineClosed, RequestError
-from kedge.types import GenerateRequest, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, TenantId, Tokens
 
 if TYPE_CHECKING:
     from kedge.engine.local.engine import LocalEngine
@@ -33,7 +33,7 @@ class LocalProcessEngine(ProcessEngine):
         return dict(self._ask("inspect"))
 
     def inspect_tenants(
-        self, owns: Callable[[TenantId], bool], prompts: Sequence[tuple[TenantId, Tokens]]
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, Any]:
         """Return some tenants' figures, see `kedge.engine.base.Inspectable`. `owns` is pickled, as `make` is."""
         return dict(self._ask("inspect_tenants", owns, list(prompts)))

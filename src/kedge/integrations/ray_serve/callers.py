@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kedge.hint_values import read_text
-from kedge.types import AgentId, RunId, TenantId, WorkflowId
+from kedge.types import AgentId, Namespace, RunId, TenantId, WorkflowId
 from kedge.workflow.forecast import RunKey
 
 Template = tuple[str, ...]
@@ -18,7 +18,7 @@ Template = tuple[str, ...]
 class Caller:
     """A call's tenant, client, workflow, run and agent; an empty name is one that was not said."""
 
-    tenant: TenantId = TenantId("default")
+    namespace: Namespace = Namespace(TenantId("default"))
     client: str = ""
     workflow: WorkflowId = WorkflowId("")
     run: RunId = RunId("")
@@ -28,13 +28,13 @@ class Caller:
 
     @property
     def run_key(self) -> RunKey | None:
-        return RunKey(self.tenant, self.client, self.run) if self.run else None
+        return RunKey(self.namespace, self.client, self.run) if self.run else None
 
     @property
     def template(self) -> Template:
         if self.workflow or self.agent:
-            return (self.tenant, self.workflow, self.agent)
-        return (self.tenant, self.client, self.run)
+            return (str(self.namespace), self.workflow, self.agent)
+        return (str(self.namespace), self.client, self.run)
 
 
 def read_caller(params: object, salt: object, session: str = "") -> Caller | None:
@@ -46,7 +46,7 @@ def read_caller(params: object, salt: object, session: str = "") -> Caller | Non
     said = params.get("kedge") if isinstance(params, Mapping) else None
     hints: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
     caller = Caller(
-        tenant=TenantId(_name(salt) or "default"),
+        namespace=Namespace.parse(_name(salt) or "default"),
         client=_name(hints.get("client")),
         workflow=WorkflowId(_name(hints.get("workflow"))),
         run=RunId(_name(hints.get("run")) or _name(session)),

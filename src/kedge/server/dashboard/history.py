@@ -23,10 +23,9 @@ from kedge.server.dashboard.records import (
     RunRecord,
     by_source,
     finite,
-    owner,
     plain,
 )
-from kedge.types import Completion, GenerateRequest, RequestId, RunId, Source, TenantId, Tokens, WorkflowId
+from kedge.types import Completion, GenerateRequest, Namespace, RequestId, Source, TenantId, Tokens, WorkflowId
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
 
 K = TypeVar("K")
@@ -54,12 +53,12 @@ class _Tenant:
 
     def submitted(self, request: GenerateRequest, now: float) -> None:
         name = AgentName(request.workflow, request.agent)
-        key = RunKey(request.tenant, request.client, request.run) if request.run else None
+        key = request.run_key if request.run else None
         self.live[request.request_id] = Live(name, key)
         agent = self._agent(name)
         if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:
             tokens = chain.from_iterable(segment.tokens for segment in request.segments)
-            agent.fixed = request.tenant, tuple(islice(tokens, request.fixed))
+            agent.fixed = request.namespace, tuple(islice(tokens, request.fixed))
         if key:
             run = self._run(key, now)
             run.workflow, run.has_ended = request.workflow, False
@@ -91,16 +90,15 @@ class _Tenant:
 
     def forecast(self, key: AgentKey, steps: float | None, now: float) -> None:
         """An agent's steps-to-execution; None: it is not expected any more."""
-        run_key = RunKey(*key[:3])
+        run_key = key.run
         if steps is not None:
             self._run(run_key, now).expect(key.agent, steps)
         elif run := self._known(run_key):
             run.steps.pop(key.agent, None)
 
-    def run_ended(self, run_id: RunId) -> None:
-        for key, run in self.runs.items():
-            if key.run_id == run_id:
-                run.end()
+    def run_ended(self, key: RunKey) -> None:
+        if run := self.runs.get(key):
+            run.end()
 
     def _agent(self, name: AgentName) -> AgentRecord:
         return _newest(self.agents, name, AgentRecord, MOST_AGENTS)
@@ -163,7 +161,7 @@ class History(Watcher):
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
         """The engine has a request no longer; without a completion nothing of it is remembered. Idempotent."""
         with self._lock:
-            if request_id in (mine := self._of(owner(tenant))).live:
+            if request_id in (mine := self._of(tenant)).live:
                 mine.version += 1
                 mine.ended(request_id, completion, self._clock())
 
@@ -177,13 +175,13 @@ class History(Watcher):
     def forecast(self, changes: Changes) -> None:
         """Agents whose next run is another than before."""
         for key, next_run in changes.items():
-            with self._changing(key.tenant) as mine:
+            with self._changing(key.namespace.tenant) as mine:
                 mine.forecast(key, next_run.steps if next_run else None, self._clock())
 
-    def run_ended(self, tenant: TenantId, run_id: RunId) -> None:
+    def run_ended(self, run: RunKey) -> None:
         """A run is over."""
-        with self._changing(tenant) as mine:
-            mine.run_ended(run_id)
+        with self._changing(run.namespace.tenant) as mine:
+            mine.run_ended(run)
 
     def version(self, tenant: TenantId) -> int:
         """Another number whenever something has changed."""
@@ -195,15 +193,15 @@ class History(Watcher):
         with self._lock:
             return self._of(tenant).state(self._clock())
 
-    def fixed_prompts(self, tenant: TenantId) -> dict[AgentName, tuple[TenantId, Tokens]]:
+    def fixed_prompts(self, tenant: TenantId) -> dict[AgentName, tuple[Namespace, Tokens]]:
         """Agent -> the namespace and the beginning that its prompts share, where that is known."""
         with self._lock:
             return {name: agent.fixed for name, agent in self._of(tenant).agents.items() if agent.fixed}
 
     @contextmanager
-    def _changing(self, namespace: TenantId) -> Iterator[_Tenant]:
+    def _changing(self, tenant: TenantId) -> Iterator[_Tenant]:
         with self._lock:
-            mine = self._of(owner(namespace))
+            mine = self._of(tenant)
             mine.version += 1
             yield mine
 

@@ -10,7 +10,7 @@ from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
-from kedge.types import AgentId, Completion, Receipt, Source, TenantId, Tokens, WorkflowId
+from kedge.types import AgentId, Completion, Namespace, Receipt, Source, Tokens, WorkflowId
 from kedge.workflow.forecast import RunKey
 
 MOST_AGENTS_OF_A_RUN = 64
@@ -54,11 +54,6 @@ def kind_of(receipt: Receipt) -> Kind:
     return Kind.TRANSLATED if receipt.translated > receipt.exact else Kind.EXACT
 
 
-def owner(namespace: TenantId) -> TenantId:
-    """The tenant that a namespace is a part of, see `kedge.server.tenancy.Tenant.namespace`."""
-    return TenantId(namespace.partition("/")[0])
-
-
 @dataclass(slots=True)
 class Live:
     """A request that the engine has."""
@@ -77,7 +72,7 @@ class AgentRecord:
     ttft_ms: dict[Kind, deque[float]] = field(
         default_factory=lambda: {kind: deque(maxlen=SAMPLES) for kind in Kind},
     )
-    fixed: tuple[TenantId, Tokens] | None = None
+    fixed: tuple[Namespace, Tokens] | None = None
     """The namespace and the beginning that its prompts share, as it was last told."""
 
     def answered(self, completion: Completion) -> None:
@@ -134,7 +129,7 @@ class RunRecord:
             for agent, state in self.states.items()
         }
         age = round(now - self.began, 1)
-        return {"id": key.run_id, "workflow": self.workflow, "age_s": age, "ended": self.has_ended, "agents": agents}
+        return {"id": key.name, "workflow": self.workflow, "age_s": age, "ended": self.has_ended, "agents": agents}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +150,7 @@ class Ended:
             "number": self.number,
             "age_s": round(now - self.at, 1),
             **self.name._asdict(),
-            "run": self.run.run_id if self.run else "",
+            "run": self.run.name if self.run else "",
             "mode": self.receipt.mode,
             "kind": kind_of(self.receipt),
             "tokens": plain(by_source(self.receipt)),

@@ -30,7 +30,7 @@ from kedge.server.tenancy import Tenant
 from kedge.server.workflows import drawing
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.workflows import TheWorkflows, Workflows
-from kedge.types import TenantId, Tokens, is_owned
+from kedge.types import Namespace, TenantId, Tokens, is_owned
 
 PACE, REST = 0.5, 5.0
 """Seconds between two states: at least, and at most."""
@@ -94,7 +94,7 @@ class Dashboard:
 
 
 def _look(
-    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[TenantId, Tokens]], *, with_totals: bool
+    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
 ) -> dict[str, Any]:
     """Asks the engine; blocks until it comes round to it."""
     try:

@@ -14,22 +14,22 @@ from kedge.server.openai.protocol import GenerationBody
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import ClientRun, sample_of
+from kedge.server.workflows.run_memory import ClientRun
 from kedge.server.workflows.workflows import Workflows
 from kedge.types import (
     AgentId,
     ClientId,
     GenerateRequest,
+    Namespace,
     RequestId,
     ReuseMode,
     RunId,
     SampleId,
     SamplingParams,
     Segment,
-    TenantId,
+    ValueKind,
 )
 from kedge.workflow.graph import Step
-from kedge.workflow.template import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CallContext:
     hints: Hints
 
     @property
-    def namespace(self) -> TenantId:
+    def namespace(self) -> Namespace:
         """The namespace of the call's KV, anchors and forecasts."""
         return self.tenant.namespace(self.hints.salt)
 
@@ -110,13 +110,14 @@ class GenerationJob:
         ]
 
     def _request(self, segments: Sequence[Segment], choice: int) -> GenerateRequest:
-        hints, seed = self.context.hints, self.sampling.seed
+        hints, seed, namespace = self.context.hints, self.sampling.seed, self.context.namespace
         return GenerateRequest(
             segments=tuple(segments),
             sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
             reuse=self.mode,
             request_id=RequestId(f"http-{uuid.uuid4().hex}"),
-            tenant=self.context.namespace,
+            tenant=namespace.tenant,
+            partition=namespace.partition,
             client=ClientId(hints.client),
             workflow=hints.workflow,
             run=self.run.key.run_id if self.run else RunId(""),
@@ -131,8 +132,8 @@ class GenerationJob:
     def _fixed(self, segments: Sequence[Segment]) -> int | None:
         """Return how many leading tokens all calls of this agent share: its template's prefix, or as hinted."""
         hints = self.context.hints
-        if self.step:
-            return prompts.tokens_up_to(segments, "p0")
+        if self.step and self.registered:
+            return len(self.registered.prompts[self.step.agent].prefixes[0]) or None
         if hints.fixed_messages:
             return prompts.tokens_up_to(segments, f"message_{hints.fixed_messages - 1}")
         return hints.fixed_tokens
@@ -141,7 +142,7 @@ class GenerationJob:
         """Return the answer's sample id if an agent of the workflow reads the answer in this run."""
         if not (self.run and self.step and self.registered):
             return None
-        return sample_of(self.step) if _is_read(self.registered, self.step.agent) else None
+        return self.step.sample() if _is_read(self.registered, self.step.agent) else None
 
     def _over(self, call: GenerationCall) -> None:
         if self.run is None:
@@ -159,4 +160,4 @@ class GenerationJob:
 
 def _is_read(registered: Registered, agent: AgentId) -> bool:
     reads = (read for one in registered.workflow.agents for read in one.placeholders)
-    return any(read.kind is Kind.AGENT and read.of == agent for read in reads)
+    return any(read.kind is ValueKind.AGENT and read.of == agent for read in reads)

@@ -10,7 +10,7 @@ from typing import Any
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
-from kedge.runner.run import EventKind, RunEvent
+from kedge.runner.results import EventKind, RunEvent
 from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, Source
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import tool_name

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from kedge.errors import ConfigError
-from kedge.runner.run import RunEvent
+from kedge.runner.results import RunEvent
 from kedge.types import Completion, GenerateRequest
 from kedge.workflow.graph import Workflow
 

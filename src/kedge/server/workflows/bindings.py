@@ -20,7 +20,7 @@ def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value
     require_text(f"kedge.bindings.{placeholder.name}", text, may_be_empty=True)
     tokens = tokenizer.encode(text, special=False) if text else ()
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=12).hexdigest()
-    return Value(tokens, SampleId(f"{placeholder.name}#{digest}"))
+    return Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, digest))
 
 
 def require_known(bindings: Mapping[str, str], placeholders: Sequence[Placeholder]) -> None:

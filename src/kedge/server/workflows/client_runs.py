@@ -12,11 +12,12 @@ from types import MappingProxyType
 
 from kedge.engine.base import Engine
 from kedge.errors import LimitReached
+from kedge.runner.prompts import fixed_prompts
 from kedge.server.hints import Hints
 from kedge.server.workflows.lookahead import Lookahead
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import ClientRun
-from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, TenantId, Tokens, tenant_of
+from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, ReuseMode, RunId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
@@ -36,11 +37,11 @@ class ClientRuns:
         """`default` and `withdraw` are those of `Lookahead`."""
         self.board = ForecastBoard(TTL)
         self._engine = engine
-        self._ahead = Lookahead(engine, default, withdraw)
+        self._lookahead = Lookahead(engine, default, withdraw)
         self._runs: dict[TenantId, OrderedDict[RunKey, ClientRun]] = {}
         """By tenant, so that no tenant's runs evict another's, in the order of their last calls."""
 
-    def touch(self, namespace: TenantId, hints: Hints, registered: Registered | None) -> ClientRun | None:
+    def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> ClientRun | None:
         """Return the run that `hints` name, if any, and take the forecast in them."""
         if not hints.run:
             return None
@@ -53,7 +54,7 @@ class ClientRuns:
         self._take_forecast(run, hints, registered, now)
         return run
 
-    def require_room(self, namespace: TenantId, hints: Hints) -> None:
+    def require_room(self, namespace: Namespace, hints: Hints) -> None:
         """Raise `LimitReached` if hints without a prompt begin a run, or bring a forecast, that exceeds the limits.
 
         Unlike calls with a prompt, such hints evict nothing.
@@ -87,22 +88,22 @@ class ClientRuns:
         self, run: ClientRun, registered: Registered, step: Step, request: GenerateRequest, asked: ReuseMode | None
     ) -> None:
         """Record a registered agent's call with its filled template; `asked` is the mode that the call names."""
-        self._ahead.called(run, registered, step, request, asked)
+        self._lookahead.called(run, registered, step, request, asked)
 
     def look_ahead(self, run: ClientRun) -> None:
         """Send the prompts of the upcoming agents to the engine."""
         if forecast := self.board.forecast(run.key):
-            self._ahead.expect(run, forecast.next_runs)
+            self._lookahead.expect(run, forecast.next_runs)
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
-        if self._of(run.key.tenant).pop(run.key, None) is not None:
-            self._ahead.over(run.key)
+        if self._of(run.key.namespace).pop(run.key, None) is not None:
+            self._lookahead.end_run(run.key)
             self._publish(self.board.done(run.key, time.monotonic()))
-            self._engine.end_run(run.key.tenant, run.key.run_id)
+            self._engine.end_run(run.key)
 
-    def _of(self, namespace: TenantId) -> OrderedDict[RunKey, ClientRun]:
-        return self._runs.setdefault(tenant_of(namespace), OrderedDict())
+    def _of(self, namespace: Namespace) -> OrderedDict[RunKey, ClientRun]:
+        return self._runs.setdefault(namespace.tenant, OrderedDict())
 
     def _take_forecast(self, run: ClientRun, hints: Hints, registered: Registered | None, now: float) -> None:
         if hints.steps is not None:
@@ -115,8 +116,7 @@ class ClientRuns:
                 run.called.clear()
         elif run.progress is None and registered is not None and self.board.forecast(run.key) is None:
             run.progress = RunProgress(registered.graph, run.key, self.board)
-            begins = {AgentKey(*run.key, agent): prompt.prefixes[0] for agent, prompt in registered.prompts.items()}
-            self._publish(run.progress.begin(now), {key: tokens for key, tokens in begins.items() if tokens})
+            self._publish(run.progress.begin(now), fixed_prompts(run.key, registered.prompts))
 
     def _publish(self, changes: Changes, begins: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         if changes:
@@ -131,8 +131,8 @@ class ClientRuns:
         return len(forecast.next_runs) if forecast else 0
 
 
-def _key(namespace: TenantId, hints: Hints) -> RunKey:
-    return RunKey(namespace, hints.client, engine_id(hints))
+def _key(namespace: Namespace, hints: Hints) -> RunKey:
+    return RunKey(namespace, hints.client, RunId(hints.run))
 
 
 def _full(key: str, value: int, why: str, runs: Mapping[RunKey, ClientRun], now: float) -> LimitReached:
@@ -140,8 +140,3 @@ def _full(key: str, value: int, why: str, runs: Mapping[RunKey, ClientRun], now:
     error = LimitReached(key, value, why)
     error.retry_after = next(iter(runs.values())).heard + TTL - now
     return error
-
-
-def engine_id(hints: Hints) -> RunId:
-    """Return the engine's id of a client's run. Ids of runs that the server drives contain no `/`."""
-    return RunId(f"{hints.client}/{hints.run}")

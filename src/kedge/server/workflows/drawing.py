@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from kedge.types import AgentId
+from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Workflow
-from kedge.workflow.template import Kind
 
 WIDTH, HEIGHT, GAP, ROW, EDGE, ARCH = 150, 40, 70, 64, 24, 24
 """Pixels: width and height of a box, gap of columns, height of a row, margin, height of an arch per column."""
@@ -67,7 +66,7 @@ def edges(workflow: Workflow) -> Iterator[tuple[AgentId, AgentId, bool]]:
     """Yield speaker, listener, and whether the listener reads the answer of the turn before."""
     for agent in workflow.agents:
         listener = AgentId(agent.id)
-        heard = {AgentId(read.of) for read in agent.placeholders if read.kind is not Kind.INPUT}
+        heard = {AgentId(read.of) for read in agent.placeholders if read.kind is not ValueKind.INPUT}
         for speaker in sorted(heard):
             yield speaker, listener, speaker not in workflow.waits_for[listener]
 

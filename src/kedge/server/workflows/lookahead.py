@@ -1,11 +1,11 @@
-"""Prompts of agents that a client is expected to call next, told to the engine before they are asked for.
+"""Hints for the prompts of agents that a client is expected to call next.
 
 This is for runs whose templates the server fills. What a call has bound is remembered, and so are the answers: from
-them and the forecast follows what the next agents are going to read, as far as anybody knows it yet. A guess that is
-wrong costs idle time and changes no answer, see `kedge.engine.base.Preparing`.
+them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess costs
+idle time and changes no answer, see `kedge.engine.base.Preparing`.
 
-Who is told of no longer is withdrawn: by the engine itself where the forecast does not expect the agent any more or the
-run has ended, and from here where there are too many.
+Hints that are no longer valid are withdrawn: by the engine itself where the forecast does not expect the agent any more
+or the run has ended, and from here where there are too many.
 """
 
 from __future__ import annotations
@@ -15,134 +15,95 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kedge.engine.base import Engine, Preparing
+from kedge.runner.memory import NOTHING, RunMemory
+from kedge.runner.prompts import RunPrompts
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import ClientRun, sample_of
-from kedge.types import (
-    AgentId,
-    ClientId,
-    GenerateRequest,
-    RequestId,
-    ReuseMode,
-    SampleId,
-    TenantId,
-    WorkflowId,
-    tenant_of,
-)
+from kedge.server.workflows.run_memory import ClientRun
+from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, TenantId
 from kedge.workflow.forecast import RunKey
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
-from kedge.workflow.template import Kind, Placeholder, Value
+from kedge.workflow.template import Value
 
-NEAR = 1.0
-"""Steps-to-execution up to which an agent's prompt is told."""
-MOST_RUNS, MOST_AGENTS, MOST_VALUES = 16, 4, 64
-"""Runs of a tenant whose agents are told of; agents of a run; values that are remembered of a run."""
-
-_NOTHING = Value((), SampleId(""))
-"""What is known to be empty."""
+MAX_STEPS = 1.0
+"""Steps-to-execution up to which an agent's prompt is given to the engine."""
+MAX_RUNS, MAX_AGENTS, MAX_VALUES = 16, 4, 64
+"""Runs of a tenant that get hints; hints of a run; values that are remembered of a run."""
 
 
 class Lookahead:
-    """What the engine has been told to expect. Only the event loop's thread touches it."""
+    """The engine's hints for upcoming prompts. Belongs to the event loop."""
 
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
-        """`default`: the mode of agents where nothing else says. `withdraw` cancels hints in the engine, soon."""
+        """`default`: the reuse mode where neither agent nor workflow has one. `withdraw` cancels hints, soon."""
         self._engine, self._default, self._withdraw = engine, default, withdraw
-        self._runs: dict[TenantId, OrderedDict[RunKey, _Known]] = {}
+        self._runs: dict[TenantId, OrderedDict[RunKey, _KnownRun]] = {}
         """By tenant, and by the time of the last call."""
 
     def called(
         self, run: ClientRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
     ) -> None:
-        """A registered agent's call has begun, with `filled` for its template. `asked`: the mode that it named, which
-        the run's other calls are expected to name, too."""
+        """Take in the call of a registered agent, with `filled` for its template.
+
+        `asked` is the reuse mode that the call names; the run's other calls are expected to name it, too.
+        """
         mine = self._of(run.key)
-        known = mine.setdefault(run.key, _Known(registered))
+        known = mine.setdefault(run.key, _KnownRun(registered))
         mine.move_to_end(run.key)
         known.registered, known.asked = registered, asked
         known.read(filled, step)
-        while len(mine) > MOST_RUNS:
+        while len(mine) > MAX_RUNS:
             _, oldest = mine.popitem(last=False)
-            self._withdraw([*oldest.told.values()])
+            self._withdraw([*oldest.hints.values()])
 
     def expect(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> None:
-        """Tells the prompts of those who run next by the forecast, as far as they are known."""
+        """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
         known = self._of(run.key).get(run.key)
         if known is None or not isinstance(self._engine, Preparing):
             return
         requests = [known.request(run, agent, self._default) for agent in known.near(run, next_runs)]
         for request in requests:
             self._engine.prepare(request)
-        told = {request.agent: request.request_id for request in requests}
-        self._withdraw([hint for agent, hint in known.told.items() if agent not in told])
-        known.told = told
+        hints = {request.agent: request.request_id for request in requests}
+        self._withdraw([hint for agent, hint in known.hints.items() if agent not in hints])
+        known.hints = hints
 
-    def over(self, key: RunKey) -> None:
-        """The run has ended; the engine forgets what it expected when it is told so."""
+    def end_run(self, key: RunKey) -> None:
+        """Forget a run that has ended. The engine drops its hints by itself."""
         self._of(key).pop(key, None)
 
-    def _of(self, key: RunKey) -> OrderedDict[RunKey, _Known]:
-        return self._runs.setdefault(tenant_of(key.tenant), OrderedDict())
+    def _of(self, key: RunKey) -> OrderedDict[RunKey, _KnownRun]:
+        return self._runs.setdefault(key.namespace.tenant, OrderedDict())
 
 
 @dataclass
-class _Known:
-    """What is known of one run's prompts."""
+class _KnownRun:
+    """What one run's calls have bound, and the hints that the engine has of it."""
 
     registered: Registered
     asked: ReuseMode | None = None
-    values: OrderedDict[SampleId, Value] = field(default_factory=OrderedDict)
+    values: RunMemory = field(default_factory=lambda: RunMemory(MAX_VALUES))
     """What was read last. A client may have bound another text than the answer, so these go before the answers."""
-    told: dict[AgentId, RequestId] = field(default_factory=dict)
-    """Agents that the engine expects, with the ids of the hints."""
+    hints: dict[AgentId, RequestId] = field(default_factory=dict)
+    """Expected agents with the ids of their hints."""
 
     def read(self, filled: GenerateRequest, step: Step) -> None:
-        """A step has read these values. What is left out of its prompt is empty."""
-        self.told.pop(step.agent, None)
-        values = {one.name: Value(one.tokens, one.sample) for one in filled.segments if one.sample is not None}
+        """Remember the values that a step has read. What is left out of its prompt is empty."""
+        self.hints.pop(step.agent, None)
+        values = {one.name: Value(one.tokens, one.sample) for one in filled.segments if one.is_placeholder}
         for placeholder in self.registered.prompts[step.agent].placeholders:
-            if origin := self._origin(step, placeholder):
-                self.values[origin] = values.get(placeholder.name, _NOTHING)
-                self.values.move_to_end(origin)
-        while len(self.values) > MOST_VALUES:
-            self.values.popitem(last=False)
+            if sample := self.registered.workflow.sample(step, placeholder):
+                self.values.put(sample, values.get(placeholder.name, NOTHING))
 
     def near(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
-        """The agents that run next, soonest first; without those that the forecast meant when it named them."""
+        """Return the agents that run next, soonest first, without those whose expected call has come already."""
         known = [agent for agent in self.registered.workflow.ids if agent in next_runs and agent not in run.acting]
-        soon = [agent for agent in known if next_runs[agent].steps <= NEAR]
-        return sorted(soon, key=lambda agent: next_runs[agent].steps)[:MOST_AGENTS]
+        soon = [agent for agent in known if next_runs[agent].steps <= MAX_STEPS]
+        return sorted(soon, key=lambda agent: next_runs[agent].steps)[:MAX_AGENTS]
 
     def request(self, run: ClientRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
-        """The agent's next call. What nobody has said yet are segments without tokens."""
-        step, prompt, one = Step(agent, run.turns[agent]), self.registered.prompts[agent], self.registered.agent(agent)
-        values = {placeholder: self._value(run, step, placeholder) for placeholder in prompt.placeholders}
-        return GenerateRequest(
-            segments=prompt.fill(values, {value.sample for value in values.values() if _is_awaited(value)}),
-            sampling=one.sampling,
-            reuse=self.asked or self.registered.mode(one, default),
-            tenant=run.key.tenant,
-            client=ClientId(run.key.client_id),
-            workflow=WorkflowId(self.registered.workflow.name),
-            run=run.key.run_id,
-            agent=agent,
-            fixed=len(prompt.prefixes[0]),
-        )
-
-    def _value(self, run: ClientRun, step: Step, placeholder: Placeholder) -> Value:
-        """What `placeholder` will be filled with; without tokens where that is not known yet."""
-        origin = self._origin(step, placeholder)
-        if origin is None:
-            return _NOTHING
-        return self.values.get(origin) or run.answer(origin) or Value((), origin)
-
-    def _origin(self, step: Step, placeholder: Placeholder) -> SampleId | None:
-        """The sample that `placeholder` stands for; None: before the first turn there was nothing."""
-        if placeholder.kind is Kind.INPUT:
-            return SampleId(f"input_{placeholder.of}@0")
-        source = self.registered.workflow.source(step, placeholder)
-        return None if source is None else sample_of(source, placeholder.kind)
-
-
-def _is_awaited(value: Value) -> bool:
-    return value != _NOTHING and not value.tokens
+        """Return the agent's next call."""
+        registered = self.registered
+        prompts = RunPrompts(run.key, registered.workflow, registered.prompts, (self.values, run.answers))
+        reuse = self.asked or registered.mode(registered.agent(agent), default)
+        return prompts.request(Step(agent, run.turns[agent]), reuse)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.errors import RequestError, SpecError
-from kedge.runner.run import compiled
+from kedge.runner.prompts import compiled
 from kedge.server.http import media_types
 from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, answers
 from kedge.server.http.media_types import TypedRoute

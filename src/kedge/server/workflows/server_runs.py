@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from kedge.errors import KedgeError, NotFound, RequestError
-from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
+from kedge.runner.results import EventKind, RunEvent, RunResult
+from kedge.runner.run import check_inputs, run
 from kedge.server.http.errors import BUG, INTERNAL, error_body, problem_body
 from kedge.server.meters import Ticket
 from kedge.server.receipts import receipt

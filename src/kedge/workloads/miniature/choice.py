@@ -69,6 +69,7 @@ def evidence(question: Question) -> str:
 
 
 def know(question: Question) -> str:
+    """Return the Knowledge Expert's reference answer."""
     return f"{evidence(question)}. The answer is {question.answer}."
 
 
@@ -91,18 +92,21 @@ def look_up(text: str, question: Question) -> str:
 
 
 def criticise(question: Question) -> str:
+    """Return the Critic's reference answer."""
     return (
         f"The passage says that {evidence(question)}. Option {question.answer} agrees. The answer is {question.answer}."
     )
 
 
 def compute(question: Question) -> str:
+    """Return the Mathematician's reference answer."""
     marks = ((option, "yes" if option == question.answer else "no") for option in question.facts["options"])
     checks = " ".join(f"{option} {mark}." for option, mark in marks)
     return f"{evidence(question)}. {checks} The answer is {question.answer}."
 
 
 def decide(question: Question) -> str:
+    """Return FinalRefer's reference answer."""
     return f"The answer is {question.answer}."
 
 
@@ -113,6 +117,7 @@ def stated(text: str) -> str | None:
 
 
 def states_answer(text: str, question: Question) -> bool:
+    """Return whether a text states the question's answer."""
     return stated(text) == question.answer
 
 

@@ -82,20 +82,24 @@ def _shorts(question: Question) -> list[str]:
 
 
 def plan(question: Question) -> str:
+    """Return the Project Manager's reference answer."""
     *steps, (last, _) = question.facts["steps"]
     phrases = [*(op.phrases[0].format(n=n) for op, n in steps), f"return {last.phrases[0]}"]
     return "The plan: " + " ".join(f"{i}. {what}." for i, what in enumerate(phrases, 1))
 
 
 def design(question: Question) -> str:
+    """Return the Algorithm Designer's reference answer."""
     return f"xs -> {' -> '.join(_shorts(question))}"
 
 
 def program(question: Question) -> str:
+    """Return the reference code."""
     return question.answer
 
 
 def write_tests(question: Question) -> str:
+    """Return the Test Analyst's reference answer."""
     example = question.facts["example"]
     steps = question.facts["steps"]
     return f"assert f({example}) == {evaluate(steps, example)}\nassert f([]) == {evaluate(steps, [])}"
@@ -114,14 +118,17 @@ def hidden_tests(question: Question) -> str:
 
 
 def plan_correct(text: str, question: Question) -> bool:
+    """Return whether a text is the reference plan."""
     return text.strip() == plan(question)
 
 
 def design_correct(text: str, question: Question) -> bool:
+    """Return whether a text is the reference design."""
     return text.strip() == design(question)
 
 
 def code_passes(text: str, question: Question) -> bool:
+    """Return whether a text is code that passes the hidden tests."""
     return check(text, hidden_tests(question))
 
 

@@ -46,6 +46,7 @@ def generate(rng: random.Random) -> Question:
 
 
 def solve(question: Question) -> str:
+    """Return the Math Solver's reference answer."""
     total, lines = question.facts["start"], []
     for i, (op, n) in enumerate(question.facts["steps"], 1):
         result = APPLY[op](total, n)
@@ -55,6 +56,7 @@ def solve(question: Question) -> str:
 
 
 def analyse(question: Question) -> str:
+    """Return the Mathematical Analyst's reference answer."""
     total = question.facts["start"]
     lines = [f"Let x0 = {total}."]
     for i, (op, n) in enumerate(question.facts["steps"]):
@@ -64,16 +66,19 @@ def analyse(question: Question) -> str:
 
 
 def program(question: Question) -> str:
+    """Return the Programming Expert's reference code."""
     body = [f"    n {op}= {n}" for op, n in question.facts["steps"]]
     return "\n".join(["def solve():", f"    n = {question.facts['start']}", *body, "    return n"])
 
 
 def inspect(question: Question) -> str:
+    """Return the Inspector's reference answer."""
     steps = " ".join(f"{op} {n}" for op, n in question.facts["steps"])
     return f"Start with {question.facts['start']} then {steps}. Every step is checked. The answer is {question.answer}."
 
 
 def decide(question: Question) -> str:
+    """Return FinalRefer's reference answer."""
     return f"The answer is {question.answer}."
 
 
@@ -84,6 +89,7 @@ def stated(text: str) -> str | None:
 
 
 def states_answer(text: str, question: Question) -> bool:
+    """Return whether a text states the question's answer."""
     return stated(text) == question.answer
 
 
@@ -93,6 +99,7 @@ def run_solve(text: str, question: Question) -> str:  # noqa: ARG001 (a tool's s
 
 
 def code_returns_answer(text: str, question: Question) -> bool:
+    """Return whether a text is code that returns the question's answer."""
     return run_solve(text, question) == question.answer
 
 

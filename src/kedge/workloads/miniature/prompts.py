@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kedge.errors import WorkflowError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
-from kedge.workflow.topologies import TOPOLOGIES, Heard, Topology, Wording, user_template
+from kedge.workflow.topologies import TOPOLOGIES, PresentedAnswer, Topology, Wording, user_template
 from kedge.workloads.base import QUESTION, Question
 from kedge.workloads.miniature.base import Role, Task
 
@@ -26,7 +26,8 @@ WORDING = Wording(
 
 def agent_prompt(role: Role, heard: Sequence[Role]) -> str:
     """Return the user message of `role` when it reads the answers of `heard`, with placeholders still in it."""
-    return user_template(role.title, [Heard(other.id, other.title, other.tool_lead) for other in heard], WORDING)
+    answers = [PresentedAnswer(other.id, other.title, other.tool_lead) for other in heard]
+    return user_template(role.title, answers, WORDING)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def workflow(task: Task, topology: str | Topology = "fully_connected", agents: i
     if isinstance(topology, str):
         topology = _named(topology, bare)
     by_id = {role.id: role for role in roles}
-    written = (_agent(by_id[name], _user(by_id, name, topology)) for name in topology.hears)
+    written = (_agent(by_id[name], _user(by_id, name, topology)) for name in topology.reads)
     return Workflow(task.name, tuple(written), turns=topology.turns)
 
 
@@ -75,8 +76,8 @@ def _agent(role: Role, user: str = "") -> Agent:
 
 def _user(roles: Mapping[str, Role], name: str, topology: Topology) -> str:
     heard = (
-        Heard(other.id, other.title, other.tool_lead, turns_back)
-        for speaker, turns_back in topology.hears[AgentId(name)]
+        PresentedAnswer(other.id, other.title, other.tool_lead, turns_back)
+        for speaker, turns_back in topology.reads[AgentId(name)]
         for other in [roles[speaker]]
     )
     return user_template(roles[name].title, list(heard), WORDING)

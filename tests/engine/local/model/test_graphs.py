@@ -16,7 +16,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.types import RequestId, TenantId
+from kedge.types import Namespace, RequestId, TenantId
 from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt, request
 
@@ -85,7 +85,9 @@ def storage_of(runner: ModelRunner) -> PagedStorage:
 
 def work(blocks: list[int], length: int, positions: list[int]) -> Work:
     tokens = [(7 * position + blocks[0]) % 256 for position in range(length)]
-    return Work(Sequence(RequestId(str(blocks[0])), TenantId(""), tokens, SlotTable.of(blocks, BLOCK)), positions)
+    return Work(
+        Sequence(RequestId(str(blocks[0])), Namespace(TenantId("")), tokens, SlotTable.of(blocks, BLOCK)), positions
+    )
 
 
 def prefilled(runner: ModelRunner, storage: PagedStorage) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from kedge.integrations.vllm.engine import base_prefills as bases
 from kedge.integrations.vllm.engine.base_prefills import BasePrefills
-from kedge.types import TenantId, Tokens
+from kedge.types import Namespace, TenantId, Tokens
 
-TENANT = TenantId("t")
+SPACE = Namespace(TenantId("t"))
 
 
 class Prefills:
@@ -22,7 +22,7 @@ class Prefills:
         self.go = asyncio.Event()
 
     async def __call__(self, tenant: TenantId, tokens: Tokens) -> None:
-        assert tenant == TENANT
+        assert tenant == SPACE
         self.begun.append(tokens)
         await self.go.wait()
         self.done.append(tokens)
@@ -30,7 +30,7 @@ class Prefills:
 
 def ask(wanted: BasePrefills, *prompts: Tokens) -> None:
     for tokens in prompts:
-        wanted.ask(TENANT, tokens)
+        wanted.ask(SPACE, tokens)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from kedge.types import (  # noqa: E402
     Completion,
     FinishReason,
     GenerateRequest,
+    Namespace,
     RequestId,
     ReuseMode,
     RunId,
@@ -121,7 +122,7 @@ def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:
 def test_an_answer_that_others_read_is_as_long_as_it_was_wanted(engine: VLLMEngine) -> None:
     tokens = tuple(prompt(50, 21))
     plain = ask(engine, tokens, 6)
-    read = ask(engine, tokens, 6, produces=SampleId("a@0"), run=RunId("r"), reuse=ReuseMode.TRANSLATE)
+    read = ask(engine, tokens, 6, produces=SampleId.parse("a@0"), run=RunId("r"), reuse=ReuseMode.TRANSLATE)
     assert (read.tokens, read.text, read.finish_reason) == (plain.tokens, plain.text, FinishReason.LENGTH)
 
 
@@ -176,7 +177,7 @@ def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
     """An agent's fixed prompt is evicted, comes back from the host as its turn comes nearer, and is hit on the device;
     between two requests, the plug-in has only heard of the forecast."""
     tokens = tuple(prompt(FIXED + 40, 30))
-    key = AgentKey(TENANT, "", RunId("flow"), AgentId("reader"))
+    key = AgentKey(Namespace(TENANT), "", RunId("flow"), AgentId("reader"))
     whose = {"run": key.run_id, "agent": key.agent, "fixed": FIXED}
     engine.forecast({key: NextRun(0.0)}, {key: tokens[:FIXED]})
     first = ask(engine, tokens, 4, **whose)
@@ -192,7 +193,7 @@ def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
     assert again.tokens == first.tokens
     assert [(span.source, len(span)) for span in again.receipt.spans] == [("device", FIXED), ("computed", 40)]
     engine.forecast({key: None})
-    engine.end_run(TENANT, key.run_id)
+    engine.end_run(key.run)
     ask(engine, (5, 6, 7))
     assert not counted(engine).keys() & {"ignored_hints", "ignored_labels", "ignored_forecasts"}
 

@@ -127,7 +127,7 @@ def test_the_token_that_ends_an_answer_is_not_in_it(tokenizer: HFTokenizer) -> N
 def test_what_was_drawn_beyond_the_answer_is_dropped(tokenizer: HFTokenizer) -> None:
     tokens = (*tokenizer.encode("one two three four"),)[:5]
     logprobs = [chances((token, -1.0, 1)) for token in tokens]
-    request = ask(logprobs=0, produces=SampleId("s"))
+    request = ask(logprobs=0, produces=SampleId.parse("s"))
     for last in ("length", "stop"):
         deltas, done = answered(
             tokenizer, request, output(tokens[:2], None, logprobs[:2]), output(tokens[2:], last, logprobs[2:])

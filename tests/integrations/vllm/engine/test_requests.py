@@ -18,6 +18,7 @@ from kedge.types import (
     AgentId,
     ClientId,
     GenerateRequest,
+    Namespace,
     ReuseMode,
     RunId,
     SampleId,
@@ -32,7 +33,7 @@ from kedge.workflow.steps import NextRun
 TENANT, RUN = TenantId("t"), RunId("r")
 SEGMENTS = (
     Segment((1, 2, 3), "p0"),
-    Segment((4, 5), "q", SampleId("q@0"), lead_in=(9,), stand_in=(8, 8)),
+    Segment((4, 5), "q", SampleId.parse("q@0"), lead_in=(9,), stand_in=(8, 8)),
     Segment((6,), "p1"),
 )
 
@@ -40,7 +41,7 @@ SEGMENTS = (
 def request(**more: Any) -> GenerateRequest:
     said: dict[str, Any] = {
         "tenant": TENANT, "client": ClientId("c"), "workflow": WorkflowId("w"), "run": RUN, "agent": AgentId("a"),
-        "produces": SampleId("a@0"), "reuse": ReuseMode.TRANSLATE,
+        "produces": SampleId.parse("a@0"), "reuse": ReuseMode.TRANSLATE,
     }  # fmt: skip
     return GenerateRequest(SEGMENTS, **{**said, **more})
 
@@ -48,7 +49,7 @@ def request(**more: Any) -> GenerateRequest:
 def read(asked: GenerateRequest) -> Any:
     """What the plug-in understands of it, its own default being another mode."""
     params = {"kedge": request_hints(asked)}
-    call = read_call(asked.request_id, asked.tokens, asked.tenant, params, ReuseMode.OFF)
+    call = read_call(asked.request_id, asked.tokens, str(asked.namespace), params, ReuseMode.OFF)
     assert call is not None and call.ignored == 0
     return call.request
 
@@ -73,9 +74,9 @@ def test_names_that_no_log_can_take_stay_apart() -> None:
     long, longer, line = "x" * 300, "x" * 301, "a\nb\ud800"
     assert short("agent 7") == "agent 7"
     assert len({short(long), short(longer), short(line)}) == 3
-    segments = (SEGMENTS[0], Segment((4,), "q", SampleId(long)))
+    segments = (SEGMENTS[0], Segment((4,), "q", SampleId.parse(long)))
     got = read(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, agent=AgentId(line)))
-    assert (got.agent, got.segments[1].sample) == (short(line), short(long))
+    assert (got.agent, got.segments[1].sample) == (short(line), SampleId.parse(short(f"input_{long}@0")))
 
 
 def test_one_token_more_is_drawn_where_others_read_the_answer() -> None:
@@ -104,7 +105,7 @@ def test_a_seed_that_means_none_to_vllm_stays_a_seed() -> None:
 
 
 def key(agent: str, run: str = "r") -> AgentKey:
-    return AgentKey(TENANT, "c", RunId(run), AgentId(agent))
+    return AgentKey(Namespace(TENANT), "c", RunId(run), AgentId(agent))
 
 
 def test_changes_become_whole_forecasts() -> None:
@@ -124,19 +125,26 @@ def test_changes_become_whole_forecasts() -> None:
 
 def test_fixed_prompts_are_told_before_their_agents_steps() -> None:
     told = list(Forecasts().messages({key("a"): NextRun(1.0)}, {key("a"): (1, 2, 3)}))
-    assert told[0] == Message(TENANT, {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}, (1, 2, 3))
+    assert told[0] == Message(
+        Namespace(TENANT), {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}, (1, 2, 3)
+    )
     assert told[1].hints["steps"] == {"a": 1.0}
 
 
 def test_the_plugin_reads_every_message() -> None:
     messages = [
         *Forecasts().messages({key("a"): NextRun(1.0), key("b"): NextRun(math.inf)}, {key("a"): (1, 2, 3)}),
-        end_of_run(TENANT, RUN),
+        end_of_run(RunKey(Namespace(TENANT), "c", RUN)),
     ]
-    calls = [read_call("m", one.tokens, one.tenant, {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages]
+    calls = [
+        read_call("m", one.tokens, str(one.namespace), {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages
+    ]
     assert all(call is not None and call.ignored == 0 for call in calls)
     fixed, steps, end = calls
     assert fixed and steps and end
     assert (fixed.key, fixed.request.fixed, fixed.request.tokens) == (key("a"), 3, (1, 2, 3))
-    assert steps.run == RunKey(TENANT, "c", RUN) and steps.steps == {"a": NextRun(1.0), "b": NextRun(math.inf)}
-    assert end.final and (end.run.tenant, end.run.run_id) == (TENANT, RUN)
+    assert steps.run == RunKey(Namespace(TENANT), "c", RUN) and steps.steps == {
+        "a": NextRun(1.0),
+        "b": NextRun(math.inf),
+    }
+    assert end.final and end.run == RunKey(Namespace(TENANT), "c", RUN)

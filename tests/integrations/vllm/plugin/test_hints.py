@@ -42,7 +42,7 @@ def test_all_that_can_be_said() -> None:
     request = call.request
     assert call.key == ("tenant", "c", "r", "a") and request.workflow == "w"
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
-    assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, "a@0")
+    assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
     assert call.final and call.is_base and not call.ignored
     assert request.segments == (Segment(TOKENS, "p0"),)
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_meant_is_counted_and_ignored(bad: dict[str, Any]) -> Non
 def test_segments_tile_the_prompt_and_come_back() -> None:
     segments = (
         Segment(TOKENS[:2], "p0"),
-        Segment(TOKENS[2:4], "q", SampleId("q@0"), lead_in=(1, 2), stand_in=(3,)),
+        Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), lead_in=(1, 2), stand_in=(3,)),
         Segment(TOKENS[4:], "p1"),
     )
     said = segment_hints(GenerateRequest(segments))

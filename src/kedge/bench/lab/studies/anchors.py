@@ -32,7 +32,7 @@ def _kept(method: Method, name: str, stores: dict[str, AnchorStore]) -> Method:
         stores[name] = AnchorStore(config, host)
         return stores[name]
 
-    return replace(method, parts=replace(method.parts, anchors=build))
+    return replace(method, components=replace(method.components, anchors=build))
 
 
 def _tenths(name: str, store: AnchorStore) -> list[Row]:

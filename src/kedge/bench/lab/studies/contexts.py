@@ -25,8 +25,8 @@ class Contexts:
         """float32 [vocab, hidden]"""
         self.special: frozenset[int] = frozenset(loaded[1].inner.all_special_ids)
         dense = method_named("dense")
-        self._probe = Probe(dense.parts)
-        self._engine = open_engine(dense, loaded, parts=self._probe.parts)
+        self._probe = Probe(dense.components)
+        self._engine = open_engine(dense, loaded, components=self._probe.components)
 
     def __enter__(self) -> Self:
         return self

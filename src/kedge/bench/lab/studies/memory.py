@@ -15,7 +15,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PoolKey, SampleView, Slot
 from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
-from kedge.types import TenantId, WorkflowId
+from kedge.types import Namespace, TenantId, WorkflowId
 
 _ESTIMATORS = {
     "interpolate": ("interpolate", 16),
@@ -44,7 +44,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
         note(name)
         for tokens in _QUICK_LENGTHS if settings.quick else _LENGTHS:
             for samples in _QUICK_SAMPLES if settings.quick else _SAMPLES:
-                ours = filled(estimator, bits, spec, samples, tokens, readers, seed).nbytes() / 2**20
+                ours = filled(estimator, bits, spec, samples, tokens, readers, seed).table.nbytes() / 2**20
                 paper = samples * (tokens + readers * (tokens + _PREFIX)) * spec.bytes_per_token / 2**20
                 message = tokens * spec.bytes_per_token / 2**20
                 sizes = {"mib": ours, "paper_mib": paper, "message_mib": message, "to_paper": ours / paper}
@@ -57,7 +57,7 @@ def filled(estimator: str, bits: int, spec: KVSpec, samples: int, tokens: int, r
     settings = estimator_settings(estimator)
     config = AnchorSettings(**settings, offset_bits=bits, capacity=samples, max_bytes=64 << 30)
     store, random = AnchorStore(config), torch.Generator().manual_seed(seed)
-    pool = PoolKey(TenantId("memory"), WorkflowId("memory"), "agent_1_current")
+    pool = PoolKey(Namespace(TenantId("memory")), WorkflowId("memory"), "agent_1_current")
     for number in range(samples):
         sample = SampleView(pool, tuple(range(number, number + tokens)), _noise(spec, tokens, random), number)
         for reader in range(readers):

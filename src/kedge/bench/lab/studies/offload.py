@@ -20,7 +20,7 @@ from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import load_model, method_named
 from kedge.bench.lab.pairs import MethodRuns
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
-from kedge.engine.local.components import Parts
+from kedge.engine.local.components import EngineComponents
 from kedge.reuse.contracts import SampleView, Slot
 from kedge.settings import AnchorSettings, EngineSettings
 
@@ -114,7 +114,7 @@ def _run(
 ) -> tuple[MethodRuns, SlowLink]:
     note(f"{settings.agents} agents, {name}")
     workload, questions = asked(settings, seed, taught=False)
-    method = replace(method_named("token"), parts=Parts(anchors=link))
+    method = replace(method_named("token"), components=EngineComponents(anchors=link))
     lab = LabSettings(
         agents=settings.agents,
         model=settings.model,

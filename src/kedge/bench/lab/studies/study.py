@@ -46,6 +46,7 @@ class StudySettings:
     """Fewer points on every axis."""
 
     def as_json(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
 
 

@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
-from kedge.types import TenantId, Tokens
+from kedge.types import Namespace, Tokens
 
 GRACE = 0.02
 """Seconds that they wait: the next agent of a workflow comes within milliseconds."""
@@ -21,19 +21,19 @@ MOST = 1024
 class BasePrefills:
     """What is wanted, what was asked for last at the end. Belongs to the engine's event loop."""
 
-    def __init__(self, prefill: Callable[[TenantId, Tokens], Awaitable[None]]) -> None:
+    def __init__(self, prefill: Callable[[Namespace, Tokens], Awaitable[None]]) -> None:
         """`prefill` computes a prompt; cancelled, it gives it up at the next step."""
         self._prefill = prefill
-        self._wanted: OrderedDict[tuple[TenantId, Tokens], None] = OrderedDict()
+        self._wanted: OrderedDict[tuple[Namespace, Tokens], None] = OrderedDict()
         self._work: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._wanted)
 
-    def ask(self, tenant: TenantId, tokens: Tokens) -> None:
+    def ask(self, namespace: Namespace, tokens: Tokens) -> None:
         """This one is wanted too."""
-        self._wanted[tenant, tokens] = None
-        self._wanted.move_to_end((tenant, tokens))
+        self._wanted[namespace, tokens] = None
+        self._wanted.move_to_end((namespace, tokens))
         if len(self._wanted) > MOST:
             self._wanted.popitem(last=False)
 

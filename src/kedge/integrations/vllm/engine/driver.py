@@ -29,7 +29,7 @@ from kedge.integrations.vllm.engine.answer import Answer
 from kedge.integrations.vllm.engine.base_prefills import BasePrefills
 from kedge.integrations.vllm.engine.requests import Message
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS
-from kedge.types import RequestId, TenantId, Tokens
+from kedge.types import Namespace, RequestId, Tokens
 
 logger = logging.getLogger(__name__)
 LATE = 0.5
@@ -109,7 +109,7 @@ class Driver:
     async def _generate(self, answer: Answer) -> Receipt | None:
         """The plug-in's receipt, where the answer came to its own end."""
         request = answer.request
-        prompt = tokens_input(list(request.tokens), cache_salt=request.tenant)
+        prompt = tokens_input(list(request.tokens), cache_salt=str(request.namespace))
         async with aclosing(self.llm.generate(prompt, answer.params, request.request_id)) as outputs:
             async for output in outputs:
                 answer.take(output)
@@ -149,10 +149,10 @@ class Driver:
             return await _within(late, LATE)
         return said
 
-    def needed(self, prompts: Iterable[tuple[TenantId, Tokens]]) -> None:
+    def needed(self, prompts: Iterable[tuple[Namespace, Tokens]]) -> None:
         """Base prefills that would help those who call next."""
-        for tenant, tokens in prompts:
-            self.bases.ask(tenant, tuple(tokens))
+        for namespace, tokens in prompts:
+            self.bases.ask(namespace, tuple(tokens))
         self._resume_bases()
 
     def heard(self, receipts: Mapping[str, Receipt]) -> None:
@@ -187,13 +187,13 @@ class Driver:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
-            cache_salt=message.tenant,
+            cache_salt=str(message.namespace),
             data_parallel_rank=None,
             abort_immediately=True,
         )
 
-    async def _prefill_base(self, tenant: TenantId, tokens: Tokens) -> None:
-        prompt, name = tokens_input(list(tokens), cache_salt=tenant), f"kedge-base-{next(self._numbers)}"
+    async def _prefill_base(self, namespace: Namespace, tokens: Tokens) -> None:
+        prompt, name = tokens_input(list(tokens), cache_salt=str(namespace)), f"kedge-base-{next(self._numbers)}"
         try:
             async with aclosing(self.llm.generate(prompt, _params({"base": True}), name)) as outputs:
                 async for _ in outputs:

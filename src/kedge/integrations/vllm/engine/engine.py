@@ -27,7 +27,7 @@ from kedge.integrations.vllm.engine.options import plugin_settings, refuse_forei
 from kedge.integrations.vllm.engine.requests import Forecasts, Message, end_of_run, sampling_arguments
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RequestId, RunId, TenantId, Tokens
+from kedge.types import GenerateRequest, RequestId, RunKey, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
@@ -113,9 +113,9 @@ class VLLMEngine:
     def cancel(self, request_id: RequestId) -> bool:
         return self._ask(lambda: self._driver.cancel(request_id))
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forgets what the run shared between its agents."""
-        self._tell(lambda: [end_of_run(tenant, run)])
+        self._tell(lambda: [end_of_run(run)])
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""

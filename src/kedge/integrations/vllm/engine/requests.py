@@ -11,7 +11,7 @@ from typing import Any
 
 from kedge.hint_values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.hints import segment_hints
-from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, TenantId, Tokens
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
 from kedge.workflow.steps import NextRun
 
@@ -27,7 +27,7 @@ NOTHING: Tokens = (0,)
 class Message:
     """What the plug-in is told without a request: vLLM takes it for one that was given up at once, and runs nothing."""
 
-    tenant: TenantId
+    namespace: Namespace
     hints: Hints
     tokens: Tokens = NOTHING
 
@@ -40,7 +40,7 @@ def request_hints(request: GenerateRequest) -> Hints:
         "run": short(request.run),
         "client": short(request.client),
         "agent": short(request.agent),
-        "produces": short(request.produces or ""),
+        "produces": short(str(request.produces or "")),
         "fixed_tokens": _fixed(request),
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE else None,
     }
@@ -98,13 +98,13 @@ class Forecasts:
     def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[Message]:
         """Fixed prompts first: the plug-in adopts them with the forecast that names their agents."""
         for key, tokens in prompts.items():
-            fixed = {**_whose(RunKey(*key[:3])), "agent": short(key.agent), "fixed_tokens": len(tokens)}
-            yield Message(key.tenant, fixed, tokens)
+            fixed = {**_whose(key.run), "agent": short(key.agent), "fixed_tokens": len(tokens)}
+            yield Message(key.namespace, fixed, tokens)
         by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
         for key, next_run in changes.items():
-            by_run.setdefault(RunKey(*key[:3]), {})[key.agent] = next_run
+            by_run.setdefault(key.run, {})[key.agent] = next_run
         for run, changed in by_run.items():
-            yield Message(run.tenant, {**_whose(run), "seq": next(self._seq), "steps": self._steps(run, changed)})
+            yield Message(run.namespace, {**_whose(run), "seq": next(self._seq), "steps": self._steps(run, changed)})
 
     def _steps(self, run: RunKey, changed: Mapping[AgentId, NextRun | None]) -> dict[str, float | None]:
         """Of all agents of a run; None, as JSON has no infinity, for who never comes."""
@@ -115,9 +115,9 @@ class Forecasts:
         return {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
 
 
-def end_of_run(tenant: TenantId, run: RunId) -> Message:
-    """The run is over."""
-    return Message(tenant, {"run": short(run), "final": True})
+def end_of_run(run: RunKey) -> Message:
+    """Return the message that a run has ended."""
+    return Message(run.namespace, {**_whose(run), "final": True})
 
 
 def _whose(run: RunKey) -> Hints:

@@ -16,12 +16,12 @@ from kedge.types import (
     AgentId,
     ClientId,
     GenerateRequest,
+    Namespace,
     RequestId,
     ReuseMode,
     RunId,
     SampleId,
     Segment,
-    TenantId,
     Tokens,
     WorkflowId,
 )
@@ -48,11 +48,11 @@ class Call:
 
     @property
     def run(self) -> RunKey:
-        return RunKey(self.request.tenant, self.request.client, self.request.run)
+        return self.request.run_key
 
     @property
     def key(self) -> AgentKey:
-        return AgentKey(*self.run, self.request.agent)
+        return self.request.agent_key
 
 
 def read_call(
@@ -67,12 +67,14 @@ def read_call(
     if said is None:
         return None
     reader = _Reader(said if isinstance(said, Mapping) else {}, int(not isinstance(said, Mapping)))
+    namespace = Namespace.parse(salt or "default")
     segments = reader.take("segments", lambda value: _segments(value, tokens), None)
     request = GenerateRequest(
         segments=segments or (Segment(tokens, "p0"),),
         reuse=reader.take("reuse", ReuseMode, reuse),
         request_id=RequestId(request_id),
-        tenant=TenantId(salt or "default"),
+        tenant=namespace.tenant,
+        partition=namespace.partition,
         client=ClientId(reader.take("client", read_text, "")),
         workflow=WorkflowId(reader.take("workflow", read_text, "")),
         run=RunId(reader.take("run", read_text, "")),
@@ -108,7 +110,7 @@ class _Reader:
 
 
 def _sample(value: Any) -> SampleId | None:
-    return SampleId(read_text(value))
+    return SampleId.parse(read_text(value))
 
 
 def _flag(value: Any) -> bool:
@@ -173,7 +175,7 @@ def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
         {
             "name": segment.name,
             "length": len(segment.tokens),
-            "sample": segment.sample,
+            "sample": None if segment.sample is None else str(segment.sample),
             "lead_in": list(segment.lead_in),
             "stand_in": list(segment.stand_in),
         }

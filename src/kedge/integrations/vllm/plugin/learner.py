@@ -19,12 +19,23 @@ from kedge.reuse.contracts import BaseNeed
 from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
-from kedge.types import GenerateRequest, Miss, RequestId, RunId, SampleId, Source, Span, TenantId, Tokens
+from kedge.types import (
+    GenerateRequest,
+    Miss,
+    Namespace,
+    RequestId,
+    RunKey,
+    SampleId,
+    Source,
+    Span,
+    Tokens,
+    ValueKind,
+)
 
 logger = logging.getLogger(__name__)
 MOST_NEEDS = 1024
 """Base prefills that may be waited for; what was asked for longest ago goes first."""
-_HEAD = SampleId("")
+_HEAD = SampleId(ValueKind.INPUT, "")
 """No sample: the beginning of a prompt is known by its tokens alone"""
 ROUNDING = 0.05
 """Relative difference of keys that is rounding of a half type and no other rotation"""
@@ -59,9 +70,9 @@ class Learner:
         self._pages, self._translator = pages, Translator(pages)
         self._min_translated = settings.planner.min_translated
         self._plans: dict[RequestId, _Admission] = {}
-        self._needs: OrderedDict[tuple[TenantId, Tokens], BaseNeed] = OrderedDict()
+        self._needs: OrderedDict[tuple[Namespace, Tokens], BaseNeed] = OrderedDict()
         self._harvests: deque[_Harvest] = deque(maxlen=settings.max_captures)
-        self._ended_runs: list[tuple[TenantId, RunId]] = []
+        self._ended_runs: list[RunKey] = []
         self._refusal: str | None = "its rotary embedding has not been checked yet"
 
     # before a request is admitted -------------------------------------------------------------------------------
@@ -91,11 +102,11 @@ class Learner:
         first = request.segments[0]
         if first.is_placeholder or len(request.segments) == 1:
             return None
-        entry = self._bases.find(request.tenant, request.run, _HEAD, first.tokens, ())
+        entry = self._bases.find(request.run_key, _HEAD, first.tokens, ())
         return entry.kv if entry else None
 
     def _remember(self, need: BaseNeed) -> None:
-        self._needs[need.tenant, need.tokens] = need
+        self._needs[need.namespace, need.tokens] = need
         if len(self._needs) > MOST_NEEDS:
             self._needs.popitem(last=False)
 
@@ -120,7 +131,7 @@ class Learner:
         if order.response:
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
-        elif need := self._needs.pop((request.tenant, request.tokens), None):
+        elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self._pages.read(table, cut.start, cut.stop))
         elif any(segment.is_placeholder for segment in request.segments):
@@ -132,7 +143,7 @@ class Learner:
     def _keep_head(self, request: GenerateRequest, kv: KVSegment) -> None:
         first = request.segments[0]
         if first.tokens and not first.is_placeholder and self._head(request) is None:
-            self._bases.put_content(request.tenant, first.tokens, (), kv.slice(0, len(first.tokens)))
+            self._bases.put_content(request.namespace, first.tokens, (), kv.slice(0, len(first.tokens)))
 
     def _check_rotation(self, tokens: Tokens, kv: KVSegment) -> None:
         error = rotation_error(tokens, kv.keys[0]) if self._refusal else None
@@ -173,15 +184,15 @@ class Learner:
             logger.warning("request %s is not learned from: %s", harvest.request.request_id, refusal)
             return False
 
-    def end_run(self, tenant: TenantId, run: RunId) -> None:
+    def end_run(self, run: RunKey) -> None:
         """Forgets what a run shared, once nothing is left to learn from it."""
-        self._ended_runs.append((tenant, run))
+        self._ended_runs.append(run)
         self._forget_ended_runs()
 
     def _forget_ended_runs(self) -> None:
-        learning = {(harvest.request.tenant, harvest.request.run) for harvest in self._harvests}
+        learning = {harvest.request.run_key for harvest in self._harvests}
         for one in [one for one in self._ended_runs if one not in learning]:
-            self._runtime.end_run(*one)
+            self._runtime.end_run(one)
             self._ended_runs.remove(one)
 
     def clear(self) -> None:

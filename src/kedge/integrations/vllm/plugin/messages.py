@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kedge.cache import Copied, Copy
-from kedge.types import GenerateRequest, Miss, RequestId, Tokens
+from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Orders(KVConnectorMetadata):
     captures: tuple[Capture, ...] = ()
     dropped: tuple[RequestId, ...] = ()
     """Requests that will not be translated, whatever the verdict was."""
-    ended_runs: tuple[tuple[str, str], ...] = ()
-    """(tenant, run): what its agents shared may be forgotten."""
+    ended_runs: tuple[RunKey, ...] = ()
+    """Runs of which what their agents shared may be forgotten."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import distance, policy_of
 from kedge.policies.prefetch import Candidate, is_within
 from kedge.reuse.plan import spans_of
-from kedge.types import Receipt, ReuseMode, Source
+from kedge.types import Namespace, Receipt, ReuseMode, Source
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard
 from kedge.workflow.steps import NextRun
 
-Template = tuple[str, str, str, str]
+Template = tuple[Namespace, str, str, str]
 """(tenant, client, workflow, agent): whose fixed prompt is the same in every run."""
 Hashes = tuple[BlockHash, ...]
 MOST_TEMPLATES = 4096
@@ -235,7 +235,8 @@ class SchedulerSide:
 
     def _adopt(self, key: AgentKey) -> None:
         """An agent that has not called in this run has the fixed prompt that it had in other ones."""
-        hashes = self._templates.get(self._template_of.get(key, ("", "", "", "")))
+        template = self._template_of.get(key)
+        hashes = self._templates.get(template) if template else None
         if hashes is None or self._pool is None:
             return
         self._prompts[key] = hashes

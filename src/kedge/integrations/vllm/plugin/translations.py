@@ -17,11 +17,11 @@ from vllm.v1.request import Request
 
 from kedge.integrations.vllm.plugin.hints import Call
 from kedge.integrations.vllm.plugin.messages import Ask, Capture, Orders, Reports, Verdict, Write
-from kedge.types import Miss, RequestId, ReuseMode, TenantId, Tokens
+from kedge.types import Miss, Namespace, RequestId, ReuseMode, Tokens
 from kedge.workflow.forecast import RunKey
 
 CacheBlocks = Callable[[Request, int], None]
-Need = tuple[TenantId, Tokens]
+Need = tuple[Namespace, Tokens]
 """A base prefill: for whom, and of what"""
 MOST_ASKS = 3
 """Times that a request is asked about, as its exact prefix was evicted meanwhile; then it is prefilled densely."""
@@ -68,7 +68,7 @@ class _Outbox:
     writes: list[Write] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
     dropped: list[RequestId] = field(default_factory=list)
-    ended_runs: list[tuple[str, str]] = field(default_factory=list)
+    ended_runs: list[RunKey] = field(default_factory=list)
 
     def sealed(self) -> Orders:
         return Orders(
@@ -177,7 +177,7 @@ class Translations:
         return Notes(case.verdict.misses, case.verdict.needs) if case.verdict else Notes()
 
     def end_run(self, run: RunKey) -> None:
-        self._outbox.ended_runs.append((run.tenant, run.run_id))
+        self._outbox.ended_runs.append(run)
 
     # once per step ----------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Translations:
         for request_id, verdict in reports.verdicts.items():
             if case := self._cases.get(request_id):
                 case.verdict, case.waits = verdict, False
-                self._needed += [(case.call.request.tenant, tokens) for tokens in verdict.needs]
+                self._needed += [(case.call.request.namespace, tokens) for tokens in verdict.needs]
         for capture_id, ranks in reports.captured.items():
             self._count(capture_id, ranks)
 

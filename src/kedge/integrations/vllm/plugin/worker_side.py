@@ -14,7 +14,7 @@ from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.messages import Ended, Orders, Reports, Verdict, Write
 from kedge.integrations.vllm.plugin.pages import memory_order
 from kedge.kv.copy import PoolCopier
-from kedge.types import Miss, RunId, TenantId
+from kedge.types import Miss
 
 logger = logging.getLogger(__name__)
 MEASURED = 64
@@ -94,8 +94,8 @@ class WorkerSide:
             learner.drop(request_id)
         for capture in orders.captures:
             learner.capture(capture)
-        for tenant, run in orders.ended_runs:
-            learner.end_run(TenantId(tenant), RunId(run))
+        for run in orders.ended_runs:
+            learner.end_run(run)
         learner.learn()
         self._reports.learning = learner.learning
 

@@ -1,0 +1,66 @@
+"""The requests of a run's steps: compiled templates, filled with what is remembered of the run.
+
+A step's request can be made before all that it reads is known. It is a hint for `kedge.engine.base.Preparing` then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kedge.engine.base import Tokenizer
+from kedge.runner.memory import NOTHING, RunMemory
+from kedge.types import AgentId, ClientId, GenerateRequest, ReuseMode, SampleId, Tokens, WorkflowId
+from kedge.workflow.forecast import AgentKey, RunKey
+from kedge.workflow.graph import Step, Workflow
+from kedge.workflow.template import CompiledAgent, Placeholder, Value, compile_agents
+
+
+@lru_cache(maxsize=16)
+def compiled(workflow: Workflow, tokenizer: Tokenizer) -> Mapping[AgentId, CompiledAgent]:
+    """Return the compiled prompts of a workflow's agents, once per workflow and tokenizer."""
+    return compile_agents(workflow.agents, tokenizer)
+
+
+def fixed_prompts(run: RunKey, prompts: Mapping[AgentId, CompiledAgent]) -> dict[AgentKey, Tokens]:
+    """Return the tokens that every prompt of an agent begins with, for those agents that have some."""
+    return {AgentKey(*run, agent): prompt.prefixes[0] for agent, prompt in prompts.items() if prompt.prefixes[0]}
+
+
+@dataclass(frozen=True)
+class RunPrompts:
+    """Makes the requests of one run's steps."""
+
+    run: RunKey
+    workflow: Workflow
+    prompts: Mapping[AgentId, CompiledAgent]
+    memories: Sequence[RunMemory]
+    """Where values are looked up; the first that knows a sample gives its value."""
+
+    def request(self, step: Step, reuse: ReuseMode, produces: SampleId | None = None) -> GenerateRequest:
+        """Return a step's request. Values that are not known yet are segments without tokens."""
+        prompt = self.prompts[step.agent]
+        values = {placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}
+        awaited = {value.sample for value in values.values() if value.sample and not value.tokens}
+        return GenerateRequest(
+            segments=prompt.fill(values, awaited),
+            sampling=self.workflow.agent(step.agent).sampling,
+            reuse=reuse,
+            tenant=self.run.namespace.tenant,
+            partition=self.run.namespace.partition,
+            client=ClientId(self.run.client_id),
+            workflow=WorkflowId(self.workflow.name),
+            run=self.run.run_id,
+            agent=step.agent,
+            fixed=len(prompt.prefixes[0]),
+            produces=produces,
+            trail=prompt.trail,
+        )
+
+    def _value(self, step: Step, placeholder: Placeholder) -> Value:
+        sample = self.workflow.sample(step, placeholder)
+        if sample is None:
+            return NOTHING
+        found = (known for memory in self.memories if (known := memory.find(sample)))
+        return next((known.value for known in found), Value((), sample))

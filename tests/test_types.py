@@ -1,0 +1,93 @@
+"""Ids with parts, and their text forms."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.types import (
+    AgentId,
+    AgentKey,
+    ClientId,
+    GenerateRequest,
+    Namespace,
+    RunId,
+    RunKey,
+    SampleId,
+    Segment,
+    TenantId,
+    ValueKind,
+    is_owned,
+)
+
+DIGESTS = st.text("0123456789abcdef", max_size=8)
+NAMES = st.one_of(
+    st.text(), st.from_regex(r"(input|agent)_x@1(#a)?", fullmatch=True), st.sampled_from(["", "a@0", "#f"])
+)
+SAMPLES = st.builds(SampleId, st.sampled_from(ValueKind), NAMES, st.integers(0, 10**18 - 1), DIGESTS)
+
+
+@given(SAMPLES)
+def test_samples_are_read_back_from_their_text(sample: SampleId) -> None:
+    assert SampleId.parse(str(sample)) == sample
+
+
+@given(st.lists(SAMPLES, min_size=2, max_size=2, unique=True))
+def test_two_samples_have_two_texts(samples: list[SampleId]) -> None:
+    assert len({str(sample) for sample in samples}) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sample"),
+    [
+        ("agent_solver@0", SampleId(ValueKind.AGENT, "solver")),
+        ("condition_solver@12", SampleId(ValueKind.CONDITION, "solver", 12)),
+        ("input_user_question@0", SampleId(ValueKind.INPUT, "user_question")),
+        ("agent_a@0#0af1", SampleId(ValueKind.AGENT, "a", 0, "0af1")),
+        ("user_question@0", SampleId(ValueKind.INPUT, "user_question@0")),
+        ("agent_a@-1", SampleId(ValueKind.INPUT, "agent_a@-1")),
+        ("agent_a@" + "9" * 5000, SampleId(ValueKind.INPUT, "agent_a@" + "9" * 5000)),
+        ("", SampleId(ValueKind.INPUT, "")),
+    ],
+)
+def test_the_text_of_samples(text: str, sample: SampleId) -> None:
+    assert SampleId.parse(text) == sample
+
+
+@pytest.mark.parametrize("kind", ValueKind)
+def test_an_answer_is_told_by_its_sample_not_by_its_name(kind: ValueKind) -> None:
+    assert Segment((1,), "user_question", SampleId(kind, "x")).is_answer is (kind is ValueKind.AGENT)
+    assert not Segment((1,), "agent_x_current").is_answer
+
+
+TENANTS = st.builds(TenantId, st.text(st.characters(exclude_characters="/"), max_size=5))
+
+
+@given(st.builds(Namespace, TENANTS, st.text()))
+def test_namespaces_are_read_back_from_their_text(namespace: Namespace) -> None:
+    assert Namespace.parse(str(namespace)) == namespace
+
+
+def test_a_tenant_owns_all_its_partitions_and_no_others() -> None:
+    acme = TenantId("acme")
+    owned = [
+        is_owned(acme, Namespace.parse(text)) for text in ("acme", "acme/0123", "acme/a/b", "acme2", "a", "a/acme")
+    ]
+    assert owned == [True, True, True, False, False, False]
+
+
+def test_a_request_has_the_keys_of_its_namespace_run_and_agent() -> None:
+    request = GenerateRequest(
+        (),
+        tenant=TenantId("t"),
+        partition="p",
+        client=ClientId("c"),
+        run=RunId("r"),
+        agent=AgentId("a"),
+    )
+    assert str(request.namespace) == "t/p"
+    assert request.run_key == RunKey(request.namespace, "c", RunId("r"))
+    assert request.agent_key == AgentKey(*request.run_key, AgentId("a"))
+    assert request.agent_key.run == request.run_key
+    assert request.run_key.name == "c/r"
