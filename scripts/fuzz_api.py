@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 FLOW = """
@@ -152,7 +152,7 @@ class Reference:
 def main() -> int:
     options = arguments()
     with engine_of(options.engine) as engine:
-        app = create_app(engine, ServerConfig(default_max_tokens=LONGEST))
+        app = create_app(engine, ServerSettings(default_max_tokens=LONGEST))
         counting = Counting(app)
         with serving(counting) as url:
             os.environ.update(known_names(url))

@@ -78,7 +78,7 @@ def serve(name: str, port: int, apart: bool) -> None:
 def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
     """Put what threads get from the engine itself into the queue `answer`: tokens a second, and time of a core."""
     from kedge.server.openai import prompts
-    from kedge.server.openai.protocol import Message
+    from kedge.server.openai.messages import ChatMessage
     from kedge.types import GenerateRequest, ReuseMode, SamplingParams
 
     counts = [0] * clients
@@ -89,8 +89,8 @@ def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
             number = 0
             while time.monotonic() - began < seconds:
                 messages = [
-                    Message(role="system", content="You are a patient assistant who answers in a few words. " * 4),
-                    Message(role="user", content=f"Say {at * 10**6 + number}."),
+                    ChatMessage(role="system", content="You are a patient assistant who answers in a few words. " * 4),
+                    ChatMessage(role="user", content=f"Say {at * 10**6 + number}."),
                 ]
                 segments = tuple(prompts.of_conversation(engine.tokenizer, messages))
                 sampling = SamplingParams(TOKENS, temperature=1.0, ignore_eos=True)

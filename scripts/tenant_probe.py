@@ -26,7 +26,8 @@ import uvicorn
 
 from kedge.engine.base import Engine
 from kedge.server.app import create_app
-from kedge.server.tenancy import Limits, hashed, load_keys
+from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import LimitSettings
 
 VICTIM, SPY = "key-of-the-victim", "key-of-the-spy"
 LENGTH = 160
@@ -36,7 +37,7 @@ LENGTH = 160
 @contextmanager
 def serving(engine: Engine) -> Iterator[str]:
     """A server with two tenants, on a free port."""
-    keys = load_keys(None, f"victim:{hashed(VICTIM)},spy:{hashed(SPY)}", Limits())
+    keys = load_keys(None, f"victim:{hashed(VICTIM)},spy:{hashed(SPY)}", LimitSettings())
     config = uvicorn.Config(create_app(engine, keys=keys), port=0, log_level="warning", access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

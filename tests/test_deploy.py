@@ -18,8 +18,7 @@ from typer.main import get_command
 
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
-from kedge.server.settings import ServerConfig
-from kedge.settings import Settings
+from kedge.settings import ServerSettings, Settings
 from tests.server.conftest import FLOW, YAML, serving
 
 ROOT = Path(__file__).parents[1]
@@ -38,13 +37,13 @@ FROM_QUERIES = {"le"}
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
     """Name of every series that a server exposes -> its labels. Everything has happened to this server once."""
-    with EchoEngine() as engine, serving(engine, ServerConfig(tools=True)) as running, running.http() as http:
+    with EchoEngine() as engine, serving(engine, ServerSettings(tools=True)) as running, running.http() as http:
         http.post("/v1/workflows", content=FLOW, headers=YAML)
         http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x"}, "stream": True})
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5, "ignore_eos": True, "kedge": {"no": 1}})
         http.get("/v1/runs/none")
         running.service.metrics.snapshot("saved")
-        running.service.agent_runs.board.ignored["stale"] += 1
+        running.workflows.client_runs.board.ignored["stale"] += 1
         families = list(text_string_to_metric_families(http.get("/metrics").text))
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

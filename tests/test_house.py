@@ -21,7 +21,6 @@ BEING_MENDED = {
     "files": {"integrations"},
     "functions": {"engine"},
     "classes": {"engine", "integrations"},
-    "circles": {"kedge.server"},
     "names": {"kedge"},
     "documented": {"kedge"},
 }

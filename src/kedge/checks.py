@@ -5,7 +5,9 @@ An invalid value raises a `RequestError` that names key, value and what is accep
 
 from __future__ import annotations
 
+import re
 import reprlib
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
 from kedge.errors import RequestError
@@ -18,6 +20,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 1024
 """Characters of one stop string: every token's end is compared with all its beginnings."""
 _SEED: Final = 2**63
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
@@ -74,6 +77,20 @@ def is_unicode(text: str) -> bool:
 def is_number(value: object) -> bool:
     """Return whether a value is an integer or a float, which may be infinite or NaN, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def parse_host(host: str) -> str | IPv4Address | IPv6Address:
+    """Return the address that `host` spells, with or without brackets, or else the name in lower case."""
+    try:
+        address = ip_address(host[1:-1] if host[:1] + host[-1:] == "[]" else host)
+    except ValueError:
+        return host.lower().removesuffix(".")
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_host(text: str) -> bool:
+    """Return whether `text` is a host name or an address, without a port."""
+    return bool(_HOST_NAME.fullmatch(text)) or not isinstance(parse_host(text), str)
 
 
 class _Excerpt(str):

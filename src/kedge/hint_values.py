@@ -1,24 +1,24 @@
-"""What the values of hints may be, wherever they come in. One that cannot be meant raises `ValueError`."""
+"""Parsers of the values of hints, for the server and the vLLM plug-in. They raise `ValueError` for a bad value."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LONGEST = 256
+MAX_NAME_LENGTH = 256
 """Characters of a name."""
-MOST_AGENTS = 4096
-"""Agents that one hint may speak of."""
+MAX_HINT_AGENTS = 4096
+"""Agents in one hint."""
 
 
 def read_text(value: Any) -> str:
-    """A name: short, and fit for a line of a log."""
-    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
+    """Return a name, which is short and printable, so that it fits a log line."""
+    if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH or not value.isprintable():
         raise ValueError
     return value
 
 
 def read_whole(value: Any) -> int:
-    """A number of tokens or messages."""
+    """Return a number of tokens or messages."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError
     return value

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from kedge.cli import serve as command
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
-from kedge.server.tenancy import Limits as TenantLimits
 from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import LimitSettings
 
 
 def kedge(*args: str, **env: str):  # noqa: ANN201
@@ -48,9 +48,10 @@ def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
     )
     result = kedge("some/model", *args, "--allowed-host", "kedge", "--allowed-host", "::1", "--tools")
     assert result.exit_code == 0, result.output
-    _, config, keys, told, _ = listened[0]
+    _, config, keys, _ = listened[0]
     assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)
-    assert (config.limits, keys.is_open, told.host, told.port) == (TenantLimits(2, 5), True, "127.0.0.1", 9)
+    assert config.limits == LimitSettings(requests_in_flight=2, tokens_per_minute=5)
+    assert (keys.is_open, config.port) == (True, 9)
     assert (config.host, config.allowed_hosts) == ("127.0.0.1", ("kedge", "::1"))
 
 
@@ -66,7 +67,7 @@ def test_an_open_address_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
     assert "no API keys" in result.stderr
     assert "--allowed-host" in result.stderr
     assert listened[0][1].tool_call_parser is None
-    assert listened[0][1].model_name == "kedge-nano"
+    assert listened[0][1].model_name is None
     flags = ("--tool-call-parser", "hermes", "--allowed-host", "kedge")
     assert not kedge("--host", "0.0.0.0", *flags, KEDGE_API_KEYS=f"a:{hashed('k')}").stderr
     assert listened[1][1].tool_call_parser == "hermes"
@@ -78,7 +79,7 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
     key, lines = re.search(r"once: (\S+)\n\n(.*)", result.output, re.DOTALL).groups()
     file = tmp_path / "keys.toml"
     file.write_text(lines)
-    assert load_keys(file, None, TenantLimits()).authenticate(f"Bearer {key}").id == "acme"
+    assert load_keys(file, None, LimitSettings()).authenticate(f"Bearer {key}").id == "acme"
     assert key not in lines
 
 
@@ -88,7 +89,7 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
         (["--new-key", "a/b"], "tenant='a/b'"),
         (["--api-keys", "none.toml"], "--api-keys='none.toml'"),
         (["--device", "tpu"], "engine.device='tpu'"),
-        (["--allowed-host", "kedge:8000"], "server.allowed_hosts='kedge:8000'"),
+        (["--allowed-host", "kedge:8000"], "server.allowed_hosts.0='kedge:8000'"),
         (["--tool-call-parser", "guess"], "server.tool_call_parser='guess'"),
     ],
 )

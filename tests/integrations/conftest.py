@@ -12,7 +12,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.server.hints import Hints
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
 os.environ["LANGSMITH_TRACING"] = "false"
@@ -44,11 +44,11 @@ class Told:
 
     @property
     def model(self) -> str:
-        return self.served.service.config.model_name
+        return self.served.service.model_name
 
 
 @contextmanager
-def telling(engine: EchoEngine, config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+def telling(engine: EchoEngine, config: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     """A server that notes what it is told."""
     with engine, serving(engine, config) as served:
         found, read = Told(served), served.service.hints
@@ -65,5 +65,5 @@ def telling(engine: EchoEngine, config: ServerConfig, monkeypatch: pytest.Monkey
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     """A server for each test: what one tells aside may come when it has ended."""
-    with telling(EchoEngine(), ServerConfig(), monkeypatch) as found:
+    with telling(EchoEngine(), ServerSettings(), monkeypatch) as found:
         yield found

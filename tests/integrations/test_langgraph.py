@@ -54,7 +54,7 @@ def test_every_call_says_whose_it_is_and_who_is_next(team: Team, told: Told) -> 
 
 
 def test_the_run_is_the_thread_and_goes_on(team: Team, told: Told) -> None:
-    refused = told.served.service.agent_runs.board.ignored
+    refused = told.served.workflows.client_runs.board.ignored
     before = refused[Ignored.ENDED]
     graph = attach(review(team))
     for _ in range(2):

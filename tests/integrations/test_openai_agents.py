@@ -23,7 +23,7 @@ from openai import AsyncOpenAI, BadRequestError
 from kedge import LocalEngine
 from kedge.engine.echo import EchoEngine
 from kedge.integrations.openai_agents import step_graph, workflow
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
 from kedge.workflow.step_graph import Node
 from tests.integrations.conftest import Told, telling
@@ -182,7 +182,7 @@ def test_a_handoff_and_a_tool_that_the_server_reads(is_streamed: bool, monkeypat
     triage = agent("triage", handoffs=[clerk, agent("support")])
     engine = EchoEngine(scripted)
     engine.tokenizer = Templated()
-    with telling(engine, ServerConfig(tool_call_parser="hermes"), monkeypatch) as told:
+    with telling(engine, ServerSettings(tool_call_parser="hermes"), monkeypatch) as told:
         result = asyncio.run(answer(AsyncOpenAI(base_url=told.url, api_key="none"), triage, is_streamed))
     assert (result.final_output, result.last_agent.name) == ("Take an umbrella.", "clerk")
     assert told.agents == ["triage", "clerk", "clerk"]
@@ -205,9 +205,9 @@ async def answer(client: AsyncOpenAI, first: Agent[Any], is_streamed: bool) -> R
 
 
 def test_the_bundled_model_is_told_of_no_handoffs() -> None:
-    with LocalEngine() as engine, serving(engine, ServerConfig(tool_call_parser="hermes")) as served:
+    with LocalEngine() as engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
         client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(BadRequestError, match="chat template does not tell of them"):
+        with pytest.raises(BadRequestError, match="chat template ignores them"):
             asyncio.run(answer(client, agent("triage", handoffs=[agent("clerk")]), is_streamed=False))
 
 

@@ -56,7 +56,7 @@ def test_every_call_says_whose_it_is_and_who_is_next(client: openai.OpenAI, told
     assert writer.steps == {"planner": INFINITE, "writer": 0, "critic": 1}
     assert critic.steps == {"planner": INFINITE, "writer": INFINITE, "critic": 0}
     assert (end.run, end.final) == (run.id, True)
-    assert told.served.service.agent_runs.board.ignored.total() == 0
+    assert told.served.workflows.client_runs.board.ignored.total() == 0
 
 
 def test_the_given_client_stays_as_it_was(client: openai.OpenAI, told: Told) -> None:
@@ -116,7 +116,7 @@ def test_a_registered_workflow_is_followed_by_the_server(client: openai.OpenAI, 
                 model="kedge-nano", messages=[], max_tokens=2, extra_body={"kedge": {"bindings": wants}}
             )
             assert answer.choices[0].message.content
-        forecast = told.served.service.agent_runs.board
+        forecast = told.served.workflows.client_runs.board
     assert [hints.steps for hints in told.calls] == [None, None]
     assert forecast.ignored.total() == 0
 
@@ -127,7 +127,7 @@ def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, told: 
         with workflow(client, loop, run="talk") as run:
             ask(run.agent("asker"))
     assert [hints.steps for hints in told.all] == [{"asker": 0, "answerer": 1}, {}] * 2
-    assert told.served.service.agent_runs.board.ignored.total() == 0
+    assert told.served.workflows.client_runs.board.ignored.total() == 0
 
 
 def test_an_error_reaches_the_caller_and_the_run_goes_on(client: openai.OpenAI, told: Told) -> None:

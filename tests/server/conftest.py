@@ -18,9 +18,10 @@ from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
 from kedge.server.service import Service
-from kedge.server.settings import ServerConfig
 from kedge.server.telemetry.tracing import Tracing
 from kedge.server.tenancy import KeyRing
+from kedge.server.workflows.workflows import Workflows
+from kedge.settings import ServerSettings
 
 FLOW = """
 name: pair
@@ -45,6 +46,10 @@ class Served:
     def service(self) -> Service:
         return self.app.state.service
 
+    @property
+    def workflows(self) -> Workflows:
+        return self.app.state.workflows
+
     def client(self, key: str = "none", **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
@@ -65,7 +70,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def serving(
-    engine: Engine, config: ServerConfig | None = None, keys: KeyRing | None = None, tracing: Tracing | None = None
+    engine: Engine, config: ServerSettings | None = None, keys: KeyRing | None = None, tracing: Tracing | None = None
 ) -> Iterator[Served]:
     app = create_app(engine, config, keys, tracing)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
@@ -85,7 +90,7 @@ def serving(
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """One for all tests of a module: an echo, with workflows and tools."""
-    with EchoEngine() as engine, serving(engine, ServerConfig(tools=True)) as running:
+    with EchoEngine() as engine, serving(engine, ServerSettings(tools=True)) as running:
         yield running
 
 

@@ -17,9 +17,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.server.settings import ServerConfig
-from kedge.server.tenancy import Limits, hashed, load_keys
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
+from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import AnchorSettings, EngineSettings, LimitSettings, PlannerSettings, ServerSettings
 from tests.server.conftest import FLOW, Served, serving
 from tests.server.dashboard.test_routes import chat
 
@@ -113,7 +112,7 @@ def busy() -> Iterator[Served]:
     config = EngineSettings(anchors=anchors, planner=PlannerSettings(by_cost=False), device="cpu")
     with (
         LocalEngine(None, config) as engine,
-        serving(engine, ServerConfig(tools=True)) as running,
+        serving(engine, ServerSettings(tools=True)) as running,
         running.http() as http,
     ):
         http.timeout = 60
@@ -258,7 +257,7 @@ def test_the_page_can_be_heard_and_used_without_a_mouse(busy: Served, page: Any)
 
 
 def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab(page: Any) -> None:
-    keys = load_keys(None, f"acme:{hashed('key-a')},other:{hashed('key-b')}", Limits())
+    keys = load_keys(None, f"acme:{hashed('key-a')},other:{hashed('key-b')}", LimitSettings())
     with EchoEngine() as engine, serving(engine, keys=keys) as locked, leaving(page):
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))

@@ -100,8 +100,8 @@ def test_a_run_that_an_engine_takes_with_it_has_failed(stream: bool) -> None:
         caller.join(PATIENCE)
     (run,) = next(iter(running.server._runs._of.values())).values()
     assert run.status == "failed"
-    assert run.told[-1].data["error"]["code"] == "engine_closed"
-    assert "boom" in run.told[-1].data["error"]["message"]
+    assert run.events[-1].data["error"]["code"] == "engine_closed"
+    assert "boom" in run.events[-1].data["error"]["message"]
 
 
 # real processes -------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
-from kedge.server import app
+from kedge.server.http import body_limit
 from kedge.server.openai.protocol import UNSUPPORTED
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from tests.server.conftest import PATIENCE, Served, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -258,7 +258,7 @@ def test_a_body_that_comes_byte_by_byte_is_read(served: Served) -> None:
 
 
 def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(body_limit, "BODY_SECONDS", 0.05)
     status, body = raw_answer(served, 100, [b"{"])
     assert (status, body["error"]["code"]) == (408, "request_timeout")
 
@@ -293,7 +293,7 @@ def test_an_engine_that_is_closed_is_not_ready_to_generate() -> None:
 
 
 def test_a_server_without_room_says_so() -> None:
-    with EchoEngine(delay_s=0.01) as engine, serving(engine, ServerConfig(max_in_flight=1)) as running:
+    with EchoEngine(delay_s=0.01) as engine, serving(engine, ServerSettings(max_in_flight=1)) as running:
         connection = raw_call(running)
         wait_until(lambda: bool(engine.in_flight))
         assert refused(running.http().post(TEXT, json={"prompt": "x"}), 503)["code"] == "overloaded"

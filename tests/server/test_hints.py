@@ -10,9 +10,10 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.server.hints import RULES, Hints, Why, read_hints
-from kedge.server.tenancy import KeyRing, Limits
-from kedge.server.workflows import client_runs as agent_runs
+from kedge.server.hints import RULES, Hints, IgnoredReason, read_hints
+from kedge.server.tenancy import KeyRing
+from kedge.server.workflows import client_runs
+from kedge.settings import LimitSettings
 from kedge.types import Namespace, ReuseMode, RunId, RunKey, TenantId
 from tests.server.conftest import Served, serving
 
@@ -21,7 +22,7 @@ def hints(body: dict[str, Any] | None = None, **headers: str) -> Hints:
     return read_hints(body or {}, {name.replace("_", "-"): value for name, value in headers.items()})[0]
 
 
-def ignored(body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[tuple[str, Why], int]:
+def ignored(body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[tuple[str, IgnoredReason], int]:
     return {key: count for key, count in read_hints(body, headers or {})[1].items() if count}
 
 
@@ -78,26 +79,26 @@ def test_a_value_that_cannot_be_meant_is_ignored_and_counted(rule: Any) -> None:
         value = {key: value}
     said, counted = read_hints(value, value)
     assert said == Hints()
-    assert counted[rule.dialect, Why.BAD_VALUE] >= 1
+    assert counted[rule.dialect, IgnoredReason.BAD_VALUE] >= 1
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"kedge": 5}, {("kedge", Why.BAD_VALUE): 1}),
-        ({"kedge": {"mood": 1, "tone": 2}}, {("kedge", Why.UNKNOWN): 2}),
-        ({"shape": 1}, {("body", Why.UNKNOWN): 1}),
-        ({"nvext": {"x": 1, "agent_hints": {"y": 1}}}, {("dynamo", Why.UNKNOWN): 2}),
-        ({"nvext": 7}, {("dynamo", Why.UNKNOWN): 1}),
-        ({"kv_hints": {"actions": [{}, {}]}}, {("kv_hints", Why.UNSUPPORTED): 2}),
-        ({"kv_hints": "x"}, {("kv_hints", Why.UNSUPPORTED): 1}),
-        ({"kedge": {"run": "x" * 257}}, {("kedge", Why.BAD_VALUE): 1}),
-        ({"kedge": {"run": "\ud800"}}, {("kedge", Why.BAD_VALUE): 1}),
-        ({"kedge": {"steps": {"a": float("nan")}}}, {("kedge", Why.BAD_VALUE): 1}),
-        ({"kedge": {"fixed_tokens": True}}, {("kedge", Why.BAD_VALUE): 1}),
+        ({"kedge": 5}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
+        ({"kedge": {"mood": 1, "tone": 2}}, {("kedge", IgnoredReason.UNKNOWN): 2}),
+        ({"shape": 1}, {("body", IgnoredReason.UNKNOWN): 1}),
+        ({"nvext": {"x": 1, "agent_hints": {"y": 1}}}, {("dynamo", IgnoredReason.UNKNOWN): 2}),
+        ({"nvext": 7}, {("dynamo", IgnoredReason.UNKNOWN): 1}),
+        ({"kv_hints": {"actions": [{}, {}]}}, {("kv_hints", IgnoredReason.UNSUPPORTED): 2}),
+        ({"kv_hints": "x"}, {("kv_hints", IgnoredReason.UNSUPPORTED): 1}),
+        ({"kedge": {"run": "x" * 257}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
+        ({"kedge": {"run": "\ud800"}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
+        ({"kedge": {"steps": {"a": float("nan")}}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
+        ({"kedge": {"fixed_tokens": True}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
     ],
 )
-def test_what_is_ignored_is_counted(body: dict[str, Any], expected: dict[tuple[str, Why], int]) -> None:
+def test_what_is_ignored_is_counted(body: dict[str, Any], expected: dict[tuple[str, IgnoredReason], int]) -> None:
     assert ignored(body) == expected
     assert hints(body) == Hints()
 
@@ -109,7 +110,7 @@ def test_what_changes_the_answer_must_be_right(said: dict[str, Any]) -> None:
 
 
 def test_what_was_understood_is_told_but_no_secret() -> None:
-    told = hints({"cache_salt": "secret", "kedge": {"steps": {"a": None}, "seq": 0, "bindings": {"q": "x"}}}).told()
+    told = hints({"cache_salt": "secret", "kedge": {"steps": {"a": None}, "seq": 0, "bindings": {"q": "x"}}}).to_dict()
     assert told == {"steps": {"a": None}, "seq": 0}
 
 
@@ -127,19 +128,19 @@ def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Serv
     for seq in (5, 5, -1):
         said = {"run": "f", "client": "c", "seq": seq, "steps": {"a": 0, "b": 1}}
         assert http.post("/v1/hints", json={"kedge": said}).status_code == 200
-    forecasts = {key.run_id: one.forecast for key, one in served.service.agent_runs.board._runs.items()}
+    forecasts = {key.run_id: one.forecast for key, one in served.workflows.client_runs.board._runs.items()}
     assert forecasts["f"].seq == 5
     text = http.get("/metrics").text
     assert 'kedge:ignored_forecasts_total{reason="stale"} 1.0' in text
     assert 'kedge:ignored_forecasts_total{reason="negative sequence number"} 1.0' in text
     http.post("/v1/hints", json={"kedge": {"run": "f", "client": "c", "final": True}})
-    (run,) = served.service.agent_runs.board._runs
+    (run,) = served.workflows.client_runs.board._runs
     assert run == RunKey(Namespace(TenantId("default")), "c", RunId("f"))
-    assert served.service.agent_runs.board.forecast(run).next_runs == {}
+    assert served.workflows.client_runs.board.forecast(run).next_runs == {}
 
 
 def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
-    keys = KeyRing({}, Limits(tokens_per_minute=1, hints_per_minute=10))
+    keys = KeyRing({}, LimitSettings(tokens_per_minute=1, hints_per_minute=10))
     with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
         allowed = running.service.meter(keys.authenticate(None)).hints
         allowed.clock = lambda: allowed.filled_at  # time stands still
@@ -156,22 +157,22 @@ def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
 
 def test_hints_are_limited_where_nobody_set_a_limit() -> None:
     with EchoEngine() as engine, serving(engine) as running, running.http() as http:
-        allowed = running.service.meter(KeyRing({}, Limits()).authenticate(None)).hints
+        allowed = running.service.meter(KeyRing({}, LimitSettings()).authenticate(None)).hints
         allowed.clock = lambda: allowed.filled_at  # time stands still
         steps = {f"agent-{at}": at for at in range(4096)}
         answers = [http.post("/v1/hints", json={"kedge": {"run": "r", "steps": steps}}).status_code for _ in range(5)]
     assert answers == [200, 200, 200, 429, 429]
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [("MOST_RUNS", {"run": "c"}), ("MOST_FORECAST", {"run": "b"})])
+@pytest.mark.parametrize(("limit", "wanted"), [("MAX_RUNS", {"run": "c"}), ("MAX_FORECAST_AGENTS", {"run": "b"})])
 def test_hints_without_a_prompt_push_no_run_out(
     limit: str, wanted: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_runs, limit, 2)
+    monkeypatch.setattr(client_runs, limit, 2)
     with EchoEngine() as engine, serving(engine) as running, running.http() as http:
         for run in "ab":
             assert http.post("/v1/hints", json={"kedge": {"run": run, "steps": {run: 1}}}).status_code == 200
-        runs = running.service.agent_runs._of(Namespace(TenantId("default")))
+        runs = running.workflows.client_runs._of(Namespace(TenantId("default")))
         known = list(runs)
         refused = http.post("/v1/hints", json={"kedge": {**wanted, "steps": {"c": 1, "d": 2}}})
         assert (refused.status_code, list(runs)) == (429, known)

@@ -13,7 +13,7 @@ from langchain_core.tools import tool  # noqa: E402
 from langchain_openai import ChatOpenAI, OpenAI  # noqa: E402
 
 from kedge.engine.echo import EchoEngine  # noqa: E402
-from kedge.server.settings import ServerConfig  # noqa: E402
+from kedge.settings import ServerSettings  # noqa: E402
 from tests.server.conftest import Served, serving  # noqa: E402
 from tests.server.openai.test_tool_calls import CALL, Templated  # noqa: E402
 
@@ -81,7 +81,7 @@ def with_tools() -> Iterator[Served]:
     said = iter([CALL, CALL, "It rains."])
     engine = EchoEngine(lambda _: next(said))
     engine.tokenizer = Templated()
-    with engine, serving(engine, ServerConfig(tool_call_parser="hermes")) as running:
+    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
         yield running
 
 

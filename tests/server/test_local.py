@@ -10,7 +10,7 @@ import pytest
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import RequestError
 from kedge.server.openai import prompts
-from kedge.server.openai.protocol import Message
+from kedge.server.openai.messages import ChatMessage
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
 from tests.server.conftest import Served, serving
@@ -62,7 +62,7 @@ def test_a_conversation_goes_on_where_its_kv_is(client: openai.OpenAI, served: S
     second = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached >= first.usage.prompt_tokens // 16 * 16 - 16 > 0
-    given = [Message.model_validate(message) for message in messages]
+    given = [ChatMessage.model_validate(message) for message in messages]
     segments = prompts.of_conversation(served.engine.tokenizer, given)
     tokens = tuple(token for segment in segments for token in segment.tokens)
     assert second.choices[0].message.content == directly(served.engine, tokens, 8)
@@ -73,7 +73,7 @@ def test_a_conversation_goes_on_where_its_kv_is(client: openai.OpenAI, served: S
 
 def test_a_conversation_that_the_template_cannot_render() -> None:
     tokenizer = tiny_tokenizer()
-    turns = [Message(role=role, content="hello") for role in ("user", "assistant", "user")]
+    turns = [ChatMessage(role=role, content="hello") for role in ("user", "assistant", "user")]
     with pytest.raises(RequestError, match="no chat template"):
         prompts.of_conversation(tokenizer, turns)
     tokenizer.inner.chat_template = "{{ raise_exception('roles must take turns') }}"

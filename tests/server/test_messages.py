@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, YAML, serving
 
 CHAT, TEXT, HINTS = "/v1/chat/completions", "/v1/completions", "/v1/hints"
@@ -23,20 +23,21 @@ STOP = "stop: Input should be a string or a list of strings"
 PARTS = 'messages.0.content: Input should be a string or a list of text parts (objects with `type: "text"` and `text`)'
 MODES = "'off', 'exact' or 'translate'"
 REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
-HALF = "has half of a surrogate pair"
+MODES = "must be one of off, exact, translate"
+HALF = "must be valid Unicode, without lone surrogates"
 
 WRONG: list[tuple[str, object, str | None, str]] = [
     *((TEXT, {"prompt": bad}, "prompt", PROMPT) for bad in ([True], [1, "a"], [[1], "a"], [[True]], [1.5], {}, 5)),
     (TEXT, {}, "prompt", "prompt: Field required"),
     (TEXT, {"prompt": ""}, "prompt", "prompt='': has no tokens"),
-    (TEXT, {"prompt": []}, "prompt", "prompt=[]: there is none"),
+    (TEXT, {"prompt": []}, "prompt", "prompt=[]: must not be empty"),
     (TEXT, {"prompt": [[]]}, "prompt", "prompt=[]: has no tokens"),
     (TEXT, {"prompt": ["a", ""]}, "prompt", "prompt='': has no tokens"),
     (TEXT, {"prompt": [97, 300]}, "prompt", "prompt=300: must be from 0 to 258, in the vocabulary of 259"),
     (TEXT, {"prompt": "x" * 9000}, "prompt", "prompt='9000 tokens': at most 8192 are served"),
     (TEXT, {"prompt": "\ud800"}, "prompt", f"prompt='\\ud800': {HALF}"),
     *((TEXT, {"prompt": "x", "stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
-    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop=('a', ''): an empty string stops everything"),
+    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop=('a', ''): must not contain an empty string"),
     (TEXT, {"prompt": "x", "stream_options": 5}, "stream_options", "stream_options: Input should be an object"),
     (TEXT, {"prompt": "x", "n": 1.5}, "n", "n: Input should be a valid integer"),
     (TEXT, [1], None, "body: Input should be an object"),
@@ -49,7 +50,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
      "messages.0.tool_calls.0.function: Input should be an object"),
     (CHAT, {"messages": HI, "tool_choice": 5}, "tool_choice", "tool_choice: Input should be a string or an object"),
     (CHAT, {"messages": HI, "tools": [{}]}, "tools", "tools.0.type: Field required"),
-    (CHAT, {"messages": HI, "kedge": {"reuse": 5}}, "kedge.reuse", "kedge.reuse=5: not one of off, exact, translate"),
+    (CHAT, {"messages": HI, "kedge": {"reuse": 5}}, "kedge.reuse", f"kedge.reuse=5: {MODES}"),
     (HINTS, 5, None, "body: Input should be an object"),
     (RUNS, {"inputs": 5}, "inputs", "inputs: Input should be an object"),
     *((RUNS, {"inputs": ASK, "reuse": bad}, "reuse", REUSE) for bad in (5, "fast", {"first": "fast"}, [])),
@@ -60,7 +61,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with EchoEngine() as engine, serving(engine, ServerConfig()) as running, running.http() as opened:
+    with EchoEngine() as engine, serving(engine, ServerSettings()) as running, running.http() as opened:
         opened.post(FLOWS, content=FLOW, headers=YAML).raise_for_status()
         yield opened
         running.wait_quiet()
@@ -117,7 +118,11 @@ INPUTS = [
     ({}, "inputs.user_question", f"inputs.user_question=None: {NEEDED}"),
     ({"user_question": ""}, "inputs.user_question", f"inputs.user_question='': {NEEDED}"),
     ({"user_question": " \n"}, "inputs.user_question", f"inputs.user_question=' \\n': {NEEDED}"),
-    ({"user_question": "\udc00"}, "inputs.user_question", f"inputs.user_question='\\udc00': {HALF}"),
+    (
+        {"user_question": "\udc00"},
+        "inputs.user_question",
+        "inputs.user_question='\\udc00': has half of a surrogate pair",
+    ),
     ({**ASK, "other": "x"}, "inputs", "inputs='other': the workflow has only user_question"),
     ({"user_question": 5}, "inputs", "inputs.user_question: Input should be a valid string"),
 ]

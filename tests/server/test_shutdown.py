@@ -13,9 +13,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
-from kedge.server.settings import ServerConfig
 from kedge.server.shutdown import GracefulServer
-from kedge.server.tenancy import Limits
+from kedge.settings import LimitSettings, ServerSettings
 from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
 
 LONG = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True}
@@ -25,7 +24,7 @@ class Ending:
     """A server that can be told to end, as SIGTERM tells it."""
 
     def __init__(self, engine: EchoEngine, grace: float) -> None:
-        app = create_app(engine, ServerConfig(grace=grace))
+        app = create_app(engine, ServerSettings(grace=grace))
         self.service = app.state.service
         self.server = GracefulServer(app, port=0, log_level="warning")
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -134,7 +133,7 @@ def test_a_flood_is_held_back(stream: bool) -> None:
                 await asyncio.sleep(0.002)
             return [call.result() for call in calls]
 
-    config = ServerConfig(limits=Limits(requests_in_flight=8))
+    config = ServerSettings(limits=LimitSettings(requests_in_flight=8))
     with EchoEngine(delay_s=0.01) as engine, serving(engine, config) as running:
         answers = asyncio.run(flood(running.url, engine))
         running.wait_quiet()

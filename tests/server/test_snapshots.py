@@ -21,8 +21,8 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.state.files import MANIFEST, PREVIOUS
 from kedge.errors import ConfigError
 from kedge.server.app import create_app
-from kedge.server.settings import ServerConfig
 from kedge.server.snapshots import Snapshots
+from kedge.settings import ServerSettings
 from tests.engine.local.conftest import tiny_model
 from tests.engine.local.state.test_snapshot import ask, engine, files_of
 from tests.engine.local.state_helpers import change, damage, record_files
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def served(built: LocalEngine, folder: Path, interval: float = 60.0):  # noqa: ANN201
-    return serving(built, ServerConfig(state=folder, snapshot_interval=interval))
+    return serving(built, ServerSettings(state=folder, snapshot_interval=interval))
 
 
 def test_what_one_server_learns_another_knows(tmp_path: Path) -> None:
@@ -131,22 +131,23 @@ def test_a_folder_that_somebody_else_uses_is_a_wrong_setting(tmp_path: Path) -> 
         engine() as second,
         pytest.raises(ConfigError, match="another process"),
     ):
-        create_app(second, ServerConfig(state=tmp_path))
+        create_app(second, ServerSettings(state=tmp_path))
 
 
 def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
-    from kedge.server.tenancy import Limits, hashed, load_keys
+    from kedge.server.tenancy import hashed, load_keys
+    from kedge.settings import LimitSettings
 
     file = tmp_path / "keys.toml"
     file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchors = 3\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
     with engine() as built:
-        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", Limits(anchors=7)))
+        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchors=7)))
         limits = built.query(lambda parts: parts.learned[0].table.limits)
         assert [(name, one.anchors, one.nbytes) for name, one in limits.items()] == [("a", 3, 1 << 20), ("b", 7, None)]
         block = built.kv_spec.bytes_per_token * 16
         assert built.query(lambda parts: parts.cache.tiers.backups.limits) == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
-        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", Limits(anchors=7)))
+        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchors=7)))
 
 
 # real processes -------------------------------------------------------------------------------------------------------

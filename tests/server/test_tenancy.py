@@ -10,8 +10,9 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
-from kedge.server.settings import ServerConfig
-from kedge.server.tenancy import Limits, Meter, hashed, load_keys, new_key
+from kedge.server.meters import Meter
+from kedge.server.tenancy import hashed, load_keys, new_key
+from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import TenantId
 from tests.server.conftest import FLOW, YAML, Served, serving
 
@@ -22,7 +23,7 @@ MODEL = "kedge-nano"
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Served]:
-    with EchoEngine() as engine, serving(engine, keys=load_keys(None, VARIABLE, Limits())) as running:
+    with EchoEngine() as engine, serving(engine, keys=load_keys(None, VARIABLE, LimitSettings())) as running:
         yield running
 
 
@@ -110,7 +111,7 @@ class Clock:
 
 
 def test_requests_in_flight() -> None:
-    meter = Meter(Limits(2))
+    meter = Meter(LimitSettings(requests_in_flight=2))
     with pytest.raises(RequestError, match="n=3"):
         meter.admit(3)
     first, second = meter.admit(1), meter.admit(1)
@@ -126,7 +127,7 @@ def test_requests_in_flight() -> None:
 
 def test_tokens_per_minute() -> None:
     clock = Clock()
-    meter = Meter(Limits(tokens_per_minute=60), clock)
+    meter = Meter(LimitSettings(tokens_per_minute=60), clock)
     meter.admit(1)
     meter.tokens.use(79)
     with pytest.raises(LimitReached) as caught:
@@ -140,7 +141,12 @@ def test_tokens_per_minute() -> None:
 
 
 def test_too_many_requests_over_http() -> None:
-    with EchoEngine() as engine, serving(engine, keys=load_keys(None, VARIABLE, Limits(4, 10))) as running:
+    with (
+        EchoEngine() as engine,
+        serving(
+            engine, keys=load_keys(None, VARIABLE, LimitSettings(requests_in_flight=4, tokens_per_minute=10))
+        ) as running,
+    ):
         running.client(A).completions.create(model=MODEL, prompt="x" * 20, max_tokens=1)
         with pytest.raises(openai.RateLimitError) as caught:
             running.client(A).completions.create(model=MODEL, prompt="x")
@@ -152,7 +158,11 @@ def test_too_many_requests_over_http() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_whoever_has_heard_the_end_may_call_again(stream: bool) -> None:
-    with EchoEngine() as engine, serving(engine, ServerConfig(limits=Limits(2))) as running, running.http() as http:
+    with (
+        EchoEngine() as engine,
+        serving(engine, ServerSettings(limits=LimitSettings(requests_in_flight=2))) as running,
+        running.http() as http,
+    ):
         body = {"prompt": "x", "max_tokens": 1, "n": 2, "stream": stream}
         assert {http.post("/v1/completions", json=body).status_code for _ in range(20)} == {200}
         running.wait_quiet()
@@ -169,22 +179,22 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         f'[tenants.acme]\nkeys = ["{hashed(key)}"]\nrequests_in_flight = 3\n'
         f'host_memory = "1MiB"\n[operator]\nkeys = ["{hashed(A)}"]\n'
     )
-    ring = load_keys(file, f"other:{hashed(B)}", Limits(9))
+    ring = load_keys(file, f"other:{hashed(B)}", LimitSettings(requests_in_flight=9))
     assert not ring.is_open
     acme, other = ring.authenticate(f"Bearer {key}"), ring.authenticate(f"bearer {B}")
-    assert (acme.id, acme.limits) == ("acme", Limits(3, host_memory=1 << 20))
-    assert (other.id, other.limits) == ("other", Limits(9))
+    assert (acme.id, acme.limits) == ("acme", LimitSettings(requests_in_flight=3, host_memory=1 << 20))
+    assert (other.id, other.limits) == ("other", LimitSettings(requests_in_flight=9))
     assert ring.authenticate(f"Bearer {A}").is_operator
     assert not acme.is_operator
 
 
 def test_tenants_are_those_who_may_generate() -> None:
-    assert [tenant.id for tenant in load_keys(None, VARIABLE, Limits()).tenants] == ["a", "b"]
-    assert [tenant.id for tenant in load_keys(None, None, Limits()).tenants] == ["default"]
+    assert [tenant.id for tenant in load_keys(None, VARIABLE, LimitSettings()).tenants] == ["a", "b"]
+    assert [tenant.id for tenant in load_keys(None, None, LimitSettings()).tenants] == ["default"]
 
 
 def test_without_keys_everyone_is_one_tenant() -> None:
-    ring = load_keys(None, None, Limits())
+    ring = load_keys(None, None, LimitSettings())
     assert ring.is_open
     assert ring.authenticate(None).id == ring.authenticate("Bearer anything").id == TenantId("default")
 
@@ -211,19 +221,19 @@ def test_a_bad_file_is_an_error_that_shows_no_key(tmp_path: Path, text: str) -> 
     file = tmp_path / "keys.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_keys(file, None, Limits())
+        load_keys(file, None, LimitSettings())
     assert "sk-secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["acme", "acme:sk-secret", f":{hashed(A)}", f"a:{hashed(A)},b:{hashed(A)}"])
 def test_a_bad_variable_is_an_error_that_shows_no_key(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_keys(None, text, Limits())
+        load_keys(None, text, LimitSettings())
     assert "sk-secret" not in str(caught.value)
 
 
 def test_a_salt_never_leads_into_another_tenants_namespace() -> None:
-    ring = load_keys(None, VARIABLE, Limits())
+    ring = load_keys(None, VARIABLE, LimitSettings())
     a, b = ring.authenticate(f"Bearer {A}"), ring.authenticate(f"Bearer {B}")
     spaces = [tenant.namespace(salt) for tenant in (a, b) for salt in ("", "a", "b", "/b", "../b")]
     assert len(set(spaces)) == len(spaces)

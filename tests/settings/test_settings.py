@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kedge.errors import ConfigError
-from kedge.server.settings import ServerConfig
-from kedge.server.tenancy import Limits
 from kedge.settings import (
     EngineSettings,
-    LimitSettings,
     ServerSettings,
     Settings,
 )
@@ -177,19 +173,19 @@ def test_a_value_where_a_section_belongs_is_not_hidden_by_a_flag() -> None:
         Settings.load(engine={"max_running": 2})
 
 
-def test_the_server_of_the_settings_is_the_servers_own_by_default() -> None:
-    assert ServerConfig.of(ServerSettings(), model_name="kedge-nano") == ServerConfig()
-    assert LimitSettings().model_dump() == {field.name: field.default for field in fields(Limits)}
-
-
-def test_every_setting_of_a_server_reaches_it() -> None:
-    settings = {"reuse": "off", "default_max_tokens": 3, "max_in_flight": 4, "max_body_bytes": 5, "state": Path("s")}
-    settings |= {"snapshot_interval": 6.0, "grace": 7.0, "tool_call_parser": "hermes", "tools": True}
-    settings |= {"host": "::", "allowed_hosts": ("kedge", "10.0.0.1")}
-    limits = {"requests_in_flight": 1, "tokens_per_minute": 2, "anchors": 3, "anchor_bytes": 4, "host_memory": 5}
-    config = ServerConfig.of(ServerSettings(**settings, limits=limits), model_name="m")
-    assert config == ServerConfig(model_name="m", limits=Limits(**limits), **settings)
-    assert {field.name for field in fields(ServerConfig)} == {*settings, "model_name", "limits"}
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_name": " "}, r"server.model_name=' ': must not be blank"),
+        ({"allowed_hosts": "kedge, kedge:8000"}, r"server.allowed_hosts.1='kedge:8000': must be a host name"),
+        ({"tool_call_parser": "pythonic"}, r"server.tool_call_parser='pythonic': .*'hermes' or 'llama3_json'"),
+        ({"max_in_flight": 0}, r"server.max_in_flight=0: .*greater than 0"),
+        ({"limits": {"anchors": True}}, r"server.limits.anchors=True: .*true and false"),
+    ],
+)
+def test_a_server_setting_that_cannot_work_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(**settings)
 
 
 def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
     from kedge.engine.base import Engine
-    from kedge.server.settings import ServerConfig
     from kedge.server.tenancy import KeyRing
     from kedge.settings import ServerSettings, Settings
 
@@ -122,56 +121,64 @@ def serve(
 
 
 def _serve(settings: Settings) -> None:
-    from kedge.server.settings import ServerConfig
     from kedge.server.tenancy import load_keys
 
-    told = settings.server
-    config = ServerConfig.of(told, model_name=told.model_name or _name(settings.engine.model))
-    keys = load_keys(told.api_keys, os.environ.get("KEDGE_API_KEYS"), config.limits)
+    server = _named(settings)
+    keys = load_keys(server.api_keys, os.environ.get("KEDGE_API_KEYS"), server.limits)
     if settings.engine.backend == "vllm":
-        _refuse_for_vllm(told, keys)
-    if told.tracing:
+        _refuse_for_vllm(server, keys)
+    if server.tracing:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
-    require_free_port(told.host, told.port)
+    require_free_port(server.host, server.port)
     console = Console(stderr=True)
-    _warn(config, keys, console)
+    _warn(server, keys, console)
     with console.status("loading the model"):
         engine = open_engine(settings)
     with engine as opened:
-        _listen(opened, config, keys, told, console)
+        _listen(opened, server, keys, console)
 
 
-def _warn(config: ServerConfig, keys: KeyRing, console: Console) -> None:
-    if _is_loopback(config.host):
+def _named(settings: Settings) -> ServerSettings:
+    """Return the server's settings with the model's name: its folder's, where they have none."""
+    server, model = settings.server, settings.engine.model
+    if server.model_name is not None or model is None:
+        return server
+    return type(server)(**{**dict(server), "model_name": model.resolve().name})
+
+
+def _warn(server: ServerSettings, keys: KeyRing, console: Console) -> None:
+    if _is_loopback(server.host):
         return
     if keys.is_open:
         console.print("no API keys: whoever reaches this address may call (--api-keys FILE)", style="yellow")
-    if not config.allowed_hosts:
+    if not server.allowed_hosts:
         console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
 
 
-def _refuse_for_vllm(told: ServerSettings, keys: KeyRing) -> None:
+def _refuse_for_vllm(server: ServerSettings, keys: KeyRing) -> None:
     """What its engine cannot do. The server would say so too, but only once the model has been loaded."""
     from kedge.engine.base import Quota
 
-    if told.state is not None:
-        raise ConfigError("server.state", str(told.state), "vLLM's anchors cannot be saved")
+    if server.state is not None:
+        raise ConfigError("server.state", str(server.state), "vLLM's anchors cannot be saved")
     for tenant in keys.tenants:
-        if tenant.limits.quota != Quota():
+        if tenant.quota != Quota():
             raise ConfigError("limits", tenant.id, "vLLM cannot bound what a tenant holds")
 
 
-def _listen(engine: Engine, config: ServerConfig, keys: KeyRing, told: ServerSettings, console: Console) -> None:
+def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
     from kedge.server.app import create_app
+    from kedge.server.service import BUNDLED_MODEL
     from kedge.server.shutdown import GracefulServer
     from kedge.server.telemetry import logs, tracing
 
-    logs.configure(told.log_format)
-    app = create_app(engine, config, keys, tracing.exporting(config.model_name) if told.tracing else None)
-    url = f"http://{told.host}:{told.port}"
-    console.print(f"{config.model_name} on {url}/v1, API page at /docs", markup=False, highlight=False)
+    logs.configure(server.log_format)
+    name = server.model_name or BUNDLED_MODEL
+    app = create_app(engine, server, keys, tracing.exporting(name) if server.tracing else None)
+    url = f"http://{server.host}:{server.port}"
+    console.print(f"{name} on {url}/v1, API page at /docs", markup=False, highlight=False)
     # The log is configured, and the application writes a line of its own for every call.
-    options = {"host": told.host, "port": told.port, "log_config": None, "access_log": False}
+    options = {"host": server.host, "port": server.port, "log_config": None, "access_log": False}
     GracefulServer(app, on_failure=_exit_soon, **options).run()
     if engine.failure is not None:
         raise typer.Exit(EXIT_ENGINE_ENDED)
@@ -185,16 +192,13 @@ def _exit_soon() -> None:
 
 
 def _make_key(tenant: str) -> None:
-    from kedge.server.tenancy import Limits, hashed, load_keys, new_key
+    from kedge.server.tenancy import hashed, load_keys, new_key
+    from kedge.settings import LimitSettings
 
     key = new_key()
-    load_keys(None, f"{tenant}:{hashed(key)}", Limits())
+    load_keys(None, f"{tenant}:{hashed(key)}", LimitSettings())
     section = "operator" if tenant == "*" else f"tenants.{tenant}"
     typer.echo(f'key, shown this once: {key}\n\n[{section}]\nkeys = ["{hashed(key)}"]')
-
-
-def _name(model: Path | None) -> str:
-    return "kedge-nano" if model is None else model.resolve().name
 
 
 def _is_loopback(host: str) -> bool:

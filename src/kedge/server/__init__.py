@@ -1,4 +1,5 @@
 """The HTTP server: OpenAI's protocol, workflows, tenants. `kedge.server.app.create_app` puts it together.
 
-It needs the extra `server` (FastAPI, uvicorn, prometheus-client); nothing outside of this room imports it.
+`docs/architecture.md` draws its modules by what they import. It needs the extra `server` (FastAPI, uvicorn,
+prometheus-client); only the CLI and the benchmarks import it.
 """

@@ -1,6 +1,6 @@
-"""One HTTP call's generations, from the engine to whoever reads them.
+"""Generations of one HTTP call, from the engine to the reader of the answer.
 
-A call that ends early, for whatever reason, cancels in the engine what still goes on.
+A call that ends early cancels its remaining generations in the engine.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta
 
 
 class Account(Protocol):
-    """Who keeps the books of a call. Called on the event loop."""
+    """Bookkeeping of a call. Its methods are called on the event loop."""
 
     def begun(self, at: int) -> None:
-        """Take note that a generation's first token has come; `at` is its number in the call."""
+        """Record the first token of the generation with number `at`."""
 
     def finished(self, at: int, completion: Completion) -> None:
-        """Take note that a generation has ended with a completion, cancelled ones too."""
+        """Record the completion of the generation with number `at`, which may have been cancelled."""
 
-    def over(self, call: Call) -> None:
-        """Nothing of the call is left in the engine."""
+    def over(self, call: GenerationCall) -> None:
+        """Record that nothing of the call is left in the engine."""
 
 
-class Call:
-    """The generations of one HTTP call. Belongs to the event loop."""
+class GenerationCall:
+    """Generations of one HTTP call. Belongs to the event loop."""
 
     def __init__(
         self, threads: Threads, requests: Sequence[GenerateRequest], streams: Sequence[Stream], account: Account
@@ -69,8 +69,10 @@ class Call:
             self._account.over(self)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
-        """Yield the deltas that have come since the last look, each with the number of its generation. Raises the
-        first error of any of them, and `EngineClosed` where the engine cancelled one."""
+        """Yield the deltas that have arrived since the last batch, each with the number of its generation.
+
+        Raises the first error of any generation, and `EngineClosed` if the engine cancelled one.
+        """
         left = len(self._ids)
         while left:
             await self._has_news.wait()
@@ -84,17 +86,17 @@ class Call:
                 raise error
 
     async def finished(self) -> list[Completion]:
-        """Return all completions. Raises as `batches` does."""
+        """Return all completions. Raises like `batches`."""
         async for _ in self.batches():
             pass
         return [completion for completion in self.completions if completion is not None]
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error next in whoever reads the deltas."""
+        """Raise this error next in the reader of `batches`."""
         self._arrive(error)
 
     def end(self) -> None:
-        """Nobody reads on: what still goes on is cancelled. Idempotent."""
+        """Stop reading: cancel the generations that still run. Idempotent."""
         if not self._ended:
             self._ended = True
             self._threads.cancel([name for name, done in zip(self._ids, self.completions, strict=True) if done is None])
@@ -117,7 +119,7 @@ def _up_to_error(
 def submit_all(
     engine: Engine, requests: Sequence[GenerateRequest]
 ) -> tuple[Sequence[GenerateRequest], Sequence[Stream]]:
-    """Submits all requests or, where one is refused, none. Answers them with their streams."""
+    """Submit all requests or, if one is refused, none. Returns the requests with their streams."""
     streams: list[Stream] = []
     try:
         for request in requests:

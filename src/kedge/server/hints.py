@@ -1,8 +1,7 @@
-"""What clients say besides the prompt, in the dialects of the field, as one struct.
+"""Hints of a call in the dialects of several clients and servers, read into one struct.
 
-A hint is never an error: one that is unknown, or has a value that cannot be meant, is ignored and counted. Only what
-changes the answer itself, `kedge.reuse` and `kedge.bindings`, must be right. Of several dialects that say the same
-thing, the one that stands first in `RULES` wins.
+Hints are advisory: unknown ones and out-of-range values are ignored and counted. Only `kedge.reuse` and
+`kedge.bindings` change the answer and must be valid. If several dialects set a field, the first in `RULES` wins.
 """
 
 from __future__ import annotations
@@ -15,65 +14,65 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kedge.errors import RequestError
-from kedge.hint_values import MOST_AGENTS, read_text, read_whole
+from kedge.hint_values import MAX_HINT_AGENTS, read_text, read_whole
 from kedge.types import AgentId, ReuseMode, RunId, WorkflowId
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client said, normalised. Empty, None or False: nothing."""
+    """Normalised hints of a call. Empty, None and False stand for no hint."""
 
     workflow: WorkflowId = WorkflowId("")
     run: RunId = RunId("")
     agent: AgentId = AgentId("")
     client: str = ""
     seq: int | None = None
-    """Grows with every forecast of a run."""
+    """Sequence number, which grows with every forecast of a run."""
     steps: Mapping[AgentId, float] | None = None
     """Steps-to-execution by agent; infinite where the client sent null."""
     fixed_tokens: int | None = None
     fixed_messages: int | None = None
-    """How much of the prompt's beginning is the same in every call of this agent."""
+    """Length of the prefix that all calls of this agent share, in tokens or in messages."""
     reuse: ReuseMode | None = None
     bindings: Mapping[str, str] | None = None
-    """Placeholder -> its value: the server fills the agent's template."""
+    """Placeholder -> value; with bindings the server fills the agent's template."""
     session: str = ""
     parent: str = ""
-    """The session that this one was started from."""
+    """Session that started this one."""
     final: bool = False
-    """Nothing more comes in this run."""
+    """Whether this is the last call of the run."""
     priority: float | None = None
-    """Higher goes first, whatever the dialect's own direction."""
+    """Higher goes first, also where the dialect counts the other way."""
     output_tokens: int | None = None
     """Expected length of the answer."""
     salt: str = ""
     """Exact and translated KV are shared only among requests with the same salt."""
     request_id: str = ""
-    """The client's name for the request; never the engine's."""
+    """The client's id of the request, not the engine's."""
     end_user: str = ""
 
-    def told(self) -> dict[str, Any]:
-        """What was understood, for the answer; without the salt, which may be a secret, and the bindings."""
-        quiet = {"salt", "bindings"}
-        said = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in quiet}
-        said["steps"] = self.steps and {agent: _finite(steps) for agent, steps in self.steps.items()}
-        return {name: value for name, value in said.items() if value not in ("", None) and value is not False}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the hints for the answer, without the bindings and without the salt, which may be a secret."""
+        hidden = {"salt", "bindings"}
+        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
+        data["steps"] = self.steps and {agent: _finite(steps) for agent, steps in self.steps.items()}
+        return {name: value for name, value in data.items() if value not in ("", None) and value is not False}
 
 
-class Why(StrEnum):
-    """Why a hint was ignored."""
+class IgnoredReason(StrEnum):
+    """Reason why a hint was ignored."""
 
     UNKNOWN = "unknown"
     BAD_VALUE = "bad value"
     UNSUPPORTED = "unsupported"
 
 
-Ignored = Counter[tuple[str, Why]]
-"""Dialect and reason -> how many hints."""
+IgnoredHints = Counter[tuple[str, IgnoredReason]]
+"""Number of ignored hints by dialect and reason."""
 
 
 class Rule(NamedTuple):
-    """Where a dialect says something, which field of `Hints` that is, and how its value is read."""
+    """Place of a hint in a dialect, the field of `Hints` that it sets, and the parser of its value."""
 
     dialect: str
     path: tuple[str, ...]
@@ -82,7 +81,7 @@ class Rule(NamedTuple):
 
 
 def _seq(value: Any) -> int:
-    """A negative one is passed on: the forecast ignores it and counts it as such."""
+    """Return a sequence number; a negative one too, which the forecast ignores and counts as such."""
     if type(value) is not int or abs(value) >= 2**63:
         raise ValueError
     return value
@@ -107,7 +106,7 @@ def _flag(value: Any) -> bool:
 
 
 def _steps(value: Any) -> dict[AgentId, float]:
-    if not isinstance(value, dict) or len(value) > MOST_AGENTS:
+    if not isinstance(value, dict) or len(value) > MAX_HINT_AGENTS:
         raise ValueError
     return {AgentId(read_text(agent)): math.inf if steps is None else _number(steps) for agent, steps in value.items()}
 
@@ -117,7 +116,7 @@ def _finite(steps: float) -> float | None:
 
 
 def _joined(value: Any) -> str:
-    """SGLang's `extra_key` may be a list."""
+    """Return SGLang's `extra_key`, which may be a list, as one text."""
     return "\x1f".join(read_text(one) for one in value) if isinstance(value, list) else read_text(value)
 
 
@@ -164,41 +163,42 @@ HEADERS = (
 RULES = (*KEDGE, *BODY, *HEADERS)
 
 CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
-"""Fields that other servers pass through; the `kedge` field may ride in them."""
+"""Pass-through fields of other servers, which may contain the `kedge` field, with their dialects."""
 STRICT = {"reuse", "bindings"}
+"""Fields of `kedge` that must be valid."""
 NO_HINTS = {
     *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
     *("prompt_cache_key", "prompt_cache_retention"),
 }
-"""Known fields without a meaning here: one engine has one cache, and nothing is stored."""
+"""Known fields without an effect here: one engine has one cache, and nothing is stored."""
 
 
-def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hints, Ignored]:
-    """The hints in the fields that a body has besides OpenAI's own, and in the headers (names in lower case).
+def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hints, IgnoredHints]:
+    """Return the hints in `body`, a body's fields besides OpenAI's own, and in `headers`, with the ignored ones.
 
-    Raises `RequestError` for `kedge.reuse` or `kedge.bindings` with a value that cannot be.
+    Names of headers are in lower case. Raises `RequestError` for an invalid `kedge.reuse` or `kedge.bindings`.
     """
-    ignored: Ignored = Counter()
+    ignored: IgnoredHints = Counter()
     body = {**body, "kedge": _kedge_field(body, ignored)}
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for rule, value in (*_found(KEDGE + BODY, body), *_found(HEADERS, headers)):
         try:
-            understood = rule.read(value)
+            parsed = rule.read(value)
         except ValueError:
-            ignored[rule.dialect, Why.BAD_VALUE] += 1
+            ignored[rule.dialect, IgnoredReason.BAD_VALUE] += 1
         else:
-            said.setdefault(rule.field, understood)
-    said["run"] = said.get("run") or said.get("session", "")
+            given.setdefault(rule.field, parsed)
+    given["run"] = given.get("run") or given.get("session", "")
     _count_unknown(body, ignored)
-    return Hints(reuse=_reuse(body["kedge"]), bindings=_bindings(body["kedge"]), **said), ignored
+    return Hints(reuse=_reuse(body["kedge"]), bindings=_bindings(body["kedge"]), **given), ignored
 
 
-def _kedge_field(body: Mapping[str, Any], ignored: Ignored) -> Mapping[str, Any]:
+def _kedge_field(body: Mapping[str, Any], ignored: IgnoredHints) -> Mapping[str, Any]:
     carried = (body[name].get("kedge") for name, _ in CARRIERS if isinstance(body.get(name), dict))
     given: object = next((one for one in (body.get("kedge"), *carried) if one is not None), {})
     if isinstance(given, dict):
         return given
-    ignored["kedge", Why.BAD_VALUE] += 1
+    ignored["kedge", IgnoredReason.BAD_VALUE] += 1
     return {}
 
 
@@ -214,35 +214,36 @@ def _found(rules: tuple[Rule, ...], data: Mapping[str, Any]) -> Iterator[tuple[R
 def _reuse(kedge: Mapping[str, Any]) -> ReuseMode | None:
     value = kedge.get("reuse")
     if value is not None and value not in list(ReuseMode):
-        raise RequestError("kedge.reuse", value, f"not one of {', '.join(ReuseMode)}")
+        raise RequestError("kedge.reuse", value, f"must be one of {', '.join(ReuseMode)}")
     return None if value is None else ReuseMode(value)
 
 
 def _bindings(kedge: Mapping[str, Any]) -> Mapping[str, str] | None:
     value = kedge.get("bindings")
     if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
-        raise RequestError("kedge.bindings", value, "must give a text for each placeholder")
+        raise RequestError("kedge.bindings", value, "must be an object with a text for each placeholder")
     return value
 
 
-def _count_unknown(body: Mapping[str, Any], ignored: Ignored) -> None:
+def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
     known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
-    ignored["body", Why.UNKNOWN] += sum(name not in known | {"kv_hints"} for name in body)
-    ignored["kedge", Why.UNKNOWN] += len(body["kedge"].keys() - {rule.path[1] for rule in KEDGE} - STRICT)
+    ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints"} for name in body)
+    ignored["kedge", IgnoredReason.UNKNOWN] += len(body["kedge"].keys() - {rule.path[1] for rule in KEDGE} - STRICT)
     for name, dialect in CARRIERS:
         if name in body:
-            ignored[dialect, Why.UNSUPPORTED] += _strangers(body[name], {"kedge"})
+            ignored[dialect, IgnoredReason.UNSUPPORTED] += _count_others(body[name], {"kedge"})
     if "nvext" in body:
-        ignored["dynamo", Why.UNKNOWN] += _strangers(body["nvext"], {"agent_hints"})
-        ignored["dynamo", Why.UNKNOWN] += _strangers(_get(body["nvext"], "agent_hints"), {"priority", "osl"})
+        hints = _get(body["nvext"], "agent_hints")
+        ignored["dynamo", IgnoredReason.UNKNOWN] += _count_others(body["nvext"], {"agent_hints"})
+        ignored["dynamo", IgnoredReason.UNKNOWN] += _count_others(hints, {"priority", "osl"})
     if "kv_hints" in body:
         actions = _get(body["kv_hints"], "actions")
-        ignored["kv_hints", Why.UNSUPPORTED] += len(actions) if isinstance(actions, list) else 1
+        ignored["kv_hints", IgnoredReason.UNSUPPORTED] += len(actions) if isinstance(actions, list) else 1
 
 
 def _get(data: Any, key: str) -> Any:
     return data.get(key) if isinstance(data, dict) else None
 
 
-def _strangers(data: Any, known: set[str]) -> int:
+def _count_others(data: Any, known: set[str]) -> int:
     return len(data.keys() - known) if isinstance(data, dict) else int(data is not None)

@@ -1,4 +1,4 @@
-"""Snapshots of what the engine has learned: one now and then, one at the end, off the paths of requests."""
+"""Snapshots of what the engine has learned: periodic, and one at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saved(Protocol):
-    """What a snapshot holds, or what was loaded of one."""
+    """Summary of a saved or loaded snapshot."""
 
     @property
     def pools(self) -> int: ...
@@ -31,20 +31,20 @@ class Saved(Protocol):
 
 @runtime_checkable
 class Saving(Protocol):
-    """An engine whose state can be saved and loaded (`kedge.engine.local.engine.LocalEngine`)."""
+    """Engine whose state can be saved and loaded (`kedge.engine.local.engine.LocalEngine`)."""
 
     def save(self, folder: str | Path) -> Saved: ...
     def load(self, folder: str | Path) -> Saved: ...
 
 
 class Snapshots:
-    """Saves an engine to a folder every `interval` seconds, in a thread of its own.
+    """Thread that saves an engine to a folder every `interval` seconds.
 
-    Nothing that goes wrong with a snapshot ends the server: it is logged and counted, and the last complete one stays.
+    A failure is logged and counted and does not end the server; the last complete snapshot is kept.
     """
 
     def __init__(self, engine: Engine, folder: Path, interval: float, count: Callable[[str], None]) -> None:
-        """Raises `ConfigError` for an engine that cannot be saved."""
+        """`count` counts outcomes by name. Raises `ConfigError` for an engine that cannot be saved."""
         if not isinstance(engine, Saving):
             raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
         self._engine, self._folder, self._interval = engine, folder, interval
@@ -53,16 +53,16 @@ class Snapshots:
         self._thread = threading.Thread(target=self._every, name="kedge-snapshots", daemon=True)
 
     def load(self) -> None:
-        """Load what is there. Raises `ConfigError` where the folder cannot be used, or another process does.
+        """Load the saved state, if any. Raises `ConfigError` if the folder is not usable or in use by another process.
 
-        What is damaged is put aside, counted and logged file by file, and the rest is loaded. State of another model or
-        format is refused and logged; the server then starts with nothing learned, and the first snapshot moves it away.
+        Damaged files are moved aside, counted and logged, and the rest is loaded. State of another model or format is
+        refused and logged; the server then starts with nothing learned, and the first snapshot moves that state away.
         """
         try:
             found = self._engine.load(self._folder)
             for _ in found.damaged:
                 self._count("damaged")
-            logger.info("loaded %s", _told(found, self._folder))
+            logger.info("loaded %s", _summary(found, self._folder))
         except StateRefused as refusal:
             self._count("refused")
             logger.error("starting with nothing learned, the saved state is refused: %s", refusal)
@@ -70,11 +70,11 @@ class Snapshots:
             raise ConfigError("server.state", str(self._folder), f"cannot be used: {error}") from error
 
     def start(self) -> None:
-        """Begins to save."""
+        """Start the periodic snapshots."""
         self._thread.start()
 
     def end(self) -> None:
-        """The last snapshot; returns when it is done."""
+        """Take the last snapshot; return when it is saved."""
         if self._thread.is_alive():
             self._ending.set()
             self._thread.join()
@@ -94,9 +94,9 @@ class Snapshots:
             logger.error("no snapshot: %s", error)
         else:
             self._count("saved")
-            logger.info("saved %s", _told(saved, self._folder))
+            logger.info("saved %s", _summary(saved, self._folder))
 
 
-def _told(saved: Saved, folder: Path) -> str:
+def _summary(saved: Saved, folder: Path) -> str:
     size, took = saved.nbytes / 2**20, saved.seconds * 1e3
     return f"{saved.pools} pools and {saved.templates} templates, {size:.1f} MiB in {took:.0f} ms ({folder})"

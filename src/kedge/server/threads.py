@@ -1,7 +1,6 @@
-"""A server's threads, and the way from the engine's threads to the event loop.
+"""Thread pools of a server, and the path from the engine's threads to the event loop.
 
-An engine's thread leaves tokens in an inbox and wakes the event loop once for all that it finds there, not once for
-each.
+An engine's thread puts tokens into an inbox, which wakes the event loop once per batch instead of once per token.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from kedge.errors import EngineClosed
 from kedge.types import RequestId
 
 logger = logging.getLogger(__name__)
-WORKERS = 4
-"""Threads for what takes milliseconds: tokenizing, submitting, cancelling."""
+WORK_THREADS = 4
+"""Threads for work of milliseconds: tokenizing, submitting, cancelling."""
 T = TypeVar("T")
 
 
 class Inbox:
-    """Items for the event loop, from any thread."""
+    """Queue of items from any thread to the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -39,38 +38,37 @@ class Inbox:
         self._items.append((take, item))
         if not self._is_woken:
             self._is_woken = True
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits for the item
+            with suppress(RuntimeError):  # the loop is closed, so nothing waits for the item
                 self._loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        self._is_woken = False  # before the look: what comes from now on wakes the loop again
+        self._is_woken = False  # first, so that an item that comes from now on wakes the loop again
         while self._items:
             take, item = self._items.popleft()
             take(item)
 
 
 class Threads:
-    """The threads of a server: a few that work, as many that wait as there may be calls in flight, and the way from
-    the engine's own threads to the event loop."""
+    """Thread pools of a server: a few threads for short work, and one for each call in flight that waits."""
 
     def __init__(self, engine: Engine, max_in_flight: int) -> None:
         self._engine = engine
-        self._work = ThreadPoolExecutor(WORKERS, "kedge-work")
+        self._work = ThreadPoolExecutor(WORK_THREADS, "kedge-work")
         self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
         self._followed = 0
         self._all_ended = threading.Condition()
         self._inbox: Inbox | None = None
 
     async def work(self, task: Callable[[], T]) -> T:
-        """Do something short off the event loop."""
+        """Run a short task off the event loop and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._work, task)
 
     def wait(self, task: Callable[[], T]) -> Future[T]:
-        """Do something that mostly waits."""
+        """Run a task that mostly waits in a thread of its own."""
         return self._wait.submit(task)
 
     def follow(self, stream: Stream, take: Listener) -> None:
-        """Call `take` on the running event loop with each delta of a stream, or with its error."""
+        """Call `take` on the running event loop with each delta of a stream, and with its error."""
         if self._inbox is None:
             self._inbox = Inbox(asyncio.get_running_loop())
         with self._all_ended:
@@ -89,7 +87,7 @@ class Threads:
                 self._all_ended.notify_all()
 
     def cancel(self, requests: Sequence[RequestId]) -> None:
-        """Cancel requests in the engine, soon."""
+        """Schedule the cancellation of requests in the engine."""
         for request_id in requests:
             self._work.submit(self._cancel, request_id)
 
@@ -100,7 +98,7 @@ class Threads:
             logger.debug("request %s ended with the engine", request_id)
 
     def shut(self) -> None:
-        """Wait for what is under way; nothing new is taken."""
+        """Wait for all running tasks and refuse new ones."""
         with self._all_ended:
             self._all_ended.wait_for(lambda: not self._followed)
         self._wait.shutdown()
@@ -108,9 +106,9 @@ class Threads:
 
 
 def _read(stream: Stream, hear: Listener) -> None:
-    """Wait for all that a stream has to say."""
+    """Pass on all deltas of a stream, or its error."""
     try:
         for delta in stream:
             hear(delta)
-    except BaseException as error:  # it is its reader's, whatever it is
+    except BaseException as error:  # its reader raises it
         hear(error)

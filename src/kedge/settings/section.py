@@ -24,14 +24,13 @@ Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), F
 """A size in bytes, as a number or as text such as `512MiB`."""
 BytesOrNone = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(ge=0)]
 """The same, where 0 is allowed."""
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: _split(value) if isinstance(value, str) else value)]
-"""Several names, as a list or as text with commas or spaces between them."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def _split(text: str) -> list[str]:
-    return text.replace(",", " ").split()
+def split_names(value: object) -> object:
+    """Return the names in a text with commas or spaces between them; any other value as it is."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 class SettingsSection(BaseModel):

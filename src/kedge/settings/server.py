@@ -5,46 +5,63 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
 
-from kedge.settings.section import Bytes, Names, Seconds, SettingsSection
+from kedge.checks import is_host
+from kedge.settings.section import Bytes, Seconds, SettingsSection, split_names
 from kedge.types import ReuseMode
 
 
+def _checked_host(host: str) -> str:
+    if host != "*" and not is_host(host):
+        raise PydanticCustomError("host", "must be a host name or an address without a port, or *")
+    return host
+
+
+HostName = Annotated[str, AfterValidator(_checked_host)]
+"""A host name or an address without a port, or `*`."""
+HostNames = Annotated[tuple[HostName, ...], BeforeValidator(split_names)]
+"""Several host names, as a list or as text with commas or spaces between them."""
+ToolCallFormat = Literal["hermes", "llama3_json"]
+
+
 class LimitSettings(SettingsSection):
-    """What a tenant may have that has no limits of its own; the server builds its `Limits` from these (same names)."""
+    """Limits of a tenant; those of the settings hold for tenants without limits of their own. None is no limit."""
 
     section = "server.limits"
 
     requests_in_flight: PositiveInt = 64
     """Generations (each of `n` choices is one) and runs at once."""
     tokens_per_minute: PositiveInt | None = None
-    """Prompt and answer together; a minute's worth may be used at once."""
+    """Tokens of prompts and answers together; a minute's worth may be used at once."""
     hints_per_minute: PositiveInt = 12_000
-    """Hints without a prompt: a call counts one, and one more for each agent that its forecast speaks of."""
+    """Hints without a prompt: one per call, and one more per agent in its forecast. A minute's worth may be used at
+    once."""
     anchors: PositiveInt | None = None
-    """Anchors in all its pools."""
+    """Anchors in all pools of the tenant."""
     anchor_bytes: Bytes | None = None
-    """Bytes of its anchors."""
+    """Bytes of the tenant's anchors."""
     host_memory: Bytes | None = None
     """Bytes of the host tier."""
 
 
 class ServerSettings(SettingsSection):
-    """How the engine is served; the server builds its `ServerConfig` from these."""
+    """How the engine is served."""
 
     section = "server"
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes any that is free."""
-    allowed_hosts: Names = ()
-    """Names and addresses, besides `host` and those of the loopback interface, that calls may have in `Host`: a list,
-    or a text with commas. `*` is any, for a server behind a proxy that checks them."""
+    allowed_hosts: HostNames = ()
+    """Host names and addresses without a port that calls may name in `Host`, besides `host` and the loopback interface:
+    a list, or a text with commas. `*` is any, for a server behind a proxy that checks them."""
     model_name: str | None = None
-    """What clients call the model; None is its folder's name."""
+    """The model's name for clients; None is its folder's name."""
     reuse: ReuseMode | None = None
-    """Where neither request, agent nor workflow says; None: `exact` for plain requests, `translate` for agents."""
+    """Reuse mode where neither request, agent nor workflow sets one; None is `exact` for plain requests and `translate`
+    for agents of registered workflows."""
     default_max_tokens: PositiveInt = 512
     """Longest answer of a chat completion that names no limit."""
     max_in_flight: PositiveInt = 256
@@ -53,18 +70,25 @@ class ServerSettings(SettingsSection):
     limits: LimitSettings = LimitSettings()
     tools: bool = False
     """Whether workflows may run tools, which run code on this machine."""
-    tool_call_parser: str | None = None
-    """The format in which the model writes tool calls, `hermes` or `llama3_json`; None: it is not told of any tools."""
+    tool_call_parser: ToolCallFormat | None = None
+    """Format in which the model writes tool calls, `hermes` or `llama3_json`; None refuses requests with tools."""
     api_keys: Path | None = None
     """TOML file with tenants and hashes of their keys."""
     state: Path | None = None
-    """Folder for what the engine has learned; None: it ends with the server."""
+    """Folder for what the engine has learned; None keeps nothing."""
     snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Seconds between two snapshots."""
     grace: Seconds = 10.0
-    """Seconds that running answers may go on when the server is told to end."""
+    """Seconds that running answers may go on when the server is asked to end."""
     engine_process: bool = True
     """Whether the embedded engine runs in a process of its own, so that the server's work does not slow it down."""
     log_format: Literal["text", "json"] = "text"
     tracing: bool = False
-    """Whether OpenTelemetry spans are sent, to where its own variables (`OTEL_…`) say."""
+    """Whether OpenTelemetry spans are sent, as its own variables (`OTEL_…`) say."""
+
+    @field_validator("model_name")
+    @classmethod
+    def _check_model_name(cls, name: str | None) -> str | None:
+        if name is not None and not name.strip():
+            raise PydanticCustomError("blank", "must not be blank")
+        return name

@@ -18,8 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kedge.engine.local.build import model_path  # noqa: E402
 from kedge.errors import EngineClosed  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.server.settings import ServerConfig  # noqa: E402
-from kedge.settings import EngineSettings  # noqa: E402
+from kedge.settings import EngineSettings, ServerSettings  # noqa: E402
 from kedge.types import GenerateRequest, SamplingParams, Segment  # noqa: E402
 from tests.server.conftest import Served, serving  # noqa: E402
 
@@ -38,7 +37,7 @@ OWN = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 8}
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = EngineSettings(backend="vllm", anchors={"max_error": 50.0}, vllm=OWN)
-    with VLLMEngine(config=config) as engine, serving(engine, ServerConfig(tools=True)) as running:
+    with VLLMEngine(config=config) as engine, serving(engine, ServerSettings(tools=True)) as running:
         yield running
 
 

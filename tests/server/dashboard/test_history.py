@@ -343,7 +343,7 @@ def test_a_cancelled_stream_that_nobody_reads_is_forgotten() -> None:
 
 def test_the_page_knows_every_state_source_and_kind() -> None:
     """They are named in its style and its tables."""
-    page = files("kedge.server.dashboard.routes") / "static"
+    page = files("kedge.server.dashboard") / "static"
     script, style = ((page / name).read_text(encoding="utf-8") for name in ("panels.js", "style.css"))
     assert all(f".{state}" in style or state == "expected" for state in AgentState)
     assert all(f"  {source.value}:" in script and f".fill-{source.value}" in style for source in Source)

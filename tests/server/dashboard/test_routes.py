@@ -18,7 +18,8 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.records import AgentName
 from kedge.server.dashboard.routes import MOST_WATCHERS
-from kedge.server.tenancy import KeyRing, Limits, hashed, load_keys
+from kedge.server.tenancy import KeyRing, hashed, load_keys
+from kedge.settings import LimitSettings
 from kedge.types import AgentId, Namespace, TenantId, WorkflowId
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, serving, wait_until
@@ -71,7 +72,7 @@ def test_the_page_and_all_that_it_loads_come_from_here(http: httpx.Client) -> No
     assert page.headers["content-type"].startswith("text/html")
     loaded = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
     scripts = [
-        file.name for file in (files("kedge.server.dashboard.routes") / "static").iterdir() if file.name.endswith(".js")
+        file.name for file in (files("kedge.server.dashboard") / "static").iterdir() if file.name.endswith(".js")
     ]
     for path in (*loaded, *(f"/static/{name}" for name in scripts)):
         answer = http.get(path)
@@ -152,7 +153,7 @@ def test_a_run_that_the_client_drives_is_followed_until_it_says_final(http: http
 
 def keys() -> KeyRing:
     names = {"acme": "key-a", "other": "key-b", "*": "key-o"}
-    return load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), Limits())
+    return load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), LimitSettings())
 
 
 def test_with_keys_everyone_sees_what_is_theirs_and_no_totals() -> None:

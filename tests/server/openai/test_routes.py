@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from kedge.types import ReuseMode
 from tests.server.conftest import Served, serving
 
@@ -80,7 +80,7 @@ def test_sampling_reaches_the_engine(client: openai.OpenAI, served: Served) -> N
 def test_what_is_not_said_is_as_openai_has_it(client: openai.OpenAI, served: Served) -> None:
     client.chat.completions.create(model=MODEL, messages=say("x"))
     assert served.engine.requests[-1].sampling.temperature == 1.0
-    assert served.engine.requests[-1].sampling.max_tokens == ServerConfig().default_max_tokens
+    assert served.engine.requests[-1].sampling.max_tokens == ServerSettings().default_max_tokens
     assert served.engine.requests[-1].reuse is ReuseMode.EXACT
     client.completions.create(model=MODEL, prompt="a text of more than sixteen letters")
     assert served.engine.requests[-1].sampling.max_tokens == 16
@@ -179,7 +179,7 @@ def test_operation_pages(http: httpx.Client) -> None:
     ("mode", "expected"), [(None, "exact"), (ReuseMode.OFF, "off"), (ReuseMode.TRANSLATE, "translate")]
 )
 def test_the_server_has_a_mode_for_plain_requests(mode: ReuseMode | None, expected: str) -> None:
-    with EchoEngine() as engine, serving(engine, ServerConfig(reuse=mode)) as running:
+    with EchoEngine() as engine, serving(engine, ServerSettings(reuse=mode)) as running:
         running.client().completions.create(model=MODEL, prompt="x")
         running.client().completions.create(model=MODEL, prompt="x", extra_body={"kedge": {"reuse": "exact"}})
         assert [request.reuse for request in engine.requests] == [expected, "exact"]

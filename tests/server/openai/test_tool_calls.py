@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.errors import ConfigError
 from kedge.server.openai.tool_calls import PARSERS, Hermes, Llama3Json, ToolParser
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_tokenizer
 from tests.server.conftest import Served, serving
@@ -72,7 +72,7 @@ TALKER = Talker()
 def served() -> Iterator[Served]:
     engine = EchoEngine(TALKER)
     engine.tokenizer = Templated()
-    with engine, serving(engine, ServerConfig(tool_call_parser="hermes")) as running:
+    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
         yield running
 
 
@@ -198,19 +198,19 @@ def test_a_server_that_reads_no_calls_takes_no_tools() -> None:
 
 def test_a_template_that_keeps_tools_to_itself() -> None:
     silent = "{% for m in messages %}{{ m.content }}{% endfor %}!"
-    config = ServerConfig(tool_call_parser="llama3_json")
+    config = ServerSettings(tool_call_parser="llama3_json")
     with engine_that_says(CALL, silent) as engine, serving(engine, config) as running:
         client = running.client()
-        with pytest.raises(openai.BadRequestError, match="does not tell of them") as caught:
+        with pytest.raises(openai.BadRequestError, match="ignores them") as caught:
             client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
         assert caught.value.param == "tools"
-        with pytest.raises(openai.BadRequestError, match="does not tell of tool calls"):
+        with pytest.raises(openai.BadRequestError, match="ignores tool calls"):
             client.chat.completions.create(model=MODEL, messages=[*ASK, called("{}")])
 
 
 def test_an_unknown_format_is_a_bad_setting() -> None:
-    with pytest.raises(ConfigError, match="tool_call_parser='pythonic'.*hermes, llama3_json"):
-        ServerConfig(tool_call_parser="pythonic")
+    with pytest.raises(ConfigError, match="tool_call_parser='pythonic'.*'hermes' or 'llama3_json'"):
+        ServerSettings(tool_call_parser="pythonic")
 
 
 # the formats ----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,10 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.settings import ServerConfig
 from kedge.server.telemetry.in_flight import InFlight
 from kedge.server.telemetry.metrics import ServerMetrics
+from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest, TenantId
-from kedge.workflow.forecast import ForecastBoard
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 TEXT, RUNS = "/v1/completions", "/v1/workflows/pair/runs"
@@ -107,12 +106,12 @@ def test_a_choice_that_is_done_runs_no_longer_while_others_do() -> None:
 
 
 def test_a_generation_is_counted_once_in_each_stage() -> None:
-    metrics = ServerMetrics("m", ForecastBoard())
+    metrics = ServerMetrics("m")
     one = InFlight(metrics, TenantId("t"))
 
     def counted() -> tuple[float, ...]:
-        samples = (gauge.snapshot()["samples"] for gauge in (metrics.waiting, metrics.running))
-        return tuple(sum(one["value"] for one in found) for found in samples)
+        families = (family for gauge in (metrics.waiting, metrics.running) for family in gauge.collect())
+        return tuple(sum(sample.value for sample in family.samples) for family in families)
 
     for name in "ab":
         one.submitted(name)
@@ -167,11 +166,11 @@ async def hammer_all(url: str) -> None:
 
 
 def test_clients_that_come_and_go_by_the_dozen_leave_nothing_behind() -> None:
-    config = ServerConfig(max_in_flight=48)
+    config = ServerSettings(max_in_flight=48)
     with EchoEngine(delay_s=0.002, capacity=20_000) as engine, serving(engine, config) as running:
         running.http().post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         asyncio.run(hammer_all(running.url))
-        wait_until(lambda: not running.app.state.runs.going_on)
+        wait_until(lambda: not running.workflows.server_runs.any_running)
         running.wait_quiet()
         wait_until(lambda: gauges(running) == (0, 0, 0))
         assert not engine.in_flight

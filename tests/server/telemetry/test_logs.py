@@ -12,7 +12,8 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.server.telemetry import logs
 from kedge.server.telemetry.logs import JSONLine, TextLine, WithCall
-from kedge.server.tenancy import Limits, hashed, load_keys
+from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import LimitSettings
 from tests.server.conftest import Served, serving, wait_until
 
 KEY = "key-of-a"
@@ -35,7 +36,7 @@ def lines() -> Iterator[io.StringIO]:
 
 @pytest.fixture
 def known(lines: io.StringIO) -> Iterator[Served]:  # noqa: ARG001 (the log must listen first)
-    with EchoEngine() as engine, serving(engine, keys=load_keys(None, f"a:{hashed(KEY)}", Limits())) as running:
+    with EchoEngine() as engine, serving(engine, keys=load_keys(None, f"a:{hashed(KEY)}", LimitSettings())) as running:
         yield running
 
 

@@ -12,8 +12,8 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
 from kedge.server.app import create_app
-from kedge.server.settings import ServerConfig
 from kedge.server.telemetry.tracing import OpenTelemetry, exporting
+from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
@@ -40,10 +40,10 @@ SECRET = "print(6 * 7)  # secret"
 def traced(spans: Any) -> Iterator[Served]:
     provider = sdk.TracerProvider()
     provider.add_span_processor(export.SimpleSpanProcessor(spans))
-    config = ServerConfig(tools=True)
+    config = ServerSettings(tools=True)
     with (
         EchoEngine({"writer": f"```python\n{SECRET}\n```", "reader": "42"}) as engine,
-        serving(engine, config, tracing=OpenTelemetry(provider, config.model_name)) as running,
+        serving(engine, config, tracing=OpenTelemetry(provider, "kedge-nano")) as running,
     ):
         yield running
 

@@ -13,10 +13,10 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.runner.run import run
-from kedge.server.settings import ServerConfig
+from kedge.settings import ServerSettings
 from kedge.types import AgentId, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
 from kedge.workflow.spec import build_workflow
-from kedge.workloads.sandbox import Outcome
+from kedge.workloads.sandbox import SandboxResult
 from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
 
 PAIR: dict[str, Any] = {
@@ -33,7 +33,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with EchoEngine(ANSWERS) as engine, serving(engine, ServerConfig(tools=True)) as running:
+    with EchoEngine(ANSWERS) as engine, serving(engine, ServerSettings(tools=True)) as running:
         yield running
 
 
@@ -223,9 +223,9 @@ def test_a_run_that_is_cancelled_while_a_tool_works_calls_nobody_else(
 ) -> None:
     is_working, is_cancelled = threading.Event(), threading.Event()
 
-    def work(_: str) -> Outcome:
+    def work(_: str) -> SandboxResult:
         is_working.set()
-        return Outcome("1\n", None if is_cancelled.wait(PATIENCE) else "TimeoutError")
+        return SandboxResult("1\n", None if is_cancelled.wait(PATIENCE) else "TimeoutError")
 
     monkeypatch.setattr("kedge.workloads.sandbox.run_python", work)
     slow = {"id": "a", "user": "{user_question}", "tool": "python", "tool_seconds": PATIENCE}
@@ -310,7 +310,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
     call(http, "first", {"user_question": "what?"}, run="r", client="c")
     first = served.engine.requests[-1]
     assert (str(first.produces), first.run) == ("agent_first@0", "r")
-    assert first.trail == served.service.workflows.get(TenantId("default"), "pair").prompts["first"].trail
+    assert first.trail == served.workflows.registry.get(TenantId("default"), "pair").prompts["first"].trail
     assert first.trail
     for bindings in ({"user_question": "what?"}, {"user_question": "what?", "agent_first_current": "one"}):
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
@@ -318,7 +318,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
         assert served.engine.requests[-1].run == "c/r"
         run = RunKey(first.namespace, "c", first.run)
-        served.service.agent_runs._of(first.namespace)[run].turns["last"] = 0
+        served.workflows.client_runs._of(first.namespace)[run].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
     other = served.engine.requests[-1].segments[3]
     assert other.sample[:3] == (ValueKind.AGENT, "first", 0) and other.sample.digest
@@ -364,7 +364,7 @@ def test_the_graph_of_a_run_tells_who_is_next(served: Served, http: httpx.Client
     register(http)
     call(http, "first", {"user_question": "x"}, run="r")
     served.wait_quiet()
-    forecast = served.service.agent_runs.board.forecast(RunKey(Namespace(TenantId("default")), "", RunId("r")))
+    forecast = served.workflows.client_runs.board.forecast(RunKey(Namespace(TenantId("default")), "", RunId("r")))
     assert {agent: one.steps for agent, one in forecast.next_runs.items()}["last"] == 0
 
 

@@ -24,13 +24,12 @@ from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
 from kedge.server.dashboard.history import History
 from kedge.server.dashboard.records import AgentName
+from kedge.server.http.sse import EventStream, event
 from kedge.server.service import Service, TheService, TheTenant
-from kedge.server.sse import EventStream, event
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows import drawing
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.routes import runs_of
-from kedge.server.workflows.server_runs import Runs
+from kedge.server.workflows.workflows import TheWorkflows, Workflows
 from kedge.types import Namespace, TenantId, Tokens, is_owned
 
 PACE, REST = 0.5, 5.0
@@ -139,11 +138,11 @@ async def static(name: str) -> Response:
 
 
 @router.get("/v1/dashboard/events", include_in_schema=False, response_model=None)
-async def events(request: Request, service: TheService, tenant: TheTenant) -> Response:
+async def events(request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant) -> Response:
     """The tenant's state as server-sent events, whenever it has changed."""
     dashboard: Dashboard = request.app.state.dashboard
     dashboard.enter(tenant.id)
-    states = _states(dashboard, service, runs_of(request), tenant)
+    states = _states(dashboard, service, workflows, tenant)
     return EventStream(states, partial(dashboard.leave, tenant.id))
 
 
@@ -157,28 +156,28 @@ def _static(name: str) -> Response:
 @cache
 def _files() -> dict[str, bytes]:
     """The page's files by name."""
-    return {file.name: file.read_bytes() for file in (files("kedge.server.dashboard.routes") / "static").iterdir()}
+    return {file.name: file.read_bytes() for file in (files("kedge.server.dashboard") / "static").iterdir()}
 
 
-async def _states(dashboard: Dashboard, service: Service, runs: Runs, tenant: Tenant) -> AsyncIterator[bytes]:
+async def _states(dashboard: Dashboard, service: Service, workflows: Workflows, tenant: Tenant) -> AsyncIterator[bytes]:
     sent, sent_at = -1, 0.0
     while not service.is_ending:
         version, now = dashboard.history.version(tenant.id), time.monotonic()
         if version != sent or now - sent_at >= REST:
             sent, sent_at = version, now
-            yield event(await _state(dashboard, service, runs, tenant), name="state")
+            yield event(await _state(dashboard, service, workflows, tenant), name="state")
         await asyncio.sleep(PACE)
 
 
-async def _state(dashboard: Dashboard, service: Service, runs: Runs, tenant: Tenant) -> dict[str, Any]:
+async def _state(dashboard: Dashboard, service: Service, workflows: Workflows, tenant: Tenant) -> dict[str, Any]:
     engine = await dashboard.seen(service, tenant.id)
     state = dashboard.history.state(tenant.id)
-    statuses = {served.id: served.status for served in runs.all(tenant)}
+    statuses = {served.id: served.status for served in workflows.server_runs.all(tenant)}
     for run in state["runs"]:
         run["status"] = statuses.get(run["id"], "ended" if run["ended"] else "running")
     return {
-        "server": {"model": service.config.model_name, "version": __version__, "open": service.keys.is_open},
-        "workflows": [_drawn(one) for one in service.workflows.all(tenant.id)],
+        "server": {"model": service.model_name, "version": __version__, "open": service.keys.is_open},
+        "workflows": [_drawn(one) for one in workflows.registry.all(tenant.id)],
         "engine": engine,
         **state,
     }

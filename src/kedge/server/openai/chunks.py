@@ -1,18 +1,18 @@
-"""A stream's chunks as bytes. Nearly all say a little text and nothing else: what stands around it is encoded once."""
+"""Stream chunks as bytes. Nearly all differ only in a short text, so the JSON around it is encoded once."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kedge.server.http.sse import dumps, event
 from kedge.server.openai.responses import Choice, Format
-from kedge.server.sse import dumps, event
 
 MARK = "\ue000kedge\ue000"
-"""Stands for the text while what is around it is encoded; private characters, so that nothing else contains it."""
+"""Placeholder for the text while the JSON around it is encoded; private-use characters, so that it is unique."""
 
 
 class ChunkEncoder:
-    """Encodes the chunks of one stream, each with the same additional fields."""
+    """Encoder of one stream's chunks, which share additional fields."""
 
     def __init__(self, form: Format, **fields: Any) -> None:
         self._form, self._fields = form, fields

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two kinds of completion write them."""
+"""Logprobs in the formats of OpenAI's chat and text completions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from kedge.engine.base import Tokenizer
 from kedge.types import TokenLogprob, Tokens
 
-MOST = 20
-"""Of the likeliest tokens in one place."""
+MAX_LOGPROBS = 20
+"""Largest k of the top-k logprobs of one token."""
 _IMPOSSIBLE = -9999.0
-"""What is written for minus infinity, which JSON has no number for."""
+"""Stands for minus infinity, which JSON cannot express."""
 
 
 def of_chat(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """The field `logprobs` of a chat's choice."""
+    """Return the field `logprobs` of a chat's choice."""
     return {"content": [_entry(tokenizer, one) for one in entries], "refusal": None}
 
 
 def _entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    likeliest = [_token(tokenizer, token, logprob) for token, logprob in entry.top]
-    return {**_token(tokenizer, entry.token, entry.logprob), "top_logprobs": likeliest}
+    top = [_token(tokenizer, token, logprob) for token, logprob in entry.top]
+    return {**_token(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -35,18 +35,18 @@ def _number(logprob: float) -> float:
 
 
 class TextLogprobs:
-    """Writes the field `logprobs` of a text completion's choice, piece by piece: offsets go on from piece to piece.
+    """Writer of the field `logprobs` of a text completion's choice.
 
-    The text is that of the tokens with specials spelled out.
+    It writes piece by piece; text offsets continue from piece to piece. Special tokens are spelled out.
     """
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        """`offset` in characters of the first token."""
+        """`offset`: position of the first token, in characters."""
         self._tokenizer, self._offset = tokenizer, offset
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, tokens: Tokens, entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
-        """An entry that is None says nothing of its token."""
+        """Return the logprobs of the next tokens. An entry is None where a token has no logprob."""
         return {
             "tokens": [self._text(token) for token in tokens],
             "token_logprobs": [entry and _number(entry.logprob) for entry in entries],
@@ -55,7 +55,7 @@ class TextLogprobs:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """By text, likeliest first; the token itself is always there. Of two that read the same, the likelier one."""
+        """Return logprobs by text, highest first, including the token itself. Of equal texts the highest counts."""
         top: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             top.setdefault(self._text(token), _number(logprob))
@@ -65,7 +65,7 @@ class TextLogprobs:
         spelled = self._tokenizer.token_bytes(token)
         try:
             return spelled.decode()
-        except UnicodeDecodeError:  # OpenAI's way to write a part of a character
+        except UnicodeDecodeError:  # a part of a character; the format is OpenAI's
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _next_offset(self, token: int) -> int:
@@ -75,5 +75,5 @@ class TextLogprobs:
 
 
 def spelled(tokenizer: Tokenizer, tokens: Tokens) -> str:
-    """The text of a prompt's tokens, with specials spelled out."""
+    """Return the text of a prompt's tokens, with special tokens spelled out."""
     return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")

@@ -1,74 +1,89 @@
-"""OpenAI's routes: chat and text completions, models."""
+"""OpenAI's routes: chat completions, text completions and models."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from kedge.errors import KedgeError
-from kedge.server.calls import Call
-from kedge.server.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, problem_of, told
-from kedge.server.media_types import TypedRoute
-from kedge.server.openai import protocol
+from kedge.server.calls import GenerationCall
+from kedge.server.hints import Hints
+from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, problem_of
+from kedge.server.http.media_types import TypedRoute
+from kedge.server.http.sse import DONE, EventStream, JSONAnswer, event
 from kedge.server.openai.chunks import ChunkEncoder
-from kedge.server.openai.generation import Job, chat_job, completion_job
+from kedge.server.openai.generation import CallContext, GenerationJob
+from kedge.server.openai.jobs import chat_job, completion_job
 from kedge.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from kedge.server.openai.responses import ChatFormat, Choice, CompletionFormat, Format, Writer
-from kedge.server.openai.tool_calls import PlainText
+from kedge.server.openai.tool_calls import parser_of
+from kedge.server.receipts import kedge_field, usage
 from kedge.server.service import Service, TheService, TheTenant
-from kedge.server.sse import DONE, EventStream, JSONAnswer, event
+from kedge.server.tenancy import Tenant
+from kedge.server.workflows.workflows import TheWorkflows
 from kedge.types import Completion, TokenDelta
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
 CLIENT_GONE = 499
-"""The status of an answer that nobody reads; nginx's word for it."""
+"""Status of an answer whose client has disconnected, as in nginx."""
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
-async def chat_completions(body: ChatBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
-    """Answers a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
-    hints = service.checked_hints(tenant, body, request.headers)
-    job = chat_job(service, tenant, body, hints)
+async def chat_completions(
+    body: ChatBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
+) -> Response:
+    """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
+    hints = _checked_hints(service, tenant, body, request.headers)
+    job = chat_job(CallContext(service, workflows, tenant, hints), body)
     form = ChatFormat(
-        service.config.model_name,
+        service.model_name,
         service.engine.tokenizer,
-        parser=service.config.parser if body.tools_to_use else PlainText,
-        most_calls=1 if body.parallel_tool_calls is False else None,
+        parser=parser_of(service.settings.tool_call_parser if body.tools_to_use else None),
+        max_calls=1 if body.parallel_tool_calls is False else None,
     )
     return await _answer(job, form, request)
 
 
 @router.post("/v1/completions", response_model=None, responses=ANSWERS)
-async def completions(body: CompletionBody, request: Request, service: TheService, tenant: TheTenant) -> Response:
-    """Continues texts or token ids."""
-    hints = service.checked_hints(tenant, body, request.headers)
-    job = completion_job(service, tenant, body, hints)
-    form = CompletionFormat(service.config.model_name, service.engine.tokenizer, echo=bool(body.echo))
+async def completions(
+    body: CompletionBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
+) -> Response:
+    """Continue texts or token ids."""
+    hints = _checked_hints(service, tenant, body, request.headers)
+    job = completion_job(CallContext(service, workflows, tenant, hints), body)
+    form = CompletionFormat(service.model_name, service.engine.tokenizer, echo=bool(body.echo))
     return await _answer(job, form, request)
 
 
+def _checked_hints(service: Service, tenant: Tenant, body: GenerationBody, headers: Mapping[str, str]) -> Hints:
+    """Return the hints of a body. Raises `NotFound` for another model, `RequestError` for unsupported parameters."""
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    return service.hints(tenant, body.hints, headers)
+
+
 @router.get("/v1/models", response_model=None)
-async def models(service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001 (who asks must be known)
-    """The one model that is served."""
+async def models(service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001 (authenticates the caller)
+    """List the one model that is served."""
     return JSONAnswer({"object": "list", "data": [_model(service)]})
 
 
 @router.get("/v1/models/{name:path}", response_model=None)
 async def model(name: str, service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001
-    """A model by its name."""
+    """Return a model by its name."""
     service.check_model(name)
     return JSONAnswer(_model(service))
 
 
 def _model(service: Service) -> dict[str, object]:
-    return {"id": service.config.model_name, "object": "model", "created": service.started, "owned_by": "kedge"}
+    return {"id": service.model_name, "object": "model", "created": service.started, "owned_by": "kedge"}
 
 
-async def _answer(job: Job, form: Format, request: Request) -> Response:
+async def _answer(job: GenerationJob, form: Format, request: Request) -> Response:
     call = await job.begin()
     if job.body.stream:
         return EventStream(_chunks(job, call, form), call.end)
@@ -79,11 +94,12 @@ async def _answer(job: Job, form: Format, request: Request) -> Response:
     if finished is None:
         return Response(status_code=CLIENT_GONE)
     write = partial(_whole, job, form, call, finished)
-    return JSONAnswer(write() if job.body.likeliest is None else await job.service.threads.work(write))
+    has_logprobs = job.body.top_logprobs_count is not None
+    return JSONAnswer(await job.context.service.threads.work(write) if has_logprobs else write())
 
 
-async def _unless_gone(call: Call, request: Request) -> list[Completion] | None:
-    """The call's completions; None where the client has gone before."""
+async def _unless_gone(call: GenerationCall, request: Request) -> list[Completion] | None:
+    """Return the call's completions, or None if the client disconnects first."""
     finished = asyncio.ensure_future(call.finished())
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -99,19 +115,19 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _whole(job: Job, form: Format, call: Call, finished: list[Completion]) -> dict[str, object]:
+def _whole(job: GenerationJob, form: Format, call: GenerationCall, finished: list[Completion]) -> dict[str, object]:
     writers = _writers(form, call)
     choices = [writer.whole(completion) for writer, completion in zip(writers, finished, strict=True)]
-    usage = protocol.usage(finished, job.body.choices_per_prompt)
-    return form.whole(choices, usage=usage, kedge=protocol.kedge_field(job.hints, finished))
+    counts = usage(finished, job.body.choices_per_prompt)
+    return form.whole(choices, usage=counts, kedge=kedge_field(job.context.hints, finished))
 
 
-def _writers(form: Format, call: Call) -> list[Writer]:
+def _writers(form: Format, call: GenerationCall) -> list[Writer]:
     return [form.writer(at, request) for at, request in enumerate(call.requests)]
 
 
-async def _chunks(job: Job, call: Call, form: Format) -> AsyncIterator[bytes]:
-    """A stream's events: what the choices say, usage if it is asked for, and the mark of the end."""
+async def _chunks(job: GenerationJob, call: GenerationCall, form: Format) -> AsyncIterator[bytes]:
+    """Yield a stream's events: the choices' chunks, the usage if it is asked for, and the end mark."""
     encoder = ChunkEncoder(form, **_usage_field(job.body))
     writers, left = _writers(form, call), job.count
     try:
@@ -119,37 +135,39 @@ async def _chunks(job: Job, call: Call, form: Format) -> AsyncIterator[bytes]:
             choices = await _choices(job, writers, batch)
             left -= sum(delta.completion is not None for _, delta in batch)
             if not left:
-                yield b"".join(map(event, _sealed(choices, job, call, form)))
+                yield b"".join(map(event, _last_chunks(choices, job, call, form)))
             elif choices:
                 yield b"".join(map(encoder.event, choices))
     except KedgeError as error:
-        job.service.metrics.failed(job.tenant.id, problem_of(error).status)
-        yield event(told(error))
+        job.context.service.metrics.failed(job.context.tenant.id, problem_of(error).status)
+        yield event(error_body(error))
     yield DONE
 
 
-async def _choices(job: Job, writers: list[Writer], batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
-    """Return what is to be sent of a few deltas. Log-probabilities of a whole prompt are written off the event loop."""
+async def _choices(job: GenerationJob, writers: list[Writer], batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
+    """Return the chunks' choices of a few deltas. Logprobs of a whole prompt are written off the event loop."""
 
     def write() -> list[Choice]:
         return [choice for at, delta in batch for choice in writers[at].chunks(delta)]
 
     is_long = any(delta.prompt_logprobs for _, delta in batch)
-    return await job.service.threads.work(write) if is_long else write()
+    return await job.context.service.threads.work(write) if is_long else write()
 
 
-def _sealed(choices: list[Choice], job: Job, call: Call, form: Format) -> list[dict[str, object]]:
+def _last_chunks(
+    choices: list[Choice], job: GenerationJob, call: GenerationCall, form: Format
+) -> list[dict[str, object]]:
     """Return a stream's last chunks, the very last with the receipts, and with the usage if it is asked for."""
     finished = [completion for completion in call.completions if completion]
-    said = [form.chunk(choice, **_usage_field(job.body)) for choice in choices]
+    chunks = [form.chunk(choice, **_usage_field(job.body)) for choice in choices]
     if _wants_usage(job.body):
-        said.append(form.chunk(usage=protocol.usage(finished, job.body.choices_per_prompt)))
-    said[-1]["kedge"] = protocol.kedge_field(job.hints, finished)
-    return said
+        chunks.append(form.chunk(usage=usage(finished, job.body.choices_per_prompt)))
+    chunks[-1]["kedge"] = kedge_field(job.context.hints, finished)
+    return chunks
 
 
 def _usage_field(body: GenerationBody) -> dict[str, None]:
-    """Return what chunks say of the usage before the last one: nothing yet."""
+    """Return the usage field of chunks before the last one: null if usage is asked for, else none."""
     return {"usage": None} if _wants_usage(body) else {}
 
 

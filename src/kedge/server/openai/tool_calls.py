@@ -1,7 +1,6 @@
-"""Tool calls in what a model says, in the formats that models are trained to write them in.
+"""Parsers of tool calls in a model's answers.
 
-Which format a model writes is the server's configuration: nothing is guessed from names. What looks like a call and is
-none stays text.
+The server's settings name the format of the model; nothing is guessed. Text that only resembles a call stays text.
 """
 
 from __future__ import annotations
@@ -12,46 +11,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from kedge.settings.server import ToolCallFormat
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants to be called."""
+    """Function call that the model asks for."""
 
     name: str
     arguments: str
-    """JSON text of an object"""
+    """JSON text of an object."""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
-    def as_json(self) -> dict[str, Any]:
-        """As OpenAI's API tells it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the call in the format of OpenAI's API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Said(NamedTuple):
-    """What became certain of an answer: text for the reader, and calls."""
+class ParsedText(NamedTuple):
+    """The part of an answer that is certain to be text, and the calls in it."""
 
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
 
 
 class ToolParser(Protocol):
-    """Reads one answer, piece by piece, wherever the pieces are cut."""
+    """Parser of one answer, which comes in pieces that may be cut anywhere."""
 
-    def push(self, text: str, *, last: bool = False) -> Said:
-        """What became certain with `text`; with the last piece, all the rest."""
+    def push(self, text: str, *, last: bool = False) -> ParsedText:
+        """Take the next piece and return what is certain now; after the last piece, everything left."""
 
 
 class PlainText:
-    """No format: all is text."""
+    """Parser that finds no calls."""
 
-    def push(self, text: str, *, last: bool = False) -> Said:  # noqa: ARG002 (nothing is ever held back)
-        return Said(text)
+    def push(self, text: str, *, last: bool = False) -> ParsedText:  # noqa: ARG002 (nothing is ever held back)
+        return ParsedText(text)
 
 
 class Hermes:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere and several times: Hermes, Qwen.
+    """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which may occur several times (Hermes, Qwen).
 
-    White space before a call belongs to it, and what is left after the last one.
+    White space before a call and after the last one is dropped.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -59,7 +60,7 @@ class Hermes:
     def __init__(self) -> None:
         self._held, self._ends_in_call = "", False
 
-    def push(self, text: str, *, last: bool = False) -> Said:
+    def push(self, text: str, *, last: bool = False) -> ParsedText:
         self._held += text
         content, calls = "", []
         while self.OPEN in self._held:
@@ -71,7 +72,7 @@ class Hermes:
                 calls.append(call)
             content += before.rstrip() if call else before + self.OPEN + body + close
             self._held, self._ends_in_call = after, bool(call)
-        return Said(content + self._release(last), tuple(calls))
+        return ParsedText(content + self._release(last), tuple(calls))
 
     def _release(self, last: bool) -> str:
         size = len(self._held) if last else self._certain()
@@ -80,7 +81,7 @@ class Hermes:
         return "" if self._ends_in_call else out
 
     def _certain(self) -> int:
-        """How many characters no call can begin in, nor the white space before it."""
+        """Return how many leading characters cannot belong to a call or to the white space before it."""
         at = self._held.find(self.OPEN)
         if at < 0:
             begun = (size for size in range(len(self.OPEN) - 1, 0, -1) if self._held.endswith(self.OPEN[:size]))
@@ -89,28 +90,33 @@ class Hermes:
 
 
 class Llama3Json:
-    """The whole answer is `{"name": …, "parameters": {…}}`, or several of them with semicolons between: Llama 3."""
+    """Parser of answers that are `{"name": …, "parameters": {…}}`, or several of them with semicolons (Llama 3)."""
 
     def __init__(self) -> None:
         self._held, self._is_text = "", False
 
-    def push(self, text: str, *, last: bool = False) -> Said:
+    def push(self, text: str, *, last: bool = False) -> ParsedText:
         self._held += text
         begin = self._held.lstrip()[:1]
         self._is_text = self._is_text or begin not in ("", "{")
         if not (self._is_text or last):
-            return Said()
+            return ParsedText()
         calls = () if self._is_text else _calls(self._held)
         content, self._held = "" if calls else self._held, ""
-        return Said(content, calls)
+        return ParsedText(content, calls)
 
 
-PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
-"""By the name that a server is configured with. The names are vLLM's."""
+PARSERS: Mapping[ToolCallFormat, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
+"""Parsers by the format that the settings name. The names are vLLM's."""
+
+
+def parser_of(name: ToolCallFormat | None) -> Callable[[], ToolParser]:
+    """Return what makes a parser of this format; without a format, one that finds no calls."""
+    return PARSERS[name] if name else PlainText
 
 
 def read_json(text: str) -> Any:
-    """What a JSON text says. Raises `ValueError` where it is none, nests too deeply or has a number that is none."""
+    """Return the value of a JSON text. Raises `ValueError` if it is invalid, nests too deeply or has NaN."""
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -125,36 +131,36 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _parsed(text: str) -> Any:
-    """What a JSON text says, or None."""
+    """Return the value of a JSON text, or None if it is invalid."""
     try:
         return read_json(text)
     except ValueError:
         return None
 
 
-def _call(said: Any, key: str) -> ToolCall | None:
-    """The call that an object is, with its arguments under `key`; None where it is none."""
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str) or not said["name"]:
+def _call(data: Any, key: str) -> ToolCall | None:
+    """Return the call that `data` describes, with its arguments under `key`; None if it describes no call."""
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
         return None
-    arguments = said.get(key, {})
+    arguments = data.get(key, {})
     if not isinstance(arguments, dict):
         return None
     try:
-        return ToolCall(said["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(data["name"], json.dumps(arguments, ensure_ascii=False))
     except RecursionError:
         return None
 
 
 def _calls(text: str) -> tuple[ToolCall, ...]:
-    """The calls that a text consists of; none where anything else is in it."""
+    """Return the calls that a text consists of; none if it contains anything else."""
     calls: list[ToolCall] = []
     rest = text.strip()
     while rest:
         try:
-            said, end = _DECODER.raw_decode(rest)
+            data, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return ()
-        call = _call(said, "parameters")
+        call = _call(data, "parameters")
         if call is None:
             return ()
         calls.append(call)

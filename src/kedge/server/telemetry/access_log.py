@@ -1,4 +1,4 @@
-"""Every call has an id, a line in the log, and a place in its caller's trace."""
+"""Request ids, access log and trace context of HTTP calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kedge.server.telemetry.tracing import Tracing
 
 logger = logging.getLogger("kedge.access")
 QUIET = frozenset({"/health", "/ready", "/metrics"})
-"""Asked for every few seconds, by machines: logged as details."""
+"""Paths that machines poll; their calls are logged at level DEBUG."""
 ABANDONED = 499
-"""The status that is logged where an answer never began; nginx's word for it."""
+"""Status that is logged if an answer never began, as in nginx."""
 
 
-class Observed:
-    """The outermost layer of the application. An answer's `X-Request-Id` names its call."""
+class AccessLogMiddleware:
+    """Outermost middleware: it logs each call and names it in the answer's `X-Request-Id`."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app, self._tracing = app, tracing
@@ -34,7 +34,7 @@ class Observed:
         name = f"req_{uuid.uuid4().hex}"
         token = request_id.set(name)
 
-        async def tell(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -43,7 +43,7 @@ class Observed:
 
         try:
             with self._tracing.called(scope["path"], _Incoming(scope)):
-                await self._app(scope, receive, tell)
+                await self._app(scope, receive, send_named)
         finally:
             _log(scope, status, time.monotonic() - began)
             request_id.reset(token)
@@ -53,12 +53,13 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     path = scope.get("raw_path", b"").decode("latin-1").partition("?")[0] or scope["path"]
     level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
     tenant = getattr(scope.get("state", {}).get("tenant"), "id", "")
-    told = {"method": scope["method"], "path": path, "status": status, "ms": round(seconds * 1e3, 1), "tenant": tenant}
-    logger.log(level, "%s %s %d in %.1f ms", scope["method"], path, status, seconds * 1e3, extra=told)
+    method, ms = scope["method"], round(seconds * 1e3, 1)
+    fields = {"method": method, "path": path, "status": status, "ms": ms, "tenant": tenant}
+    logger.log(level, "%s %s %d in %.1f ms", method, path, status, ms, extra=fields)
 
 
 class _Incoming(Mapping[str, str]):
-    """Headers as a carrier of trace contexts reads them: as text, by names in any case."""
+    """Request headers as a mapping of text, with case-insensitive names, for trace propagation."""
 
     def __init__(self, scope: Scope) -> None:
         self._headers = Headers(scope=scope)

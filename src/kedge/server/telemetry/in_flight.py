@@ -1,16 +1,17 @@
-"""The generations of one call or one run in the gauges `num_requests_waiting` and `num_requests_running`."""
+"""Generations of one call or one run in the gauges `num_requests_waiting` and `num_requests_running`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from kedge.metrics import Gauge
+from prometheus_client import Gauge
+
 from kedge.server.telemetry.metrics import ServerMetrics
 from kedge.types import TenantId
 
 
 class InFlight:
-    """Generations that wait for their first token or have had it, by any name. Belongs to the event loop."""
+    """Generations of one call or run that wait for or have their first token. Belongs to the event loop."""
 
     def __init__(self, metrics: ServerMetrics, tenant: TenantId) -> None:
         self._metrics, self._tenant = metrics, tenant
@@ -26,17 +27,17 @@ class InFlight:
             self._move(name, self._metrics.running)
 
     def ended(self, name: Hashable) -> None:
-        """Count a generation no longer; one that is not known changes nothing."""
+        """Stop counting a generation; an unknown one changes nothing."""
         self._move(name, None)
 
     def clear(self) -> None:
-        """Count none any longer: nothing of the call or the run is left in the engine."""
+        """Stop counting all of them."""
         for name in list(self._stages):
             self.ended(name)
 
     def _move(self, name: Hashable, to: Gauge | None) -> None:
         if left := self._stages.pop(name, None):
-            left.inc(-1, tenant=self._tenant)
+            left.labels(self._tenant).dec()
         if to is not None:
             self._stages[name] = to
-            to.inc(tenant=self._tenant)
+            to.labels(self._tenant).inc()

@@ -1,4 +1,4 @@
-"""Log records as lines of text or of JSON, each with the id of the call that it belongs to."""
+"""Log lines as text or JSON, each with the id of its HTTP call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""The call that is being answered; empty outside of one, and in the engine's threads."""
+"""Id of the call that is being answered; empty outside of calls and in the engine's threads."""
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
-"""What every record has; the rest of one was given as `extra`."""
+"""Attributes of every record; all others were passed as `extra`."""
 TEXT = "%(asctime)s %(levelname)s %(name)s %(request_id)s%(message)s"
 
 
 class WithCall(logging.Filter):
-    """Adds the call's id to a record."""
+    """Filter that adds the call's id to a record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()
@@ -25,7 +25,7 @@ class WithCall(logging.Filter):
 
 
 class TextLine(logging.Formatter):
-    """A line for people."""
+    """Formatter of a line of text."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
@@ -36,8 +36,8 @@ class TextLine(logging.Formatter):
 
 
 class JSONLine(logging.Formatter):
-    """An object on one line: time (UTC), level, logger, message, the call's id if there is one, and what was given as
-    `extra`; an exception is text in it."""
+    """Formatter of one JSON object per line: time (UTC), level, logger, message, the call's id if there is one, the
+    attributes passed as `extra`, and an exception as text."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -55,7 +55,7 @@ class JSONLine(logging.Formatter):
 
 
 def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
-    """Sends everything that is logged in this process to stderr."""
+    """Send all log records of this process to stderr."""
     formatter = {"text": TextLine, "json": JSONLine}[log_format]
     logging.config.dictConfig(
         {

@@ -1,29 +1,30 @@
-"""What a server counts, by tenant, and its exposition for Prometheus. Names follow vLLM's, as `kedge:…`."""
+"""Prometheus metrics of one server, by tenant. Names follow vLLM's, as `kedge:…`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
-from kedge.metrics import Counter, Gauge, Histogram, Registry
-from kedge.server.hints import Ignored
+from kedge.server.hints import IgnoredHints
 from kedge.types import Completion, ReuseMode, Source, TenantId
-from kedge.workflow.forecast import ForecastBoard
+from kedge.workflow.forecast import Ignored
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
-TENANT = ("tenant",)
+NO_TENANT = ""
+"""Label of what belongs to no tenant."""
 
 
 class ServerMetrics:
-    """The metrics of one server. Only the event loop's thread updates them, any may read."""
+    """Metrics of one server. Any thread may update and read them."""
 
-    def __init__(self, model_name: str, board: ForecastBoard) -> None:
-        self._registry, self._model_name, self._board = Registry(), model_name, board
+    def __init__(self, model_name: str) -> None:
+        self._registry, self._model_name = CollectorRegistry(auto_describe=False), model_name
+        self._ignored_forecasts: Mapping[Ignored, int] = {}
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         self.running = gauge("num_requests_running", "Generations whose first token has come.")
         self.waiting = gauge("num_requests_waiting", "Generations that wait for their first token.")
@@ -44,94 +45,90 @@ class ServerMetrics:
         self._per_token = histogram("time_per_output_token_seconds", "Mean time between two tokens of a generation.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return self._registry.register(Counter(f"kedge:{name}", text, TENANT + labels))
+        return Counter(f"kedge:{name}", text, ("tenant", *labels), registry=self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return self._registry.register(Gauge(f"kedge:{name}", text, TENANT))
+        return Gauge(f"kedge:{name}", text, ("tenant",), registry=self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return self._registry.register(Histogram(f"kedge:{name}", text, TENANT, SECONDS))
+        return Histogram(f"kedge:{name}", text, ("tenant",), registry=self._registry, buckets=SECONDS)
 
     def finished(self, tenant: TenantId, completion: Completion) -> None:
-        """Counts a generation that ended with a completion, cancelled ones too."""
-        said = completion.receipt
-        self._success.inc(tenant=tenant, finished_reason=completion.finish_reason)
-        self._prompt_tokens.inc(said.prompt_tokens, tenant=tenant)
-        self._generation_tokens.inc(len(completion.tokens), tenant=tenant)
+        """Count a generation that ended with a completion, including cancelled ones."""
+        receipt, tokens = completion.receipt, len(completion.tokens)
+        self._success.labels(tenant, completion.finish_reason).inc()
+        self._prompt_tokens.labels(tenant).inc(receipt.prompt_tokens)
+        self._generation_tokens.labels(tenant).inc(tokens)
         for source in Source:
-            self._by_source.inc(said.tokens(source), tenant=tenant, source=source)
-        if said.mode is not ReuseMode.OFF:
-            self._queries.inc(said.prompt_tokens, tenant=tenant)
-            self._hits.inc(said.exact, tenant=tenant)
-        if completion.tokens:
-            self._ttft.observe(completion.ttft_ms / 1e3, tenant=tenant)
-            self._latency.observe(completion.total_ms / 1e3, tenant=tenant)
-        if len(completion.tokens) > 1:
-            between = (completion.total_ms - completion.ttft_ms) / 1e3 / (len(completion.tokens) - 1)
-            self._per_token.observe(between, tenant=tenant)
+            self._by_source.labels(tenant, source).inc(receipt.tokens(source))
+        if receipt.mode is not ReuseMode.OFF:
+            self._queries.labels(tenant).inc(receipt.prompt_tokens)
+            self._hits.labels(tenant).inc(receipt.exact)
+        if tokens:
+            self._ttft.labels(tenant).observe(completion.ttft_ms / 1e3)
+            self._latency.labels(tenant).observe(completion.total_ms / 1e3)
+        if tokens > 1:
+            between = (completion.total_ms - completion.ttft_ms) / 1e3 / (tokens - 1)
+            self._per_token.labels(tenant).observe(between)
 
-    def failed(self, tenant: TenantId, status: int) -> None:
-        """Counts a call that was answered with an error; with no known key it is nobody's."""
-        self._errors.inc(tenant=tenant, status=str(status))
+    def failed(self, tenant: TenantId | str, status: int) -> None:
+        """Count a call that was answered with an error, for `NO_TENANT` if its key is unknown."""
+        self._errors.labels(tenant, status).inc()
 
     def run_ended(self, tenant: TenantId, status: str) -> None:
-        """Counts a workflow run."""
-        self._ended_runs.inc(tenant=tenant, status=status)
+        """Count an ended workflow run."""
+        self._ended_runs.labels(tenant, status).inc()
 
-    def ignored(self, tenant: TenantId, ignored: Ignored) -> None:
-        """Counts hints that were ignored."""
+    def ignored(self, tenant: TenantId, ignored: IgnoredHints) -> None:
+        """Count hints that were ignored."""
         for (dialect, reason), count in ignored.items():
             if count:
-                self._ignored.inc(count, tenant=tenant, dialect=dialect, reason=reason)
+                self._ignored.labels(tenant, dialect, reason).inc(count)
+
+    def expose_ignored_forecasts(self, by_reason: Mapping[Ignored, int]) -> None:
+        """Expose these counts to the operator, as they are at the time of each exposition."""
+        self._ignored_forecasts = by_reason
 
     def snapshot(self, status: str) -> None:
-        """Count a snapshot (`saved`, `failed`), one that was not loaded (`refused`), or a file of one (`damaged`).
-
-        They are no tenant's.
-        """
-        self._snapshots.inc(tenant="", status=status)
+        """Count a snapshot (`saved`, `failed`), one that was not loaded (`refused`), or a file of one (`damaged`)."""
+        self._snapshots.labels(NO_TENANT, status).inc()
         if status == "saved":
-            self._snapshot_time.set(time.time(), tenant="")
+            self._snapshot_time.labels(NO_TENANT).set(time.time())
 
     def exposition(self, tenant: TenantId | None) -> bytes:
-        """Prometheus' text format: a tenant's own series, or everything if None."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Exporter(self._registry, self._model_name, self._board, tenant))
-        return generate_latest(registry)
+        """Return the metrics in Prometheus' text format: one tenant's series, or all for None."""
+        view = CollectorRegistry(auto_describe=False)
+        view.register(_TenantView(self._registry, self._model_name, tenant))
+        if tenant is None:
+            view.register(_IgnoredForecasts(self._ignored_forecasts))
+        return generate_latest(view)
 
 
-class _Exporter(Collector):
-    def __init__(self, registry: Registry, model_name: str, board: ForecastBoard, tenant: TenantId | None) -> None:
-        self._registry, self._model_name, self._board, self._tenant = registry, model_name, board, tenant
+class _TenantView(Collector):
+    """Series of one tenant, or of all for None, with the model's name as a label and without creation times."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, tenant: TenantId | None) -> None:
+        self._registry, self._model_name, self._tenant = registry, model_name, tenant
 
     def collect(self) -> Iterator[Metric]:
-        for name, snapshot in self._registry.snapshot().items():
-            samples = [one for one in snapshot["samples"] if self._tenant in (None, one["labels"]["tenant"])]
-            yield _family(name, snapshot["kind"], snapshot["help"], samples, self._model_name)
-        if self._tenant is None:
-            yield self._forecast()
+        for family in self._registry.collect():
+            family.samples = [self._named(sample) for sample in family.samples if self._shows(sample)]
+            yield family
 
-    def _forecast(self) -> Metric:
-        family = CounterMetricFamily(
-            "kedge:ignored_forecasts", "Forecasts, or what they say of an agent, that were ignored.", labels=["reason"]
-        )
-        for reason, count in self._board.ignored.items():
+    def _shows(self, sample: Sample) -> bool:
+        return not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
+
+    def _named(self, sample: Sample) -> Sample:
+        return sample._replace(labels={**sample.labels, "model_name": self._model_name})
+
+
+class _IgnoredForecasts(Collector):
+    def __init__(self, by_reason: Mapping[Ignored, int]) -> None:
+        self._by_reason = by_reason
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Forecasts, or what they say of an agent, that were ignored."
+        family = CounterMetricFamily("kedge:ignored_forecasts", text, labels=["reason"])
+        for reason, count in self._by_reason.items():
             family.add_metric([reason], count)
-        return family
-
-
-def _family(name: str, kind: str, text: str, samples: list[dict[str, Any]], model_name: str) -> Metric:
-    labels = [*(samples[0]["labels"] if samples else ()), "model_name"]
-    if kind == "histogram":
-        histogram = HistogramMetricFamily(name, text, labels=labels)
-        for sample in samples:
-            histogram.add_metric([*sample["labels"].values(), model_name], _buckets(sample), sample["sum"])
-        return histogram
-    scalar = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, text, labels=labels)
-    for sample in samples:
-        scalar.add_metric([*sample["labels"].values(), model_name], sample["value"])
-    return scalar
-
-
-def _buckets(sample: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [(str(bound), count) for bound, count in sample["buckets"].items()] + [("+Inf", sample["count"])]
+        yield family

@@ -1,5 +1,7 @@
-"""OpenTelemetry's spans of one call's generations and of one run, with the attributes of its conventions for
-generative AI. They have no text of prompts, answers or tools."""
+"""OpenTelemetry spans of calls and runs, with the attributes of its conventions for generative AI.
+
+They contain no text of prompts, answers or tools.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ FIRST_TOKEN = "gen_ai.first_token"
 
 
 class GenerationSpan:
-    """See `kedge.server.telemetry.tracing.Span`."""
+    """Span of one call's generations, see `kedge.server.telemetry.tracing.CallSpan`."""
 
     def __init__(self, span: Span, model_name: str) -> None:
         self._span, self._model_name = span, model_name
@@ -28,7 +30,7 @@ class GenerationSpan:
         _set(
             self._span,
             {
-                **_asked(first.sampling),
+                **_request_attributes(first.sampling),
                 "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
                 "gen_ai.agent.name": first.agent or None,
                 "gen_ai.conversation.id": first.run or None,
@@ -42,7 +44,7 @@ class GenerationSpan:
         self._span.add_event(FIRST_TOKEN)
 
     def ended(self, completions: Sequence[Completion]) -> None:
-        _set(self._span, _answered(completions, self._model_name))
+        _set(self._span, _answer_attributes(completions, self._model_name))
         self._span.end()
 
     def failed(self, error: BaseException) -> None:
@@ -50,27 +52,26 @@ class GenerationSpan:
 
 
 class WorkflowSpan:
-    """A run, with a child for each call of an agent and one for each call of a tool; see
-    `kedge.server.telemetry.tracing.RunSpan`."""
+    """Span of a run, with a child per call of an agent or a tool; see `kedge.server.telemetry.tracing.RunSpan`."""
 
     def __init__(self, tracer: Tracer, span: Span, workflow: Workflow, run_id: str, model_name: str) -> None:
         self._tracer, self._span, self._workflow = tracer, span, workflow
         self._model_name = model_name
         self._about = {**PROVIDER, "gen_ai.conversation.id": run_id, "kedge.workflow": workflow.name}
         self._open: dict[RequestId, Span] = {}
-        """What goes on of a call: the agent's own span, then its tool's."""
+        """Open child span per request: the agent's, then its tool's."""
         self._begun: set[RequestId] = set()
 
-    def heard(self, happened: RunEvent) -> None:
-        match happened.kind:
+    def record(self, event: RunEvent) -> None:
+        match event.kind:
             case EventKind.SUBMITTED:
-                self._open[happened.request_id] = self._agent(happened)
+                self._open[event.request_id] = self._agent(event)
             case EventKind.TEXT:
-                self._note_first(happened)
+                self._note_first(event)
             case EventKind.ANSWERED:
-                self._answered(happened)
+                self._answered(event)
             case EventKind.TOOL:
-                self._open.pop(happened.request_id).end()
+                self._open.pop(event.request_id).end()
 
     def ended(self, status: str, error: BaseException | None) -> None:
         self._span.set_attribute("kedge.run.status", status)
@@ -80,38 +81,38 @@ class WorkflowSpan:
             else:
                 _fail(span, error)
 
-    def _agent(self, happened: RunEvent) -> Span:
-        agent = self._workflow.agent(happened.agent)
-        told = {
+    def _agent(self, event: RunEvent) -> Span:
+        agent = self._workflow.agent(event.agent)
+        attributes = {
             "gen_ai.request.model": self._model_name,
-            "kedge.turn": happened.turn,
+            "kedge.turn": event.turn,
             "kedge.reuse": agent.reuse.value if agent.reuse else None,
-            **_asked(agent.sampling),
+            **_request_attributes(agent.sampling),
         }
-        return self._child("invoke_agent", agent, agent.id, told)
+        return self._child("invoke_agent", agent, agent.id, attributes)
 
-    def _note_first(self, happened: RunEvent) -> None:
-        if happened.request_id not in self._begun:
-            self._begun.add(happened.request_id)
-            self._open[happened.request_id].add_event(FIRST_TOKEN)
+    def _note_first(self, event: RunEvent) -> None:
+        if event.request_id not in self._begun:
+            self._begun.add(event.request_id)
+            self._open[event.request_id].add_event(FIRST_TOKEN)
 
-    def _answered(self, happened: RunEvent) -> None:
-        assert happened.completion is not None
-        span, agent = self._open.pop(happened.request_id), self._workflow.agent(happened.agent)
-        _set(span, _answered([happened.completion], self._model_name))
+    def _answered(self, event: RunEvent) -> None:
+        assert event.completion is not None
+        span, agent = self._open.pop(event.request_id), self._workflow.agent(event.agent)
+        _set(span, _answer_attributes([event.completion], self._model_name))
         span.end()
         if agent.tool is not None:
             name = tool_name(agent.tool)
-            told = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": happened.turn}
-            self._open[happened.request_id] = self._child("execute_tool", agent, name, told)
+            attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": event.turn}
+            self._open[event.request_id] = self._child("execute_tool", agent, name, attributes)
 
-    def _child(self, operation: str, agent: Agent, name: str, told: Mapping[str, Any]) -> Span:
+    def _child(self, operation: str, agent: Agent, name: str, attributes: Mapping[str, Any]) -> Span:
         span = self._tracer.start_span(f"{operation} {name}", set_span_in_context(self._span))
-        _set(span, {**self._about, "gen_ai.operation.name": operation, "gen_ai.agent.name": agent.id, **told})
+        _set(span, {**self._about, "gen_ai.operation.name": operation, "gen_ai.agent.name": agent.id, **attributes})
         return span
 
 
-def _asked(sampling: SamplingParams) -> dict[str, Any]:
+def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
     return {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
@@ -121,7 +122,7 @@ def _asked(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _answered(completions: Sequence[Completion], model_name: str) -> dict[str, Any]:
+def _answer_attributes(completions: Sequence[Completion], model_name: str) -> dict[str, Any]:
     by_source = {
         f"kedge.prompt_tokens.{source}": sum(one.receipt.tokens(source) for one in completions) for source in Source
     }

@@ -1,7 +1,7 @@
-"""Where spans of generations and runs go, and the telling of them to OpenTelemetry.
+"""Tracing of generations and runs, with OpenTelemetry or not at all.
 
-A span is a child of the one that the caller's `traceparent` header names. It has no text of prompts or answers. The
-extra `otel` is needed only where tracing is on.
+A span is a child of the one in the caller's `traceparent` header. It contains no text of prompts or answers. The extra
+`otel` is needed only where tracing is on.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ CHAT = "/v1/chat/completions"
 _OPERATION = "kedge.operation"
 
 
-class Span(Protocol):
-    """One call's generations, from their submission to their end."""
+class CallSpan(Protocol):
+    """Span of one call's generations, from their submission to their end."""
 
     def submitting(self, requests: Sequence[GenerateRequest]) -> Sequence[GenerateRequest]:
-        """Notes what is asked for, and gives it back."""
+        """Record the attributes of the requests and return them unchanged."""
 
     def begun(self) -> None:
-        """A first token has come."""
+        """Record the first token of a generation."""
 
     def ended(self, completions: Sequence[Completion]) -> None:
-        """Nothing of the call is left in the engine."""
+        """End the span: nothing of the call is left in the engine."""
 
     def failed(self, error: BaseException) -> None:
-        """The call could not begin."""
+        """End the span with the error that kept the call from beginning."""
 
 
 class RunSpan(Protocol):
-    """One run of a workflow that the server drives. One thread at a time calls it."""
+    """Span of one run that the server drives. Only one thread at a time calls it."""
 
-    def heard(self, happened: RunEvent) -> None:
-        """Something happened in the run."""
+    def record(self, event: RunEvent) -> None:
+        """Record an event of the run."""
 
     def ended(self, status: str, error: BaseException | None) -> None:
-        """The run is over; the error, if one ended it. What has no answer by then gets none."""
+        """End the span and those of unfinished calls, with the error if one ended the run."""
 
 
 class Tracing(Protocol):
-    """Where spans go."""
+    """Factory of spans."""
 
     def called(self, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
-        """While a call of `path` is answered: spans begin below the caller's."""
+        """Return a context in which new spans are children of the caller's; `path` is the route's."""
 
-    def generation(self, tenant: str) -> Span:
-        """A call's generations are about to be submitted."""
+    def generation(self, tenant: str) -> CallSpan:
+        """Begin the span of a call's generations, before they are submitted."""
 
     def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:
-        """A run of a workflow begins."""
+        """Begin the span of a workflow run."""
 
 
 class _NoSpan:
@@ -71,17 +71,17 @@ class _NoSpan:
 
 
 class _NoRunSpan:
-    def heard(self, happened: RunEvent) -> None: ...
+    def record(self, event: RunEvent) -> None: ...
     def ended(self, status: str, error: BaseException | None) -> None: ...
 
 
 class NoTracing:
-    """Tells nobody anything."""
+    """Tracing without spans."""
 
     def called(self, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
 
-    def generation(self, tenant: str) -> Span:  # noqa: ARG002
+    def generation(self, tenant: str) -> CallSpan:  # noqa: ARG002
         return _NoSpan()
 
     def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:  # noqa: ARG002
@@ -89,7 +89,7 @@ class NoTracing:
 
 
 class OpenTelemetry:
-    """Tells a tracer provider."""
+    """Tracing with a tracer provider of OpenTelemetry."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         from opentelemetry.propagate import extract
@@ -108,7 +108,7 @@ class OpenTelemetry:
         finally:
             context.detach(token)
 
-    def generation(self, tenant: str) -> Span:
+    def generation(self, tenant: str) -> CallSpan:
         from opentelemetry import context
         from opentelemetry.trace import SpanKind
 
@@ -139,8 +139,10 @@ class OpenTelemetry:
 
 
 def exporting(model_name: str) -> OpenTelemetry:
-    """Spans go to an OTLP collector, as OpenTelemetry's own `OTEL_…` variables say. Raises `ConfigError` without the
-    extra `otel`."""
+    """Return tracing to an OTLP collector, as OpenTelemetry's `OTEL_…` variables configure it.
+
+    Raises `ConfigError` without the extra `otel`.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

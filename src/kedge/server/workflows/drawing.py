@@ -1,4 +1,4 @@
-"""A workflow as text, and as an SVG picture with nothing to load."""
+"""Drawings of a workflow: text, and a self-contained SVG picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Workflow
 
 WIDTH, HEIGHT, GAP, ROW, EDGE, ARCH = 150, 40, 70, 64, 24, 24
-"""Pixels: a box's width and height, between columns, from row to row, around all, an arch's height by column."""
+"""Pixels: width and height of a box, gap of columns, height of a row, margin, height of an arch per column."""
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1c2a38}rect{fill:#eef3f8;stroke:#33567a}"
     "path{fill:none;stroke:#33567a;stroke-width:1.3}.loop{stroke:#a03030;stroke-dasharray:5 4}"
@@ -17,7 +17,7 @@ STYLE = (
 
 
 def columns(workflow: Workflow) -> list[list[AgentId]]:
-    """The agents by how many others must speak before them, one after the other."""
+    """Return the agents by depth: the length of the longest chain of agents that they wait for."""
     depth: dict[AgentId, int] = {}
     for agent in workflow.order:
         depth[agent] = 1 + max((depth[other] for other in workflow.waits_for[agent]), default=-1)
@@ -25,20 +25,20 @@ def columns(workflow: Workflow) -> list[list[AgentId]]:
 
 
 def text(workflow: Workflow) -> str:
-    """Who waits for whom, a line for each agent, in the order in which they run."""
+    """Return a line per agent, in the order in which they run, with the agents that it waits for."""
     lines = [f"{workflow.name}: {len(workflow.agents)} agents, inputs: {', '.join(workflow.inputs)}"]
     for step, column in enumerate(columns(workflow)):
         for agent in column:
             waits = [other for other in workflow.order if other in workflow.waits_for[agent]]
             again = [speaker for speaker, listener in workflow.loops if listener == agent]
-            told = f" after {', '.join(waits)}" if waits else ""
-            told += f"; hears {', '.join(again)} of the turn before" if again else ""
-            lines.append(f"  step {step}: {agent}{told}")
+            line = f" after {', '.join(waits)}" if waits else ""
+            line += f"; hears {', '.join(again)} of the turn before" if again else ""
+            lines.append(f"  step {step}: {agent}{line}")
     return "\n".join(lines) + "\n"
 
 
 def svg(workflow: Workflow) -> str:
-    """The same from left to right: an arrow to whoever reads an answer, dashed where it is the last turn's."""
+    """Return the picture from left to right: an arrow to each reader of an answer, dashed if it is the last turn's."""
     placed = columns(workflow)
     top = EDGE + len(placed) * ARCH
     at = {
@@ -63,7 +63,7 @@ def svg(workflow: Workflow) -> str:
 
 
 def edges(workflow: Workflow) -> Iterator[tuple[AgentId, AgentId, bool]]:
-    """Who speaks, who listens, and whether it hears what was said in the turn before."""
+    """Yield speaker, listener, and whether the listener reads the answer of the turn before."""
     for agent in workflow.agents:
         listener = AgentId(agent.id)
         heard = {AgentId(read.of) for read in agent.placeholders if read.kind is not ValueKind.INPUT}
@@ -77,7 +77,7 @@ def _arrow(start: tuple[int, int], end: tuple[int, int], is_loop: bool) -> str:
         path = f"M{x1} {y1}C{x1} {y1 + ROW} {x2} {y2 + ROW} {x2} {y2}"
         return f'<path class="loop" d="{path}" marker-end="url(#a)"/>'
     span = (end[0] - start[0]) // (WIDTH + GAP)
-    if span > 1:  # above what stands between
+    if span > 1:  # over the boxes between them
         x1, x2, y = start[0] + WIDTH // 2, end[0] + WIDTH // 2 - 6 * span, min(start[1], end[1]) - span * ARCH
         return f'<path d="M{x1} {start[1]}C{x1} {y} {x2} {y} {x2} {end[1]}" marker-end="url(#a)"/>'
     x1, y1, x2, y2 = start[0] + WIDTH, start[1] + HEIGHT // 2, end[0], end[1] + HEIGHT // 2

@@ -17,7 +17,7 @@ from kedge.engine.base import Engine, Preparing
 from kedge.runner.memory import NOTHING, RunMemory
 from kedge.runner.prompts import RunPrompts
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import AgentRun
+from kedge.server.workflows.run_memory import ClientRun
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, TenantId
 from kedge.workflow.forecast import RunKey
@@ -32,7 +32,7 @@ MAX_RUNS, MAX_AGENTS, MAX_VALUES = 16, 4, 64
 
 
 class Lookahead:
-    """Keeps the engine's hints for upcoming prompts. Only the event loop's thread touches it."""
+    """The engine's hints for upcoming prompts. Belongs to the event loop."""
 
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
         """`default`: the reuse mode where neither agent nor workflow has one. `withdraw` cancels hints, soon."""
@@ -41,7 +41,7 @@ class Lookahead:
         """By tenant, and by the time of the last call."""
 
     def called(
-        self, run: AgentRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
+        self, run: ClientRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
     ) -> None:
         """Take in the call of a registered agent, with `filled` for its template.
 
@@ -51,7 +51,7 @@ class Lookahead:
         known.registered, known.asked = registered, asked
         known.read(filled, step)
 
-    def expect(self, run: AgentRun, next_runs: Mapping[AgentId, NextRun]) -> None:
+    def expect(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> None:
         """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
         known = self._of(run.key).get(run.key)
         if known is None or not isinstance(self._engine, Preparing):
@@ -93,13 +93,13 @@ class _KnownRun:
             if sample := self.registered.workflow.sample(step, placeholder):
                 self.values.put(sample, values.get(placeholder.name, NOTHING))
 
-    def near(self, run: AgentRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
+    def near(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
         """Return the agents that run next, soonest first, without those whose expected call has come already."""
         known = [agent for agent in self.registered.workflow.ids if agent in next_runs and agent not in run.acting]
         soon = [agent for agent in known if next_runs[agent].steps <= MAX_STEPS]
         return sorted(soon, key=lambda agent: next_runs[agent].steps)[:MAX_AGENTS]
 
-    def request(self, run: AgentRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
+    def request(self, run: ClientRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
         """Return the agent's next call."""
         registered = self.registered
         prompts = RunPrompts(run.key, registered.workflow, registered.prompts, (self.values, run.answers))

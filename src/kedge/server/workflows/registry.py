@@ -1,4 +1,4 @@
-"""The workflows that tenants have registered, and how far each agent may lean on shared KV."""
+"""Registered workflows of the tenants, and the reuse modes of their agents."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from kedge.workflow.spec import build_workflow
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import CompiledAgent
 
-MOST_WORKFLOWS, MOST_AGENTS, MOST_STEPS = 256, 64, 1024
+MAX_WORKFLOWS, MAX_AGENTS, MAX_STEPS = 256, 64, 1024
 """Workflows of a tenant, agents of a workflow, calls in one run of it."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A workflow with what the server knows of it besides its prompts."""
+    """Registered workflow with its reuse modes and compiled prompts."""
 
     workflow: Workflow
     reuse: ReuseMode | None = None
-    """For its agents that have no mode of their own; None: as the server says."""
+    """Mode of agents without a mode of their own; None for the server's default."""
     judges: frozenset[str] = frozenset()
-    """Agents that are never translated unless a request names them and asks for it."""
+    """Agents that are never translated unless a request asks for it by their names."""
     prompts: Mapping[AgentId, CompiledAgent] = field(default_factory=dict)
-    """Every agent's, compiled for the model that is served."""
+    """Prompts of all agents, compiled for the served model."""
 
     @cached_property
     def graph(self) -> StepGraph:
+        """The workflow's step graph."""
         return StepGraph.of(self.workflow)
 
     def agent(self, name: str) -> Agent:
-        """The agent with this id. Raises `NotFound`."""
+        """Return the agent with this id. Raises `NotFound`."""
         if name not in self.workflow.ids:
             raise NotFound("agent", name, f"the workflow {self.workflow.name!r} has {', '.join(self.workflow.ids)}")
         return self.workflow.agent(name)
 
     def mode(self, agent: Agent, default: ReuseMode, asked: ReuseMode | None = None) -> ReuseMode:
-        """How far `agent` may lean on shared KV. `asked` is for a whole run: the agent's own mode wins over it."""
+        """Return the reuse mode of `agent`. Its own mode overrides `asked`, which is for a whole run."""
         mode = agent.reuse or asked or self.reuse or default
         return ReuseMode.EXACT if agent.id in self.judges and mode is ReuseMode.TRANSLATE else mode
 
@@ -51,62 +52,64 @@ class Registered:
         asked: ReuseMode | None = None,
         by_name: Mapping[str, ReuseMode] = MappingProxyType({}),
     ) -> Workflow:
-        """The workflow with a mode in every agent; `by_name` wins over everything. Raises `NotFound` for a name that
-        no agent has."""
+        """Return the workflow with a mode in every agent; `by_name` overrides everything else.
+
+        Raises `NotFound` for an unknown agent in `by_name`.
+        """
         for name in by_name:
             self.agent(name)
         modes = {agent.id: by_name.get(agent.id) or self.mode(agent, default, asked) for agent in self.workflow.agents}
         return replace(self.workflow, agents=tuple(replace(a, reuse=modes[a.id]) for a in self.workflow.agents))
 
 
-class Workflows:
-    """Registered workflows by tenant and name. Only the event loop's thread touches it."""
+class WorkflowRegistry:
+    """Registered workflows by tenant and name. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._of: dict[TenantId, dict[str, Registered]] = {}
 
     def put(self, tenant: TenantId, new: Registered) -> bool:
-        """Registers a workflow, in place of the one with the same name; True where there was none.
+        """Register a workflow or replace the one with its name; return whether it is new.
 
-        Raises `RequestError` where the tenant has too many.
+        Raises `RequestError` if the tenant has too many.
         """
         mine = self._of.setdefault(tenant, {})
         is_new = new.workflow.name not in mine
-        if is_new and len(mine) >= MOST_WORKFLOWS:
-            raise RequestError("name", new.workflow.name, f"at most {MOST_WORKFLOWS} workflows are kept: delete one")
+        if is_new and len(mine) >= MAX_WORKFLOWS:
+            raise RequestError("name", new.workflow.name, f"at most {MAX_WORKFLOWS} workflows are kept: delete one")
         mine[new.workflow.name] = new
         return is_new
 
     def get(self, tenant: TenantId, name: str) -> Registered:
-        """The tenant's workflow of this name. Raises `NotFound`."""
+        """Return the tenant's workflow of this name. Raises `NotFound`."""
         found = self.find(tenant, name)
         if found is None:
             raise NotFound("workflow", name, "no workflow of this name is registered")
         return found
 
     def find(self, tenant: TenantId, name: str) -> Registered | None:
-        """The tenant's workflow of this name, if there is one."""
+        """Return the tenant's workflow of this name, if there is one."""
         return self._of.get(tenant, {}).get(name)
 
     def all(self, tenant: TenantId) -> list[Registered]:
-        """The tenant's workflows by name."""
+        """Return the tenant's workflows, sorted by name."""
         return [one for _, one in sorted(self._of.get(tenant, {}).items())]
 
     def remove(self, tenant: TenantId, name: str) -> None:
-        """Forgets a workflow; runs of it go on. Raises `NotFound`."""
+        """Remove a workflow; its runs go on. Raises `NotFound`."""
         self.get(tenant, name)
         del self._of[tenant][name]
 
 
 def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *, tools: bool) -> Registered:
-    """What parsed YAML or JSON says, checked. Raises `WorkflowError`, and `NotFound` for a judge that is no agent."""
+    """Return a checked workflow of parsed YAML or JSON. Raises `WorkflowError`, and `NotFound` for an unknown judge."""
     if not tools:
         _refuse_tools(data)
     workflow = build_workflow(data)
     if not workflow.name.strip() or len(workflow.name) > 128 or "/" in workflow.name or not workflow.name.isprintable():
-        raise SpecError("name", workflow.name, "a served workflow needs a name of up to 128 characters without '/'")
-    if len(workflow.agents) > MOST_AGENTS or len(workflow.agents) * workflow.turns > MOST_STEPS:
-        raise WorkflowError("agents", len(workflow.agents), f"at most {MOST_AGENTS}, and {MOST_STEPS} calls in a run")
+        raise SpecError("name", workflow.name, "must have 1 to 128 printable characters without '/'")
+    if len(workflow.agents) > MAX_AGENTS or len(workflow.agents) * workflow.turns > MAX_STEPS:
+        raise WorkflowError("agents", len(workflow.agents), f"at most {MAX_AGENTS}, and {MAX_STEPS} calls in a run")
     new = Registered(workflow, reuse, judges)
     for judge in judges:
         new.agent(judge)

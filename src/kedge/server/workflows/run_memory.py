@@ -1,4 +1,4 @@
-"""What the server knows of one run that a client drives, and how its agents' placeholders are filled from that.
+"""State of one run that a client drives, and the values of its agents' placeholders.
 
 An answer is remembered with its token ids, so that an agent that reads it later reads the same sample: the KV that
 decoding left behind is then its base KV.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kedge.engine.base import Tokenizer
 from kedge.errors import RequestError
 from kedge.runner.memory import NOTHING, Remembered, RunMemory
-from kedge.server.openai import prompts
+from kedge.server.workflows import bindings as given
 from kedge.server.workflows.registry import Registered
 from kedge.types import AgentId, Completion, ValueKind
 from kedge.workflow.forecast import RunKey, RunProgress
@@ -25,8 +25,8 @@ MAX_ANSWERS = 1024
 
 
 @dataclass
-class AgentRun:
-    """One run that a client drives."""
+class ClientRun:
+    """Run that a client drives."""
 
     key: RunKey
     heard: float
@@ -74,14 +74,14 @@ def values_for(
     bindings: Mapping[str, str],
     tokenizer: Tokenizer,
     registered: Registered,
-    run: AgentRun | None,
+    run: ClientRun | None,
     step: Step,
 ) -> dict[Placeholder, Value]:
     """Return what fills an agent's placeholders: the client's bindings, and the answers of its run.
 
     Raises `RequestError` for a binding that the agent does not read, or a placeholder without a value.
     """
-    prompts.require_known(bindings, prompt.placeholders)
+    given.require_known(bindings, prompt.placeholders)
     values: dict[Placeholder, Value] = {}
     for placeholder in prompt.placeholders:
         text = bindings.get(placeholder.name)
@@ -91,12 +91,12 @@ def values_for(
         if known is not None and text in (None, known.text):
             values[placeholder] = known.value
         else:
-            values[placeholder] = prompts.value_of(tokenizer, placeholder, text or "")
+            values[placeholder] = given.value_of(tokenizer, placeholder, text or "")
     return values
 
 
 def _remembered(
-    registered: Registered, run: AgentRun | None, step: Step, placeholder: Placeholder
+    registered: Registered, run: ClientRun | None, step: Step, placeholder: Placeholder
 ) -> Remembered | None:
     if run is None or placeholder.kind is not ValueKind.AGENT:
         return None

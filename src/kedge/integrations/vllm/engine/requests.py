@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.hint_values import LONGEST
+from kedge.hint_values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.hints import segment_hints
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
@@ -49,7 +49,7 @@ def request_hints(request: GenerateRequest) -> Hints:
 
 def short(name: str) -> str:
     """A name as the plug-in takes it; one that is too long, or not fit for a line of a log, by its digest."""
-    if len(name) <= LONGEST and name.isprintable():
+    if len(name) <= MAX_NAME_LENGTH and name.isprintable():
         return name
     return "#" + hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kedge.hint_values import MOST_AGENTS, read_text, read_whole
+from kedge.hint_values import MAX_HINT_AGENTS, read_text, read_whole
 from kedge.types import (
     AgentId,
     ClientId,
@@ -120,7 +120,7 @@ def _flag(value: Any) -> bool:
 
 
 def _steps(value: Any) -> dict[AgentId, NextRun] | None:
-    if not isinstance(value, Mapping) or len(value) > MOST_AGENTS:
+    if not isinstance(value, Mapping) or len(value) > MAX_HINT_AGENTS:
         raise ValueError
     return {AgentId(read_text(agent)): NextRun(_step(steps)) for agent, steps in value.items()}
 

@@ -9,8 +9,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.hosts import TrustedHosts
-from kedge.server.settings import ServerConfig
+from kedge.server.http.hosts import TrustedHosts
+from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, Served, serving
 
 TEXT, FLOWS, RUNS = "/v1/completions", "/v1/workflows", "/v1/workflows/pair/runs"
@@ -89,13 +89,13 @@ def test_a_call_must_name_one_host() -> None:
 @pytest.mark.parametrize("host", ["kedge:8000", "http://kedge", "", "a b", "*.example", "[::1"])
 def test_a_setting_that_could_never_match_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.allowed_hosts"):
-        ServerConfig(allowed_hosts=(host,))
+        ServerSettings(allowed_hosts=(host,))
 
 
 @pytest.fixture(scope="module")
 def open_to_tools() -> Iterator[Served]:
     """As careless as it gets: no keys, and tools."""
-    with EchoEngine() as engine, serving(engine, ServerConfig(tools=True)) as running:
+    with EchoEngine() as engine, serving(engine, ServerSettings(tools=True)) as running:
         yield running
 
 
@@ -122,7 +122,7 @@ def test_probes_call_by_any_name(http: httpx.Client, path: str) -> None:
 
 
 def test_a_name_that_is_allowed_is_answered() -> None:
-    with EchoEngine() as engine, serving(engine, ServerConfig(allowed_hosts=("kedge",))) as running:
+    with EchoEngine() as engine, serving(engine, ServerSettings(allowed_hosts=("kedge",))) as running:
         statuses = [
             running.http().get("/v1/models", headers={"Host": host}).status_code for host in ("kedge:80", "x:80")
         ]

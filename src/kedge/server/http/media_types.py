@@ -1,8 +1,8 @@
-"""Bodies come in the types that a route declares.
+"""Routes that accept only bodies in the media types that they declare.
 
-It is also what keeps web pages of other sites out: a browser sends them forms and plain text without a question, but
-asks before it sends JSON or YAML (a preflight), and this server allows no other site anything. For that reason a body
-without a type is refused too.
+This also keeps out web pages of other sites: a browser lets them send forms and plain text freely, but makes a
+preflight request before JSON or YAML, which this server does not grant. A body without a type is refused for the same
+reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 JSON = "application/json"
 YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
-"""RFC 9512 with its older names."""
+"""RFC 9512, and older names."""
 
 
 class TypedRoute(APIRoute):
@@ -34,13 +34,13 @@ class TypedRoute(APIRoute):
         return handle_declared
 
     def _declared(self) -> tuple[str, ...]:
-        """Return the types of bodies that are read; none for a route that reads no body."""
+        """Return the accepted types; none for a route that reads no body."""
         body = (self.openapi_extra or {}).get("requestBody", {})
         return tuple(body.get("content", ())) or ((JSON,) if self.body_field else ())
 
 
 def require_type(request: Request, declared: tuple[str, ...]) -> None:
-    """Raise `HTTPException` (415) for a body whose `Content-Type` is none of `declared`."""
+    """Raise `HTTPException` (415) unless the `Content-Type` is one of `declared`."""
     given = request.headers.get("content-type", "")
     if not _is_one_of(given.partition(";")[0].strip().lower(), declared):
         raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Error answers in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
-from kedge.server.sse import JSONAnswer
+from kedge.server.http.sse import JSONAnswer
 
 logger = logging.getLogger(__name__)
-LONGEST = 1000
-"""Characters of a message: what was wrong may be as long as a body."""
-BAD = "invalid_request_error"
+MAX_MESSAGE_CHARS = 1000
+"""A message may quote a value that is as long as a body."""
+INVALID_REQUEST = "invalid_request_error"
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -42,13 +42,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that tells an error, for the API page."""
+    """Body of every error answer, for the API page."""
 
     error: ErrorDetail
 
 
 Answers = dict[int | str, dict[str, Any]]
-"""Status, or a range of them, -> what is documented of the answer."""
+"""Status, or a range of them, -> documentation of the answer."""
 ERRORS: Answers = {
     421: {"model": ErrorBody, "description": "`Host` names no host that this server answers to."},
     "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
@@ -58,18 +58,18 @@ BODY_ERRORS: Answers = {
     400: {"model": ErrorBody, "description": "The body cannot be read, or has a wrong value."},
     415: {"model": ErrorBody, "description": "The body has another type than those that are read."},
 }
-"""Of routes that read a body, besides `ERRORS`."""
+"""Errors of routes that read a body, besides `ERRORS`."""
 JSON, EVENTS = ("application/json",), ("text/event-stream",)
 
 
 def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
-    """What is documented of a route's answers: their status and kinds of content."""
+    """Return the documentation of a route's answers: their statuses and content types."""
     content: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
     return {status: {"description": "Successful", "content": content} for status in statuses}
 
 
 class Problem(NamedTuple):
-    """How an error is told."""
+    """Status, type and code of an error answer."""
 
     status: int
     type: str
@@ -77,51 +77,52 @@ class Problem(NamedTuple):
 
 
 KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
-    (Unauthenticated, Problem(401, BAD, "invalid_api_key")),
-    (NotFound, Problem(404, BAD, "not_found")),
+    (Unauthenticated, Problem(401, INVALID_REQUEST, "invalid_api_key")),
+    (NotFound, Problem(404, INVALID_REQUEST, "not_found")),
     (LimitReached, Problem(429, "rate_limit_error", "rate_limit_exceeded")),
     (Overloaded, Problem(503, "server_error", "overloaded")),
     (OutOfBlocks, Problem(503, "server_error", "overloaded")),
     (EngineClosed, Problem(503, "server_error", "engine_closed")),
-    (PromptTooLong, Problem(400, BAD, "context_length_exceeded")),
-    (RequestError, Problem(400, BAD, None)),
-    (WorkflowError, Problem(400, BAD, None)),
+    (PromptTooLong, Problem(400, INVALID_REQUEST, "context_length_exceeded")),
+    (RequestError, Problem(400, INVALID_REQUEST, None)),
+    (WorkflowError, Problem(400, INVALID_REQUEST, None)),
 )
-"""The first that fits is told; anything else is the server's own failure."""
+"""The first match counts; any other error is an internal one."""
 SOURCES = frozenset({"body", "query", "path", "header"})
-"""Where FastAPI found a wrong value: the first part of its place, and no field's name."""
+"""First part of the location of a bad value in FastAPI's errors, which is no field's name."""
 NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
-"""Pydantic's errors that speak of Python's types."""
+"""Pydantic's errors whose messages name Python types."""
 INTERNAL = Problem(500, "server_error", "internal_error")
+BUG = "internal error of the server, see its log"
 
 
 def problem_of(error: KedgeError) -> Problem:
-    """How `error` is told."""
+    """Return the status, type and code for `error`."""
     found = next((problem for kind, problem in KINDS if isinstance(error, kind)), INTERNAL)
     return found._replace(code="model_not_found") if isinstance(error, NotFound) and error.key == "model" else found
 
 
-def body_of(message: str, problem: Problem, param: str | None = None) -> dict[str, Any]:
-    """The body of an answer that tells a problem."""
-    short = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
+def problem_body(message: str, problem: Problem, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error answer."""
+    short = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
     return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
 
 
 def refusal(status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
-    """Return the answer to a call that is turned away before it comes to its route."""
-    return JSONAnswer(body_of(why, Problem(status, BAD, code), param), status)
+    """Return the answer to a call that is refused before it reaches its route."""
+    return JSONAnswer(problem_body(why, Problem(status, INVALID_REQUEST, code), param), status)
 
 
-def told(error: KedgeError) -> dict[str, Any]:
-    """The body of an answer, or the data of a stream's event, that tells `error`."""
+def error_body(error: KedgeError) -> dict[str, Any]:
+    """Return `error` as the body of an answer or the data of a stream's event."""
     problem = problem_of(error)
     notes = getattr(error, "__notes__", [])
     message = f"{error} ({'; '.join(notes)})" if notes else str(error)
-    return body_of(message, problem, error.key if problem.status in (400, 404) else None)
+    return problem_body(message, problem, error.key if problem.status in (400, 404) else None)
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of `app` one of these."""
+    """Answer every error of `app` in this format."""
     app.add_exception_handler(KedgeError, _kedge_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -133,7 +134,7 @@ async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
     status = problem_of(error).status
     if status == INTERNAL.status:
         logger.error("a call failed: %s", error)
-    return _answer(request, told(error), status, _headers(error, status))
+    return _answer(request, error_body(error), status, _headers(error, status))
 
 
 def _headers(error: KedgeError, status: int) -> dict[str, str]:
@@ -150,27 +151,27 @@ async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
     place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
     is_json = first["type"] != "json_invalid"
     why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
-    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body is not JSON"
+    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
     param = place[0] if is_json and place else None
-    return _answer(request, body_of(message, Problem(400, BAD, None), param), 400)
+    return _answer(request, problem_body(message, Problem(400, INVALID_REQUEST, None), param), 400)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONAnswer:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(error.status_code)
-    kind = BAD if error.status_code < 500 else INTERNAL.type
-    body = body_of(str(error.detail), Problem(error.status_code, kind, code))
+    kind = INVALID_REQUEST if error.status_code < 500 else INTERNAL.type
+    body = problem_body(str(error.detail), Problem(error.status_code, kind, code))
     return _answer(request, body, error.status_code, error.headers)
 
 
-async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG001 (logged with its traceback elsewhere)
-    return _answer(request, body_of("the server has a bug; its log tells which", INTERNAL), INTERNAL.status)
+async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG001 (Starlette logs it)
+    return _answer(request, problem_body(BUG, INTERNAL), INTERNAL.status)
 
 
 def _answer(
     request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
 ) -> JSONAnswer:
-    """The answer; counted for the tenant who called, or for nobody where none is known."""
+    """Return the answer and count it for the calling tenant, if it is known."""
     tenant = getattr(request.state, "tenant", None)
     request.app.state.service.metrics.failed(tenant.id if tenant else "", status)
     return JSONAnswer(body, status, headers=headers)

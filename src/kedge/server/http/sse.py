@@ -1,4 +1,4 @@
-"""JSON and server-sent events as bytes."""
+"""JSON answers and server-sent events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 
 
 def dumps(data: object) -> bytes:
-    """JSON in UTF-8. Half of a surrogate pair, which UTF-8 has no form for, becomes a question mark."""
+    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
     return _encoder.encode(data).encode("utf-8", "replace")
 
 
 def event(data: object, *, name: str = "", number: int | None = None) -> bytes:
-    """One server-sent event with JSON data, which has no line breaks of its own."""
+    """Return a server-sent event with JSON data, which contains no line breaks."""
     head = f"event: {name}\n" if name else ""
     head += f"id: {number}\n" if number is not None else ""
     return head.encode() + b"data: " + dumps(data) + b"\n\n"
 
 
 class JSONAnswer(Response):
-    """A JSON body, see `dumps`."""
+    """Answer with a JSON body, see `dumps`."""
 
     media_type = "application/json"
 
@@ -35,7 +35,7 @@ class JSONAnswer(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `on_end` is called exactly once, however the stream ends, and even if it never began."""
+    """Answer of server-sent events. `on_end` is called exactly once, even if the stream never began."""
 
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(
