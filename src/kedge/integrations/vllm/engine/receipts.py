@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from kedge.reuse.plan import ALL_COMPUTED
+from kedge.reuse.reasons import with_reasons
 from kedge.types import GenerateRequest, Miss, Receipt, ReuseMode, Source, Span, TokenLogprob, Tokens
 
 ORDER = (Source.DEVICE, Source.HOST, Source.TRANSLATED, Source.COMPUTED)
@@ -27,7 +28,8 @@ def told_receipt(request: GenerateRequest, said: Mapping[str, Any], parts_ms: Ma
     misses = tuple(Miss(one["segment"], one["reason"]) for one in said["misses"])
     if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
         misses = (ALL_COMPUTED,)
-    return Receipt(request.request_id, request.reuse, _spans(counts), misses, parts_ms)
+    spans = _spans(counts)
+    return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, misses), parts_ms)
 
 
 def own_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
@@ -38,7 +40,8 @@ def own_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[
         return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
     if cached and mode is ReuseMode.TRANSLATE:
         return Receipt(request.request_id, mode, (), (UNTOLD,), parts_ms)
-    return Receipt(request.request_id, mode, _spans([cached, 0, 0, computed]), parts_ms=parts_ms)
+    spans = _spans([cached, 0, 0, computed])
+    return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
 
 
 def _spans(counts: Iterable[int]) -> tuple[Span, ...]:
