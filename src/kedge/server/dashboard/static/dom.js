@@ -72,27 +72,27 @@ export function bar(parts, total = parts.reduce((sum, part) => sum + part.amount
   return made;
 }
 
-export const number = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u2009");
+export const number = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
 
-export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u2009%` : "\u2013");
+export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u202f%` : "\u2013");
 
 export function milliseconds(value) {
   if (value === null || value === undefined) return "\u2013";
-  if (value >= 10_000) return `${(value / 1000).toFixed(0)}\u2009s`;
-  if (value >= 1000) return `${(value / 1000).toFixed(1)}\u2009s`;
-  return `${value.toFixed(value < 10 ? 1 : 0)}\u2009ms`;
+  if (value >= 10_000) return `${(value / 1000).toFixed(0)}\u202fs`;
+  if (value >= 1000) return `${(value / 1000).toFixed(1)}\u202fs`;
+  return `${value.toFixed(value < 10 ? 1 : 0)}\u202fms`;
 }
 
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB"];
   const at = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
   const scaled = value / 1024 ** at;
-  return `${scaled.toFixed(at && scaled < 10 ? 1 : 0)}\u2009${units[at]}`;
+  return `${scaled.toFixed(at && scaled < 10 ? 1 : 0)}\u202f${units[at]}`;
 }
 
 export function seconds(value) {
-  if (value < 60) return `${Math.round(value)}\u2009s`;
-  return value < 3600 ? `${Math.round(value / 60)}\u2009min` : `${Math.round(value / 3600)}\u2009h`;
+  if (value < 60) return `${Math.round(value)}\u202fs`;
+  return value < 3600 ? `${Math.round(value / 60)}\u202fmin` : `${Math.round(value / 3600)}\u202fh`;
 }
 
 /** How many requests were in flight, this one included. */
