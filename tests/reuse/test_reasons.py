@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kedge.reuse import reasons
 from kedge.reuse.planner import CHEAPER
 from kedge.reuse.reasons import pieces, with_reasons
-from kedge.types import GenerateRequest, Miss, ReuseMode, SampleId, Segment, Source, Span
+from kedge.types import GenerateRequest, Miss, ReuseMode, SampleId, Segment, Source, Span, ValueKind
 
 PREFIX, VALUE, LONGER, END = (
     Segment((1,) * 4, "p0"),
-    Segment((2,) * 4, "question", SampleId("question")),
+    Segment((2,) * 4, "question", SampleId(ValueKind.INPUT, "question")),
     Segment((3,) * 4, "p1"),
     Segment((4,) * 4, "p2"),
 )
