@@ -101,7 +101,7 @@ def test_a_key_that_stands_twice_is_refused_as_in_a_file(http: httpx.Client, kin
     twice = json.dumps(PAIR)[:-1] + ', "name": "other"}'
     answer = http.post("/v1/workflows", content=twice, headers={"Content-Type": kind})
     assert answer.status_code == 400
-    assert "twice" in answer.json()["error"]["message"]
+    assert "duplicate key 'name'" in answer.json()["error"]["message"]
 
 
 def test_a_judge_must_be_an_agent(http: httpx.Client) -> None:
