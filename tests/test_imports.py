@@ -41,15 +41,15 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
-    "anchors.estimate.Estimate",
+    "anchors.estimate.OffsetEstimate",
     "anchors.offsets.Blend",
     "anchors.offsets.OffsetTable",
     "anchors.offsets.row_dtype",
     "anchors.offsets.row_width",
     "anchors.registry.CRITERIA",
     "anchors.registry.ESTIMATORS",
-    "anchors.residence.HostBound",
-    "anchors.residence.ResidenceStats",
+    "anchors.tiered_store.HostBound",
+    "anchors.residence.TieredStoreStats",
     "anchors.store.AnchorStore",
     "anchors.translator.CHUNK",
     "anchors.translator.Translator",
@@ -68,7 +68,7 @@ BENCH_MAY_IMPORT = {
     "engine.local.sequence.Sequence",
     "reuse.contracts.PoolKey",
     "reuse.contracts.SampleView",
-    "reuse.contracts.Slot",
+    "reuse.contracts.PlaceholderSite",
     "reuse.layout.Placed",
     "reuse.layout.layout",
     "reuse.plan.ReusePlan",

@@ -152,9 +152,9 @@ class Segment:
     tokens: Tokens
     name: str
     sample: SampleId | None = None
-    lead_in: Tokens = ()
+    base_context: Tokens = ()
     """Context in which a placeholder's base KV is prefilled when no producer left one (BOS, user header, lead-in)."""
-    stand_in: Tokens = ()
+    placeholder_text: Tokens = ()
     """The placeholder's name as text: takes its place when the template itself is prefilled."""
     trail: Tokens = ()
     """Tokens that follow the placeholder in every agent: base KV of the value and these tokens serves all of them."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.estimate import Estimate
+from kedge.anchors.estimate import OffsetEstimate
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 
 LAYERS, HEADS, DIM = 4, 2, 8
 POOL = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "agent_a_current")
-SLOT = Slot("solver", 1)
+SLOT = PlaceholderSite("solver", 1)
 PREFIX = 5
 
 
@@ -43,18 +43,18 @@ def sample(seed: int, tokens: int = 12, dtype: torch.dtype = torch.float32, pool
 PREFIX_BASE = random_kv(PREFIX, 999)
 
 
-def observe(store: AnchorStore, value: SampleView, slot: Slot = SLOT, seed: int | None = None) -> KVSegment:
-    """One dense prefill of `value` in `slot`; returns its real KV."""
-    seed = 10_000 + 100 * sum(value.tokens) + slot.index if seed is None else seed
+def observe(store: AnchorStore, value: SampleView, site: PlaceholderSite = SLOT, seed: int | None = None) -> KVSegment:
+    """One dense prefill of `value` in `site`; returns its real KV."""
+    seed = 10_000 + 100 * sum(value.tokens) + site.index if seed is None else seed
     real = in_context(value.base, seed)
-    store.observe(slot, value, real, PREFIX_BASE, in_context(PREFIX_BASE, seed + 1))
+    store.observe(site, value, real, PREFIX_BASE, in_context(PREFIX_BASE, seed + 1))
     return real
 
 
-def filled(seeds: range, slot: Slot = SLOT, **settings: object) -> AnchorStore:
+def filled(seeds: range, site: PlaceholderSite = SLOT, **settings: object) -> AnchorStore:
     store = AnchorStore(AnchorSettings(**settings))
     for seed in seeds:
-        observe(store, sample(seed), slot)
+        observe(store, sample(seed), site)
     return store
 
 
@@ -67,11 +67,11 @@ def plus(base: KVSegment, rows: torch.Tensor) -> KVSegment:
     )
 
 
-def translated(estimate: Estimate, value: SampleView) -> KVSegment:
-    return plus(value.base, estimate.phi_table.blend(estimate.phi))
+def translated(estimate: OffsetEstimate, value: SampleView) -> KVSegment:
+    return plus(value.base, estimate.value_table.blend(estimate.value))
 
 
-def translated_prefix(estimate: Estimate) -> KVSegment:
+def translated_prefix(estimate: OffsetEstimate) -> KVSegment:
     return plus(PREFIX_BASE, estimate.prefix_table.blend(estimate.prefix))
 
 

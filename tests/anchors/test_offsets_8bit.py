@@ -88,9 +88,9 @@ def test_a_store_translates_nearly_the_same_at_half_the_memory(settings: dict[st
     value = sample(40)  # one of those that were observed
     estimates = [store.estimate(SLOT, value) for store in (full, half)]
     assert all(estimate.shareable for estimate in estimates)
-    assert [type(estimate.phi_table) for estimate in estimates] == [OffsetTable, EightBitTable]
+    assert [type(estimate.value_table) for estimate in estimates] == [OffsetTable, EightBitTable]
     assert relative_error(translated(estimates[1], value), translated(estimates[0], value)) < 0.01
-    tables = [estimate.phi_table.row_bytes for estimate in estimates if estimate.phi_table]
+    tables = [estimate.value_table.row_bytes for estimate in estimates if estimate.value_table]
     assert tables[1] == tables[0] * (1 + 2 / 8) / 2  # heads of 8 dimensions
 
 

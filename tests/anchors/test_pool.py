@@ -5,17 +5,17 @@ import torch
 from kedge.anchors.anchor import Anchor, AnchorId, Query
 from kedge.anchors.estimators.site import Observation
 from kedge.anchors.pool import AnchorPool
-from kedge.reuse.contracts import Slot
+from kedge.reuse.contracts import PlaceholderSite
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
 
 
-def add(pool: AnchorPool, number: int, slot: Slot = SLOT, hits: int = 0) -> AnchorId:
+def add(pool: AnchorPool, number: int, site: PlaceholderSite = SLOT, hits: int = 0) -> AnchorId:
     base = random_kv(4, number)
     observed = Observation.measure(base, in_context(base, 1), PREFIX_BASE, PREFIX_BASE)
     keys = base.keys[1].flatten(1)
     known = pool.find(Query((number,) * 4, keys, 1e-3))
     anchor = known or Anchor(AnchorId(number), (number,) * 4, keys, hits)
-    pool.add(slot, pool.slot(slot, base, PREFIX), anchor, observed)
+    pool.add(site, pool.site(site, base, PREFIX), anchor, observed)
     pool.check_integrity()
     return anchor.id
 
@@ -25,7 +25,7 @@ def test_the_pool_holds_exactly_its_capacity() -> None:
     for number, size in enumerate((1, 2, 3, 3, 3)):
         add(pool, number)
         assert len(pool.anchors) == size
-        assert len(pool.slots[SLOT].holders) == size
+        assert len(pool.sites[SLOT].holders) == size
 
 
 def test_prunes_the_least_used_among_the_five_earliest() -> None:
@@ -46,10 +46,10 @@ def test_a_pool_of_one_keeps_the_newest() -> None:
 
 
 def test_another_agent_adds_to_the_same_anchor() -> None:
-    pool, other = AnchorPool(3, 8), Slot("critic", 3)
+    pool, other = AnchorPool(3, 8), PlaceholderSite("critic", 3)
     assert add(pool, 0) == add(pool, 0, other) == add(pool, 0, other)
     assert len(pool.anchors) == 1
-    assert [s.holders for s in pool.slots.values()] == [[0], [0]]
+    assert [s.holders for s in pool.sites.values()] == [[0], [0]]
 
 
 def test_the_same_tokens_with_other_base_keys_are_another_anchor() -> None:
@@ -63,12 +63,12 @@ def test_the_same_tokens_with_other_base_keys_are_another_anchor() -> None:
 
 def test_slots_are_bounded_and_take_their_orphans_along() -> None:
     pool = AnchorPool(9, 2)
-    first, second, third = (Slot(name, 1) for name in "abc")
+    first, second, third = (PlaceholderSite(name, 1) for name in "abc")
     add(pool, 0, first)
     add(pool, 1, first)
     add(pool, 1, second)
     add(pool, 2, third)
-    assert list(pool.slots) == [second, third]
+    assert list(pool.sites) == [second, third]
     assert list(pool.anchors) == [1, 2]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -38,7 +38,7 @@ def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
         value = SampleView(POOL, (number,) * tokens, KVSegment(keys, values), number)
         message += value.base.nbytes
         for agent in "abcd":
-            store.observe(Slot(agent, 1), value, in_context_like(value.base))
+            store.observe(PlaceholderSite(agent, 1), value, in_context_like(value.base))
         store.check_integrity()
         assert store.table.nbytes() < 2.1 * message  # key vectors weigh four times as much as with 4 heads of 64
     assert store.table.nbytes() > 1.7 * message
@@ -52,15 +52,15 @@ def in_context_like(base: KVSegment) -> KVSegment:
 
 @both
 def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
-    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6, "max_pools": 4, "max_slots": 3}))
+    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6, "max_pools": 4, "max_sites": 3}))
     sizes = []
     for number in range(2000):
         pool = POOL._replace(placeholder=f"p{number % 7}")
         value = sample(number, 1 + number * 7 % 13, pool=pool)
-        slot = Slot(f"agent{number % 5}", number % 2)
+        site = PlaceholderSite(f"agent{number % 5}", number % 2)
         base = value.base
-        store.observe(slot, value, in_context(base, 3))
-        store.estimate(slot, value)
+        store.observe(site, value, in_context(base, 3))
+        store.estimate(site, value)
         if number % 100 == 99:
             store.check_integrity()
             sizes.append(store.table.nbytes())

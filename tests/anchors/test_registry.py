@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 import torch
 
-from kedge.anchors.estimators.site import SlotOffsets
-from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_slot
+from kedge.anchors.estimators.site import SiteOffsets
+from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_site_offsets
 from kedge.settings import AnchorSettings, estimator_settings
 from kedge.settings.anchors import CriterionName, EstimatorName
 from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
@@ -16,7 +16,7 @@ def test_every_name_of_the_settings_is_there() -> None:
     assert set(ESTIMATORS) == set(get_args(EstimatorName))
     assert set(CRITERIA) == set(get_args(CriterionName))
     assert set(SLOTS) < set(ESTIMATORS)
-    assert type(make_slot(AnchorSettings())(random_kv(0, 0), 1)) is SlotOffsets
+    assert type(make_site_offsets(AnchorSettings())(random_kv(0, 0), 1)) is SiteOffsets
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -27,7 +27,7 @@ def test_every_pair_serves_a_store(estimator: str, criterion: str) -> None:
     value = sample(50, tokens=9)
     estimate = store.estimate(SLOT, value)
     assert estimate.shareable, estimate.reason
-    assert torch.isfinite(estimate.phi_table.blend(estimate.phi)).all()
+    assert torch.isfinite(estimate.value_table.blend(estimate.value)).all()
     assert len(estimate.prefix_table.blend(estimate.prefix)) == 5
     store.check_integrity()
 

@@ -12,7 +12,7 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -62,7 +62,7 @@ def test_offsets_of_a_half_model_keep_its_dtype(settings: dict[str, Any]) -> Non
         real = in_context(value.base, seed)
         store.observe(SLOT, value, real)
     estimate = store.estimate(SLOT, value)
-    assert estimate.phi_table.arena.dtype == torch.bfloat16
+    assert estimate.value_table.arena.dtype == torch.bfloat16
     assert translated(estimate, value).dtype == torch.bfloat16
     assert relative_error(translated(estimate, value), real) < 1e-2
 
@@ -115,7 +115,7 @@ def test_a_value_longer_than_every_anchor_is_not_shareable_with_interpolate() ->
 def test_a_value_longer_than_every_anchor_is_shareable_with_token() -> None:
     estimate = filled(range(5), **TOKEN).estimate(SLOT, sample(9, 40))
     assert estimate.shareable
-    assert estimate.phi.rows.shape == (40, 4)
+    assert estimate.value.rows.shape == (40, 4)
 
 
 def test_token_is_not_shareable_before_it_is_calibrated() -> None:
@@ -173,39 +173,39 @@ def test_hits_count_only_anchors_that_are_used() -> None:
     pool = next(iter(store.pools.values()))
     assert [a.hits for a in pool.anchors.values()] == [0, 0, 2, 0]
     assert store.stats().used == 2
-    store.use(store.estimate(Slot("nobody", 0), sample(2)))
+    store.use(store.estimate(PlaceholderSite("nobody", 0), sample(2)))
     assert store.stats().used == 2
 
 
 @both
 def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, Any]) -> None:
-    other = Slot("critic", 2)
+    other = PlaceholderSite("critic", 2)
     store = filled(range(6), **settings)
     for seed in (0, 2, 4):
         observe(store, sample(seed), other)
     pool = next(iter(store.pools.values()))
     assert len(pool.anchors) == 6
-    held = set(pool.slots[other].phi.rows_of_anchors(pool.slots[other].holders).tolist())
+    held = set(pool.sites[other].value.rows_of_anchors(pool.sites[other].holders).tolist())
     for value in (sample(1), sample(3), sample(77)):
         estimate = store.estimate(other, value)
-        assert set(estimate.phi.rows.flatten().tolist()) <= held
+        assert set(estimate.value.rows.flatten().tolist()) <= held
         assert set(estimate.used) <= {0, 2, 4}
     assert store.estimate(other, sample(1)).learnable
     assert not store.estimate(other, sample(2)).learnable
-    assert store.estimate(Slot("third", 0), sample(1)).reason == "no anchor of this agent yet"
+    assert store.estimate(PlaceholderSite("third", 0), sample(1)).reason == "no anchor of this agent yet"
 
 
 def test_a_placeholder_used_twice_has_two_slots() -> None:
     store = AnchorStore(AnchorSettings(**TOKEN))
-    first, second = Slot("solver", 1), Slot("solver", 3)
+    first, second = PlaceholderSite("solver", 1), PlaceholderSite("solver", 3)
     real = {}
     for seed in range(4):
-        for slot in (first, second):
-            real[slot] = observe(store, sample(seed), slot, seed=100 * slot.index + seed)
-    assert store.stats().slots == 2
+        for site in (first, second):
+            real[site] = observe(store, sample(seed), site, seed=100 * site.index + seed)
+    assert store.stats().sites == 2
     assert store.stats().anchors == 4
-    for slot in (first, second):
-        assert relative_error(translated(store.estimate(slot, sample(3)), sample(3)), real[slot]) < 1e-3
+    for site in (first, second):
+        assert relative_error(translated(store.estimate(site, sample(3)), sample(3)), real[site]) < 1e-3
 
 
 @both
@@ -224,15 +224,15 @@ def test_an_observation_that_fails_leaves_nothing(
             raise MemoryError
         put(self, *args)
 
-    for slot in (SLOT, Slot("new", 7)):
+    for site in (SLOT, PlaceholderSite("new", 7)):
         with monkeypatch.context() as patch:
             calls = iter(range(1, 9))
             patch.setattr(OffsetTable, "put", failing)
             with pytest.raises(MemoryError):
-                observe(store, sample(50), slot)
+                observe(store, sample(50), site)
         store.check_integrity()
         after = store.stats()
-        assert (after.anchors, after.slots, after.observed) == (before.anchors, before.slots, before.observed)
+        assert (after.anchors, after.sites, after.observed) == (before.anchors, before.sites, before.observed)
     again = store.estimate(SLOT, sample(3))
     value = sample(3)
     assert torch.equal(translated(again, value).keys, add(again, value))
@@ -277,23 +277,23 @@ def test_a_blend_made_before_an_observation_is_never_read_wrongly() -> None:
     for seed in range(10, 40):
         observe(store, sample(seed))
     with pytest.raises(PlanError, match="version"):
-        estimate.phi_table.blend(estimate.phi)
+        estimate.value_table.blend(estimate.value)
 
 
 def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(range(6), **TOKEN)
     for seed in range(6):
-        observe(store, sample(seed), Slot("critic", 1))
+        observe(store, sample(seed), PlaceholderSite("critic", 1))
     calls = []
     propose = type(store._matcher._estimator).propose
     monkeypatch.setattr(type(store._matcher._estimator), "propose", lambda *args: calls.append(args) or propose(*args))
     value = sample(77)
     store.estimate(SLOT, value)
-    store.estimate(Slot("critic", 1), value)
-    store.estimate(Slot("critic", 1), value)
+    store.estimate(PlaceholderSite("critic", 1), value)
+    store.estimate(PlaceholderSite("critic", 1), value)
     assert len(calls) == 1
     observe(store, value)  # the solver's set of anchors changes, the critic's does not
-    store.estimate(Slot("critic", 1), value)
+    store.estimate(PlaceholderSite("critic", 1), value)
     assert len(calls) == 1
     store.estimate(SLOT, value)
     assert len(calls) == 2
@@ -313,9 +313,9 @@ def test_a_full_pool_keeps_its_anchors_for_a_value_that_is_shareable_anyway() ->
     """An agent that prefills densely for another reason does not push out what other agents live on."""
     store = filled(range(3), capacity=3, **OPEN)
     for seed in range(3):
-        observe(store, sample(seed), Slot("critic", 1))
+        observe(store, sample(seed), PlaceholderSite("critic", 1))
     for seed in range(10, 20):
-        observe(store, sample(seed), Slot("critic", 1))
+        observe(store, sample(seed), PlaceholderSite("critic", 1))
     assert store.estimate(SLOT, sample(0)).shareable
     assert store.stats().anchors == 3
 

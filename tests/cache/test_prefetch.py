@@ -5,14 +5,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.cache.node import Node
+from kedge.cache.node import TreeNode
 from kedge.policies.prefetch import Candidate, is_within, may_replace
 from tests.cache.helpers import NS, World
 from tests.cache.test_hazards import on_host_only
 
 CANDIDATES = st.builds(
     Candidate,
-    st.builds(lambda: Node(NS, None, b"", 0)),
+    st.builds(lambda: TreeNode(NS, None, b"", 0)),
     st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(1, 5),
@@ -32,7 +32,7 @@ def test_what_nobody_can_tell_is_never_within() -> None:
 
 
 def test_victims_are_suffixes_or_strictly_farther() -> None:
-    node = Node(NS, None, b"", 1)
+    node = TreeNode(NS, None, b"", 1)
     assert may_replace(node, 7, virtual_step=8) and not may_replace(node, 8, virtual_step=8)
     node.varying = True
     assert may_replace(node, 100, virtual_step=8)
@@ -41,7 +41,7 @@ def test_victims_are_suffixes_or_strictly_farther() -> None:
 
 
 def test_what_is_needed_gives_way_only_to_what_is_likelier_needed_than_not() -> None:
-    node = Node(NS, None, b"", 1)
+    node = TreeNode(NS, None, b"", 1)
     node.step = 5.0
     assert may_replace(node, 1, 8, probability=0.6) and not may_replace(node, 1, 8, probability=0.5)
     node.step = None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kedge.cache import Copied, Direction
 from kedge.cache.copies import Purpose
-from kedge.cache.node import Node, Transfer
+from kedge.cache.node import Transfer, TreeNode
 from kedge.cache.transfer import TransferQueue
 from kedge.errors import PlanError
 from kedge.settings import TierSettings
@@ -23,7 +23,7 @@ def queue(jobs: int = 1, limit: int = 100, block_bytes: int = 1) -> tuple[Transf
 def enqueue(transfers: TransferQueue, purpose: Purpose, blocks: int = 1) -> Transfer:
     direction = OFFLOAD if purpose is Purpose.BACKUP else LOAD
     numbers = list(range(blocks))
-    return transfers.enqueue(direction, purpose, [Node(NS, None, b"", blocks)], numbers, numbers)
+    return transfers.enqueue(direction, purpose, [TreeNode(NS, None, b"", blocks)], numbers, numbers)
 
 
 def order(copier: FakeCopier, transfers: TransferQueue) -> list[int]:

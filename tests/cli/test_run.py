@@ -44,10 +44,10 @@ class Opened:
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Opened]:
     monkeypatch.chdir(tmp_path)
     Path("flow.yaml").write_text(FLOW, encoding="utf-8")
-    stand_in = Opened()
-    monkeypatch.setattr(command, "open_engine", stand_in)
-    yield stand_in
-    stand_in.engine.close()
+    placeholder_text = Opened()
+    monkeypatch.setattr(command, "open_engine", placeholder_text)
+    yield placeholder_text
+    placeholder_text.engine.close()
 
 
 def kedge(*args: str):  # noqa: ANN201

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.policies.cost import CostModel, Estimate
+from kedge.policies.cost import CostModel, UnitCost
 
 
 def test_an_estimate_follows_what_is_observed() -> None:
-    estimate = Estimate()
+    estimate = UnitCost()
     assert estimate.seconds_per_unit is None
     estimate.observe(10, 1.0)
     assert estimate.seconds_per_unit == 0.1
@@ -17,7 +17,7 @@ def test_an_estimate_follows_what_is_observed() -> None:
 
 @pytest.mark.parametrize(("units", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0)])
 def test_nothing_is_learned_from_nothing(units: int, seconds: float) -> None:
-    estimate = Estimate()
+    estimate = UnitCost()
     estimate.observe(units, seconds)
     assert estimate.seconds_per_unit is None
 

@@ -178,7 +178,7 @@ def test_what_is_declared_held_for_the_last_calls(calls: list[tuple[int, ...]], 
 
 def test_a_length_comes_from_the_request_then_from_its_segments_then_from_history() -> None:
     lengths = FixedLengths()
-    parts = (Segment(FIXED, "p0"), Segment((1, 2), "q", SampleId("q@0")))
+    parts = (Segment(FIXED, "p0"), Segment((1, 2), "q", SampleId.parse("q@0")))
     assert lengths.of(GenerateRequest(parts, fixed=7), 0.0) == 7
     assert lengths.of(GenerateRequest(parts, fixed=len(FIXED) + 3), 0.0) == len(FIXED), "longer than the prompt"
     assert lengths.of(GenerateRequest(parts), 0.0) == len(FIXED)

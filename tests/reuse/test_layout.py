@@ -11,7 +11,7 @@ from kedge.types import GenerateRequest, SampleId, Segment, Tokens, ValueKind
 
 def value(*tokens: int, trail: Tokens = (3, 4), name: str = "q") -> Segment:
     kind = ValueKind.AGENT if name.startswith("agent_") else ValueKind.INPUT
-    return Segment(tokens, name, SampleId(kind, name), lead_in=(8,), stand_in=(7, 7), trail=trail)
+    return Segment(tokens, name, SampleId(kind, name), base_context=(8,), placeholder_text=(7, 7), trail=trail)
 
 
 def request(*segments: Segment, trail: Tokens = ()) -> GenerateRequest:
@@ -24,7 +24,7 @@ PROMPT = request(Segment((1, 2), "p0"), value(50, 51), Segment((3, 4, 5), "p1"))
 def test_a_value_takes_the_tokens_that_follow_it() -> None:
     cut = with_trails(PROMPT, 2)
     assert [segment.tokens for segment in cut.segments] == [(1, 2), (50, 51, 3, 4), (5,)]
-    assert cut.segments[1].lead_in == (8,), "its base KV begins as before"
+    assert cut.segments[1].base_context == (8,), "its base KV begins as before"
     assert template_tokens(cut) == template_tokens(PROMPT), "so does the template"
 
 

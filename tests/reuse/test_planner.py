@@ -33,7 +33,7 @@ class Known:
 
     def __init__(self, weak: list[int], weak_prefix: list[int]) -> None:
         self._estimate = SimpleNamespace(
-            shareable=True, phi=self.kv, prefix=self.kv, phi_table=None, prefix_table=None,
+            shareable=True, value=self.kv, prefix=self.kv, value_table=None, prefix_table=None,
             weak_positions=lambda: weak, weak_prefix_positions=lambda: weak_prefix,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.reuse.contracts import Costs, PoolKey, SampleView, Slot
+from kedge.reuse.contracts import Costs, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import REFRESH, Runtime
@@ -35,7 +35,7 @@ class Above:
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
     """A prompt that ends with its value, so that no base KV of a template is needed."""
-    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId.parse("question@0"), lead_in=(1, 2))
+    value = Segment(tuple(range(seed, seed + SIZE)), "question", SampleId.parse("question@0"), base_context=(1, 2))
     segments = (Segment((5, 6, 7), "p0"), value)
     return GenerateRequest(
         segments, reuse=reuse, tenant=TENANT, workflow=FLOW, run=RunId(f"run-{seed}"), agent=AgentId("agent")
@@ -65,7 +65,7 @@ class Taught:
             view = SampleView(
                 PoolKey(Namespace(TENANT), FLOW, "question"), asked.segments[1].tokens, base, ("value", seed)
             )
-            self.anchors.observe(Slot(template_key(asked), 1), view, in_context(base, 100 + seed))
+            self.anchors.observe(PlaceholderSite(template_key(asked), 1), view, in_context(base, 100 + seed))
 
     def wants(self, times: int, *, teaches: bool = False) -> list[bool]:
         """Of so many dense prompts, which are learned from."""

@@ -158,8 +158,8 @@ def test_values_stay_as_they_were_generated() -> None:
     assert (segment.tokens, segment.sample) == value
 
 
-def lead_in(segments: tuple[Segment, ...], name: str) -> str:
-    return text(next(segment for segment in segments if segment.name == name).lead_in)
+def base_context(segments: tuple[Segment, ...], name: str) -> str:
+    return text(next(segment for segment in segments if segment.name == name).base_context)
 
 
 def test_lead_in_comes_from_the_first_agent_that_uses_the_placeholder() -> None:
@@ -169,10 +169,10 @@ def test_lead_in_comes_from_the_first_agent_that_uses_the_placeholder() -> None:
     ]
     both = compile_agents(agents, Characters())
     filled = values(q="?", agent_a_current="!", x="x")
-    assert lead_in(both["a"].fill(filled), "q") == "[Question: "
-    assert lead_in(both["b"].fill(filled), "q") == "[Question: "
-    assert lead_in(both["b"].fill(filled), "agent_a_current") == "[Solver:\n\n"
-    assert lead_in(both["b"].fill(filled), "x") == "["
+    assert base_context(both["a"].fill(filled), "q") == "[Question: "
+    assert base_context(both["b"].fill(filled), "q") == "[Question: "
+    assert base_context(both["b"].fill(filled), "agent_a_current") == "[Solver:\n\n"
+    assert base_context(both["b"].fill(filled), "x") == "["
 
 
 def test_a_trail_is_what_follows_a_value_in_every_agent() -> None:

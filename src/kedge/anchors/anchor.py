@@ -27,7 +27,7 @@ class Query:
 
 @dataclass(slots=True)
 class Anchor:
-    """A past value. Its base KV is not kept, and its offsets lie in the tables of the slots that observed it."""
+    """A past value. Its base KV is not kept, and its offsets lie in the tables of the sites that observed it."""
 
     id: AnchorId
     tokens: Tokens

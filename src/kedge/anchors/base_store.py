@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats, Unit
+from kedge.anchors.tiered_store import NO_HOST, HostBound, Offloadable, TieredStore, TieredStoreStats
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import Owner, TemplateOwner
@@ -30,7 +30,7 @@ class _SampleKey(NamedTuple):
 class _ContentKey(NamedTuple):
     namespace: Namespace
     tokens: Tokens
-    lead_in: Tokens
+    base_context: Tokens
 
 
 class _PrefixKey(NamedTuple):
@@ -42,7 +42,7 @@ _Key = _SampleKey | _ContentKey | _PrefixKey
 
 
 @dataclass(frozen=True, slots=True)
-class BaseEntry:
+class KnownBase:
     """Base KV of a placeholder's value."""
 
     key: tuple[int, int]
@@ -64,7 +64,7 @@ class TemplateBase(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Stored(Unit):
+class _Stored(Offloadable):
     """Parts by segment index (a value has one, 0), and what a value is."""
 
     serial: int
@@ -92,7 +92,7 @@ class BaseStats:
     templates: int
     nbytes: int
     """In both tiers."""
-    tiers: ResidenceStats
+    tiers: TieredStoreStats
 
 
 class BaseStore:
@@ -108,25 +108,25 @@ class BaseStore:
         self._max_bytes, self._nbytes = max_bytes, 0
         self._entries: OrderedDict[_Key, _Stored] = OrderedDict()
         self._serials = count()
-        self._residence = Residence(max_bytes, host, self._entries.values)
+        self._residence = TieredStore(max_bytes, host, self._entries.values)
 
     def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
         """Keep what a producer's decoding left behind. The KV may lack the last token(s), which nobody has run."""
         self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage)
 
-    def put_content(self, namespace: Namespace, tokens: Tokens, lead_in: Tokens, kv: KVSegment) -> None:
-        """Keep the result of a short prefill of `lead_in + tokens`, for every run that has the same value."""
-        self._put(_ContentKey(namespace, tokens, lead_in), 0, kv, tokens, True)
+    def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
+        """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value."""
+        self._put(_ContentKey(namespace, tokens, base_context), 0, kv, tokens, True)
 
     def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KVSegment) -> None:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
         self._put(_PrefixKey(namespace, template), index, kv, (), True)
 
-    def find(self, run: RunKey, sample: SampleId, tokens: Tokens, lead_in: Tokens) -> BaseEntry | None:
+    def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that wrote these tokens (or more) in this run, or of equal
         content.
         """
-        for key in (_SampleKey(run, sample), _ContentKey(run.namespace, tokens, lead_in)):
+        for key in (_SampleKey(run, sample), _ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
                 stored.owner = run
@@ -219,5 +219,5 @@ def _owner(key: _Key) -> Owner | None:
     return TemplateOwner(key.namespace, key.template) if isinstance(key, _PrefixKey) else None
 
 
-def _entry(stored: _Stored, tokens: Tokens) -> BaseEntry:
-    return BaseEntry((stored.serial, len(tokens)), tokens, stored.parts[0].slice(0, len(tokens)), stored.exact_lineage)
+def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:
+    return KnownBase((stored.serial, len(tokens)), tokens, stored.parts[0].slice(0, len(tokens)), stored.exact_lineage)

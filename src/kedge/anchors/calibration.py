@@ -1,4 +1,4 @@
-"""How wrong a slot's estimates turn out to be: what the criterion `error` predicts with.
+"""How wrong a site's estimates turn out to be: what the criterion `error` predicts with.
 
 A model sums up what it has read in a few tokens: line breaks, colons, the last word of a step. Their KV depends on more
 of the text than their base KV tells, so their offsets are estimated badly, again and again. Three things are learned:
@@ -55,7 +55,7 @@ class TokenErrors:
 
 
 class Calibration:
-    """How large the error of a slot's estimates is.
+    """How large the error of a site's estimates is.
 
     Relative errors are averaged in log-spaced bins of distance (exponentially forgetting), made monotone, and an empty
     bin takes the error of the next larger distance. It never changes: `updated` is another one.

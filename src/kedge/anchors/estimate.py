@@ -10,7 +10,7 @@ from torch import Tensor
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.criteria.shareability import Verdict
 from kedge.anchors.estimators.blending import Match
-from kedge.anchors.estimators.site import SlotOffsets
+from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.reuse.contracts import PoolKey, SampleView
 
@@ -19,23 +19,23 @@ _USED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Whether a value is shareable in a slot and, if so, the blends of its offsets."""
+class OffsetEstimate:
+    """Whether a value is shareable in a site and, if so, the blends of its offsets."""
 
     shareable: bool
     reason: str
     """Why it is not shareable, or empty"""
     learnable: bool
     """Whether a dense prefill would teach the pool something about this value"""
-    phi: Blend | None = None
-    """Over rows of `phi_table`, one per token of the value"""
+    value: Blend | None = None
+    """Over rows of `value_table`, one per token of the value"""
     prefix: Blend | None = None
     """Over rows of `prefix_table`, one per token of the prefix segment after the value"""
     weak: Tensor | None = None
     """bool [tokens], on the CPU: tokens of the value that should be computed all the same"""
     weak_prefix: Tensor | None = None
     """The same of the prefix segment after the value"""
-    phi_table: OffsetTable | None = None
+    value_table: OffsetTable | None = None
     prefix_table: OffsetTable | None = None
     pool: PoolKey | None = None
     used: tuple[AnchorId, ...] = ()
@@ -53,18 +53,18 @@ def _places(marked: Tensor | None) -> list[int]:
     return [] if marked is None else marked.nonzero().flatten().tolist()
 
 
-def shared(sample: SampleView, offsets: SlotOffsets, match: Match, verdict: Verdict) -> Estimate:
+def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict) -> OffsetEstimate:
     """Return the estimate of a value that the criterion judged shareable."""
-    phi, prefix = offsets.phi_offsets(match, sample.base), offsets.prefix_offsets(match)
-    return Estimate(
+    value, prefix = offsets.value_offsets(match, sample.base), offsets.prefix_offsets(match)
+    return OffsetEstimate(
         shareable=True,
         reason="",
         learnable=match.same is None,
-        phi=phi.blend,
+        value=value.blend,
         prefix=prefix.blend,
         weak=verdict.weak,
         weak_prefix=verdict.weak_prefix,
-        phi_table=phi.table,
+        value_table=value.table,
         prefix_table=prefix.table,
         pool=sample.pool,
         used=_leading(match.block.ids, match.proposal.mass),

@@ -9,12 +9,12 @@ import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, Query
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimators.site import MakeSlot, Observation, SlotOffsets
+from kedge.anchors.estimators.site import MakeSlot, Observation, SiteOffsets
 from kedge.anchors.keys import KeyBlock
 from kedge.anchors.offsets import OffsetTable
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Slot
+from kedge.reuse.contracts import PlaceholderSite
 from kedge.structures.bounded import BoundedDict
 
 WINDOW = 5
@@ -24,14 +24,14 @@ _BLOCKS = 4
 
 
 class AnchorPool:
-    """At most `capacity` anchors of one placeholder, and at most `max_slots` slots."""
+    """At most `capacity` anchors of one placeholder, and at most `max_sites` sites."""
 
-    def __init__(self, capacity: int, max_slots: int, make_slot: MakeSlot = SlotOffsets) -> None:
+    def __init__(self, capacity: int, max_sites: int, make_site_offsets: MakeSlot = SiteOffsets) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
         """In the order in which they were added"""
-        self.slots: dict[Slot, SlotOffsets] = {}
+        self.sites: dict[PlaceholderSite, SiteOffsets] = {}
         """Least recently observed first"""
-        self._capacity, self._max_slots, self._make_slot = capacity, max_slots, make_slot
+        self._capacity, self._max_sites, self._make_site = capacity, max_sites, make_site_offsets
         self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(_BLOCKS)
 
     def find(self, query: Query) -> Anchor | None:
@@ -42,40 +42,40 @@ class AnchorPool:
         """Return the key vectors of these anchors."""
         return self._blocks.use(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
 
-    def slot(self, slot: Slot, base: KVSegment, prefix_tokens: int) -> SlotOffsets:
-        """Return what `slot` observed, or room for it that is not part of the pool before the first `add`."""
-        return self.slots.get(slot) or self._make_slot(base, prefix_tokens)
+    def site(self, site: PlaceholderSite, base: KVSegment, prefix_tokens: int) -> SiteOffsets:
+        """Return what `site` observed, or room for it that is not part of the pool before the first `add`."""
+        return self.sites.get(site) or self._make_site(base, prefix_tokens)
 
-    def add(self, slot: Slot, offsets: SlotOffsets, anchor: Anchor, observed: Observation) -> None:
-        """Add what `slot` observed of an anchor, new or known; if anything fails, nothing has changed.
+    def add(self, site: PlaceholderSite, offsets: SiteOffsets, anchor: Anchor, observed: Observation) -> None:
+        """Add what `site` observed of an anchor, new or known; if anything fails, nothing has changed.
 
-        A slot that knows the anchor keeps what it has. A full pool then drops an anchor.
+        A site that knows the anchor keeps what it has. A full pool then drops an anchor.
         """
         if anchor.id not in offsets.holders:
             offsets.put(anchor.id, observed)
         self.anchors.setdefault(anchor.id, anchor)
-        self.slots.pop(slot, None)
-        self.slots[slot] = offsets
+        self.sites.pop(site, None)
+        self.sites[site] = offsets
         self._bound(keep=anchor.id)
 
-    def adopt(self, anchors: Iterable[Anchor], slots: Mapping[Slot, SlotOffsets]) -> None:
+    def adopt(self, anchors: Iterable[Anchor], sites: Mapping[PlaceholderSite, SiteOffsets]) -> None:
         """Take what another pool of this placeholder held, in its order, and drops what it has no room for."""
         self.anchors.update((anchor.id, anchor) for anchor in anchors)
-        self.slots.update(slots)
+        self.sites.update(sites)
         self._bound()
 
     def _bound(self, keep: AnchorId | None = None) -> None:
         while len(self.anchors) > self._capacity:
             self.drop(self.victim(keep))
-        while len(self.slots) > self._max_slots:
-            self._drop_slot(next(iter(self.slots)))
+        while len(self.sites) > self._max_sites:
+            self._drop_site(next(iter(self.sites)))
 
     @property
     def full(self) -> bool:
         return len(self.anchors) >= self._capacity
 
-    def calibrate(self, slot: Slot, calibration: Calibration) -> None:
-        self.slots[slot].calibration = calibration
+    def calibrate(self, site: PlaceholderSite, calibration: Calibration) -> None:
+        self.sites[site].calibration = calibration
 
     def victim(self, keep: AnchorId | None = None) -> AnchorId:
         """Return the least used among the earliest added, the earliest of equals; `keep` only if there is no other."""
@@ -85,15 +85,15 @@ class AnchorPool:
 
     def drop(self, anchor: AnchorId) -> None:
         """Forget an anchor and all offsets of it."""
-        for offsets in self.slots.values():
+        for offsets in self.sites.values():
             offsets.drop(anchor)
         del self.anchors[anchor]
         self._blocks.clear()
 
-    def _drop_slot(self, slot: Slot) -> None:
-        """Forget a slot, and the anchors that nobody else has offsets of."""
-        del self.slots[slot]
-        held = {anchor for offsets in self.slots.values() for anchor in offsets.holders}
+    def _drop_site(self, site: PlaceholderSite) -> None:
+        """Forget a site, and the anchors that nobody else has offsets of."""
+        del self.sites[site]
+        held = {anchor for offsets in self.sites.values() for anchor in offsets.holders}
         for anchor in self.anchors.keys() - held:
             self.drop(anchor)
 
@@ -105,25 +105,25 @@ class AnchorPool:
 
     @property
     def tables(self) -> list[OffsetTable]:
-        return [table for offsets in self.slots.values() for table in offsets.tables]
+        return [table for offsets in self.sites.values() for table in offsets.tables]
 
     @property
     def nbytes(self) -> int:
         """Memory of offsets and key vectors."""
-        return self.key_bytes + sum(offsets.nbytes for offsets in self.slots.values())
+        return self.key_bytes + sum(offsets.nbytes for offsets in self.sites.values())
 
     @property
     def key_bytes(self) -> int:
         return sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` where the pool is too large, or its slots hold other anchors than it does."""
-        if len(self.anchors) > self._capacity or len(self.slots) > self._max_slots:
-            raise PlanError("pool", (len(self.anchors), len(self.slots)), "more anchors or slots than allowed")
-        held = {anchor for offsets in self.slots.values() for anchor in offsets.holders}
+        """Raise `PlanError` where the pool is too large, or its sites hold other anchors than it does."""
+        if len(self.anchors) > self._capacity or len(self.sites) > self._max_sites:
+            raise PlanError("pool", (len(self.anchors), len(self.sites)), "more anchors or sites than allowed")
+        held = {anchor for offsets in self.sites.values() for anchor in offsets.holders}
         if held != set(self.anchors):
-            raise PlanError("anchors", sorted(self.anchors), f"slots hold {sorted(held)}")
-        for offsets in self.slots.values():
+            raise PlanError("anchors", sorted(self.anchors), f"sites hold {sorted(held)}")
+        for offsets in self.sites.values():
             offsets.check_integrity()
         for anchor in self.anchors.values():
             if len(anchor.keys) != anchor.length or not torch.isfinite(anchor.keys).all():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.estimators.site import SlotOffsets
+from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.pool import AnchorPool
 from kedge.reuse.contracts import PoolKey, TemplateOwner
 from kedge.types import Namespace, TenantId, WorkflowId
@@ -34,7 +34,7 @@ class PoolStats:
     workflow: WorkflowId
     placeholder: str
     anchors: int
-    slots: int
+    sites: int
     uses: int
     """How often its anchors were leaned on, those that have been dropped apart"""
     nbytes: int
@@ -61,9 +61,9 @@ class PoolTable:
         """What each limited tenant may hold. To be read only."""
         return self._limits
 
-    def sites(self) -> list[SlotOffsets]:
+    def sites(self) -> list[SiteOffsets]:
         """Return the offsets of all pools, by site."""
-        return [offsets for pool in self._pools.values() for offsets in pool.slots.values()]
+        return [offsets for pool in self._pools.values() for offsets in pool.sites.values()]
 
     def key_bytes(self) -> int:
         """Return the bytes of all key vectors."""
@@ -104,8 +104,8 @@ class PoolTable:
         """Hold these pools, in the order of their last use, and no others, within all bounds."""
         self._pools = {key: pool for key, pool in pools.items() if pool.anchors}
         for key, pool in self._pools.items():
-            for slot, offsets in pool.slots.items():
-                offsets.owner = TemplateOwner(key.namespace, slot.agent_key)
+            for site, offsets in pool.sites.items():
+                offsets.owner = TemplateOwner(key.namespace, site.agent_key)
         for tenant in self._limits:
             self.bound_tenant(tenant)
         if self._pools:
@@ -127,8 +127,8 @@ class PoolTable:
     ) -> None:
         """Give back slack, then drop anchors of the chosen pools, until nothing is in excess."""
         while (pools := chosen()) and (over := excess(pools)) > 0:
-            slots = (offsets for pool in pools for offsets in pool.slots.values() if not offsets.on_host)
-            tables = [table for offsets in slots for table in offsets.tables]
+            sites = (offsets for pool in pools for offsets in pool.sites.values() if not offsets.on_host)
+            tables = [table for offsets in sites for table in offsets.tables]
             if sum(table.slack_bytes for table in tables) >= over:
                 max(tables, key=lambda table: table.slack_bytes).trim()
             else:
@@ -148,7 +148,7 @@ def _pool_stats(key: PoolKey, pool: AnchorPool) -> PoolStats:
         workflow=key.workflow,
         placeholder=key.placeholder,
         anchors=len(pool.anchors),
-        slots=len(pool.slots),
+        sites=len(pool.sites),
         uses=sum(anchor.hits for anchor in pool.anchors.values()),
         nbytes=pool.nbytes,
     )

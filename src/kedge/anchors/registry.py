@@ -10,7 +10,7 @@ from kedge.anchors.criteria.shareability import Criterion, Entropy, Error
 from kedge.anchors.estimators.aligned import cosine, mean, nearest
 from kedge.anchors.estimators.blending import Estimator, Interpolate, Token
 from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
-from kedge.anchors.estimators.site import MakeSlot, SlotOffsets
+from kedge.anchors.estimators.site import MakeSlot, SiteOffsets
 from kedge.settings import AnchorSettings
 
 ESTIMATORS: Mapping[str, Callable[[AnchorSettings], Estimator]] = {
@@ -26,7 +26,7 @@ SLOTS: Mapping[str, Callable[[AnchorSettings], MakeSlot]] = {
     "linear": lambda config: partial(LinearOffsets, strength=config.ridge),
     "linear+token": lambda config: partial(CorrectedOffsets, strength=config.ridge, bits=config.offset_bits),
 }
-"""What a slot keeps, where that is something else than the rows of its anchors"""
+"""What a site keeps, where that is something else than the rows of its anchors"""
 CRITERIA: Mapping[str, Callable[[AnchorSettings], Criterion]] = {
     "entropy": lambda config: Entropy(config.gamma, config.temperature),
     "error": lambda config: Error(config.min_anchors, config.max_error, config.weak_error),
@@ -40,11 +40,11 @@ def make_estimator(config: AnchorSettings) -> Estimator:
     return ESTIMATORS[config.estimator](config)
 
 
-def make_slot(config: AnchorSettings) -> MakeSlot:
-    """Return what makes the slots of the estimator that the settings name."""
+def make_site_offsets(config: AnchorSettings) -> MakeSlot:
+    """Return what makes the sites of the estimator that the settings name."""
     if config.estimator in SLOTS:
         return SLOTS[config.estimator](config)
-    return partial(SlotOffsets, bits=config.offset_bits)
+    return partial(SiteOffsets, bits=config.offset_bits)
 
 
 def make_criterion(config: AnchorSettings) -> Criterion:

@@ -8,15 +8,15 @@ from itertools import count
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimate import Estimate, shared
-from kedge.anchors.estimators.site import Observation, SlotOffsets
+from kedge.anchors.estimate import OffsetEstimate, shared
+from kedge.anchors.estimators.site import Observation, SiteOffsets
 from kedge.anchors.matching import Matcher
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.pool_table import PoolStats, PoolTable
-from kedge.anchors.registry import make_criterion, make_slot
-from kedge.anchors.residence import NO_HOST, HostBound, Residence, ResidenceStats
+from kedge.anchors.registry import make_criterion, make_site_offsets
+from kedge.anchors.tiered_store import NO_HOST, HostBound, TieredStore, TieredStoreStats
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, SampleView, Slot, TemplateOwner
+from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView, TemplateOwner
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId
 
@@ -26,30 +26,30 @@ class AnchorStats:
     """Figures of what is stored now, and of what happened so far."""
 
     pools: int
-    slots: int
+    sites: int
     anchors: int
     nbytes: int
     observed: int
     used: int
     over_limit: int
     """Anchors dropped because their tenant had more than it may"""
-    tiers: ResidenceStats
+    tiers: TieredStoreStats
     """Offsets by where they are; key vectors are always on the device."""
 
 
 class AnchorStore:
     """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion.
 
-    What does not fit the device moves to the host, slot by slot, and only what fits neither is forgotten.
+    What does not fit the device moves to the host, site by site, and only what fits neither is forgotten.
     """
 
     def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST) -> None:
         self._config = config
         self._matcher = Matcher(config)
         self._criterion = make_criterion(config)
-        self._make_slot = make_slot(config)
+        self._make_site = make_site_offsets(config)
         self.table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
-        self._residence = Residence(config.max_bytes, host, self.table.sites, self.table.key_bytes)
+        self._residence = TieredStore(config.max_bytes, host, self.table.sites, self.table.key_bytes)
         self._ids = count()
         self._observed = self._used = 0
 
@@ -58,52 +58,52 @@ class AnchorStore:
         for offsets in self.table.sites():
             offsets.pinned = False
 
-    def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
+    def estimate(self, site: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
         """Judge a value and blend its offsets. Changes nothing but the memory of matches.
 
         The blends are valid until the next `observe`, `begin`, `fetch` or `clear`.
         """
         if not sample.tokens:
-            return Estimate(False, "the value is empty", learnable=False)
+            return OffsetEstimate(False, "the value is empty", learnable=False)
         pool = self.pools.get(sample.pool)
-        offsets = pool.slots.get(slot) if pool else None
+        offsets = pool.sites.get(site) if pool else None
         if pool is None or offsets is None:
-            return Estimate(False, "no anchor of this agent yet", learnable=True)
+            return OffsetEstimate(False, "no anchor of this agent yet", learnable=True)
         if not self._residence.demand(offsets):
-            return Estimate(False, "its offsets find no room on the device", learnable=False)
+            return OffsetEstimate(False, "its offsets find no room on the device", learnable=False)
         offsets.pinned = True
         return self._judge(pool, offsets, sample)
 
     def prepare(self, sample: SampleView) -> None:
         """Match a value that will be asked for with the anchors of the site that has most, ahead of time."""
         pool = self.pools.get(sample.pool)
-        ids = max((tuple(offsets.holders) for offsets in pool.slots.values()), key=len, default=()) if pool else ()
+        ids = max((tuple(offsets.holders) for offsets in pool.sites.values()), key=len, default=()) if pool else ()
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
-    def is_saturated(self, slot: Slot, pool: PoolKey) -> bool:
+    def is_saturated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
         """Return whether a site has observed so many values that one more hardly changes its estimates."""
-        offsets = self.pools[pool].slots.get(slot) if pool in self.pools else None
+        offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
         observations = offsets.calibration.observations if offsets else 0
         wanted = max(self._config.capacity, 2 * self._config.min_anchors)
         return offsets is not None and max(observations, len(offsets.holders)) >= wanted
 
-    def _judge(self, pool: AnchorPool, offsets: SlotOffsets, sample: SampleView) -> Estimate:
+    def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
         ids = tuple(offsets.holders)
         if lack := self._lacks(pool, ids, len(sample.tokens), offsets.calibration):
             known = pool.find(self._matcher.query(sample))
-            return Estimate(False, lack, learnable=known is None or known.id not in offsets.holders)
+            return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
         match = self._matcher.match(pool, ids, sample)
         verdict = self._criterion.judge(match, offsets.calibration)
         if not verdict.shareable:
-            return Estimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
+            return OffsetEstimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
         return shared(sample, offsets, match, verdict)
 
     def _lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int, calibration: Calibration) -> str:
         lack = self._matcher.lacks(pool, ids, tokens)
         return lack or self._criterion.lacks(tokens, pool.block(ids), calibration)
 
-    def use(self, estimate: Estimate) -> None:
+    def use(self, estimate: OffsetEstimate) -> None:
         """Count the anchors that an estimate leans on, once it is used."""
         pool = self.pools.get(estimate.pool) if estimate.pool else None
         if pool and estimate.pool:
@@ -113,9 +113,9 @@ class AnchorStore:
 
     def observe(
         self,
-        slot: Slot,
+        site: PlaceholderSite,
         sample: SampleView,
-        real_phi: KVSegment,
+        real_value: KVSegment,
         base_prefix: KVSegment | None = None,
         real_prefix: KVSegment | None = None,
     ) -> None:
@@ -123,31 +123,31 @@ class AnchorStore:
 
         A full pool drops no anchor for a value that was shareable anyway (Algorithm 1 makes anchors of others only):
         otherwise an agent that prefills densely for another reason would push out what the other agents use.
-        The slot first estimates the value from what it had, which calibrates the criterion `error`.
+        The site first estimates the value from what it had, which calibrates the criterion `error`.
         Raises `PlanError` where base and real KV differ in tokens, `TranslationRefused` where offsets are not finite.
         """
         if not sample.tokens:
             return
         self.begin()
-        observed = Observation.measure(sample.base, real_phi, base_prefix, real_prefix)
+        observed = Observation.measure(sample.base, real_value, base_prefix, real_prefix)
         pool = self.pools.get(sample.pool) or self.empty_pool()
-        offsets = pool.slot(slot, sample.base, len(observed.prefix))
-        offsets.owner = TemplateOwner(sample.pool.namespace, slot.agent_key)
+        offsets = pool.site(site, sample.base, len(observed.prefix))
+        offsets.owner = TemplateOwner(sample.pool.namespace, site.agent_key)
         if not self._residence.demand(offsets):
             return
         anchor = self._anchor(pool, sample)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
-        if anchor.id in pool.anchors or not pool.full or not self._is_shareable(pool, slot, sample):
-            pool.add(slot, offsets, anchor, observed)
-        pool.calibrate(slot, calibration)
+        if anchor.id in pool.anchors or not pool.full or not self._is_shareable(pool, site, sample):
+            pool.add(site, offsets, anchor, observed)
+        pool.calibrate(site, calibration)
         self.table.touch(sample.pool, pool)
         self._observed += 1
         self.table.bound_tenant(sample.pool.namespace.tenant, anchor.id)
         self.table.bound(anchor.id)
 
-    def _is_shareable(self, pool: AnchorPool, slot: Slot, sample: SampleView) -> bool:
-        """Return whether `slot`, as far as it has observed anything, would share a value."""
-        offsets = pool.slots.get(slot)
+    def _is_shareable(self, pool: AnchorPool, site: PlaceholderSite, sample: SampleView) -> bool:
+        """Return whether `site`, as far as it has observed anything, would share a value."""
+        offsets = pool.sites.get(site)
         return offsets is not None and self._judge(pool, offsets, sample).shareable
 
     def _anchor(self, pool: AnchorPool, sample: SampleView) -> Anchor:
@@ -156,7 +156,7 @@ class AnchorStore:
         return pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
 
     def _calibrated(
-        self, pool: AnchorPool, offsets: SlotOffsets, anchor: Anchor, sample: SampleView, observed: Observation
+        self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
     ) -> Calibration:
         """Return the site's calibration with the error of its estimate from all other anchors."""
         others = tuple(i for i in offsets.holders if i != anchor.id)
@@ -188,7 +188,7 @@ class AnchorStore:
 
     def empty_pool(self) -> AnchorPool:
         """Return a pool with this store's bounds that is not part of it."""
-        return AnchorPool(self._config.capacity, self._config.max_slots, self._make_slot)
+        return AnchorPool(self._config.capacity, self._config.max_sites, self._make_site)
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Hold these pools, in the order of their last use, and no others from now on, within its bounds."""
@@ -223,7 +223,7 @@ class AnchorStore:
         pools = self.pools.values()
         return AnchorStats(
             pools=len(pools),
-            slots=sum(len(pool.slots) for pool in pools),
+            sites=sum(len(pool.sites) for pool in pools),
             anchors=sum(len(pool.anchors) for pool in pools),
             nbytes=self.table.nbytes(),
             observed=self._observed,

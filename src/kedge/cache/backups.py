@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kedge.cache.copies import Direction, Purpose
 from kedge.cache.counters import Reason
-from kedge.cache.node import DEVICE, HOST, Handle, Node
+from kedge.cache.node import DEVICE, HOST, Handle, TreeNode
 from kedge.cache.tier_pools import TierPools
 from kedge.cache.transfer import TransferQueue
 from kedge.cache.victims import Allowed
@@ -22,7 +22,7 @@ class Backups:
         self._waiting: dict[Handle, None] = {}
         """Nodes to be backed up whose ancestors are being backed up."""
 
-    def back_up(self, node: Node) -> None:
+    def back_up(self, node: TreeNode) -> None:
         """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
 
         Room is what is free, or held by copies that are worth no more than this one. While ancestors are being backed
@@ -51,12 +51,12 @@ class Backups:
             if (node := handle.node) and node.blocks[DEVICE]:
                 self.back_up(node)
 
-    def _room_for(self, node: Node, needed: int) -> list[int]:
+    def _room_for(self, node: TreeNode, needed: int) -> list[int]:
         """Return host blocks for `node`. Raises `OutOfBlocks` where nothing that is worth no more may go for it."""
         self._keep_limit(node, needed)
         return self._pools.allocate(HOST, needed, Reason.BACKUP, allowed=self._worth_at_most(node))
 
-    def _keep_limit(self, node: Node, needed: int) -> None:
+    def _keep_limit(self, node: TreeNode, needed: int) -> None:
         """Evict the host blocks of the tenant of `node` that are too many with `needed` more. Raises `OutOfBlocks`,
         having changed nothing, where nothing that is worth no more than this may go.
         """
@@ -70,6 +70,6 @@ class Backups:
             self._pools.counters.evicted(removed, Reason.LIMIT)
             self._pools.release(removed)
 
-    def _worth_at_most(self, node: Node) -> Allowed:
+    def _worth_at_most(self, node: TreeNode) -> Allowed:
         limit = self._tree.policy(node)
         return lambda victim: self._tree.policy(victim) <= limit

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from kedge.cache.copies import Outcome, Purpose
-from kedge.cache.node import DEVICE, Node, Transfer
+from kedge.cache.node import DEVICE, Transfer, TreeNode
 from kedge.cache.radix_tree import Removed
 
 
@@ -131,7 +131,7 @@ class Counters:
 _TABLES = ("by_reason", "by_step", "outcomes")
 
 
-def _step_name(node: Node) -> str:
+def _step_name(node: TreeNode) -> str:
     if node.step is None:
         return "varying" if node.varying else "unlabelled"
     return f"{node.step:g}"

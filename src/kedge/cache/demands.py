@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kedge.cache.copies import Direction, Outcome, Purpose
-from kedge.cache.node import DEVICE, Handle, Node, State, Transfer
+from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
 from kedge.cache.prefix_index import Walk
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
@@ -114,7 +114,7 @@ class Demands:
             return Readiness.READY
         return Readiness.LOADABLE if demand.denied else _readiness(node.path_down())
 
-    def _join(self, demand: _Demand, node: Node) -> None:
+    def _join(self, demand: _Demand, node: TreeNode) -> None:
         """Load on the path are waited for from now on, ancestors first."""
         for step in node.path_down():
             if step.state is State.LOADING and step.transfer not in demand.transfers:
@@ -122,7 +122,7 @@ class Demands:
                 self._tiers.transfers.promote(step.transfer)
                 demand.transfers.append(step.transfer)
 
-    def _start(self, demand: _Demand, node: Node) -> None:
+    def _start(self, demand: _Demand, node: TreeNode) -> None:
         """Queue what is not being loaded yet, where that is cheaper than computing it."""
         blocks = sum(step.size for step in node.path_down() if step.state is State.HOST)
         if not blocks:
@@ -138,7 +138,7 @@ class Demands:
             demand.transfers += [transfer] if transfer else []
 
 
-def _readiness(nodes: Iterable[Node]) -> Readiness:
+def _readiness(nodes: Iterable[TreeNode]) -> Readiness:
     states = {node.state for node in nodes}
     if State.LOADING in states:
         return Readiness.LOADING

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kedge.cache.block_pool import BlockPool
-from kedge.cache.node import DEVICE, HOST, Node, Share, State, Tier, Transfer
+from kedge.cache.node import DEVICE, HOST, Share, State, Tier, Transfer, TreeNode
 from kedge.errors import PlanError
 from kedge.types import TenantId
 
 
-def check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[Node], others: Sequence[int]) -> None:
+def check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[TreeNode], others: Sequence[int]) -> None:
     """Check that each block of the pool is either free, cached by one of `nodes`, or one of `others`."""
     pool.check_integrity()
     owned = [*others, *(block for node in nodes for block in node.blocks[tier])]
@@ -21,7 +21,7 @@ def check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[Node], others: Seq
         raise PlanError(f"owned {tier.name} blocks", sorted(owned), "one is free as well")
 
 
-def check_share(share: Share, nodes: Sequence[Node]) -> None:
+def check_share(share: Share, nodes: Sequence[TreeNode]) -> None:
     """Check that a tier holds whole nodes, closed under prefixes, and that counts and queue are right."""
     tier = share.tier
     held = [node for node in nodes if node.blocks[tier]]
@@ -40,7 +40,7 @@ def check_share(share: Share, nodes: Sequence[Node]) -> None:
         raise PlanError(f"{tier.name} eviction queue", len(held), "does not hold exactly the candidates' keys")
 
 
-def _check_held(node: Node, tier: Tier) -> None:
+def _check_held(node: TreeNode, tier: Tier) -> None:
     assert node.parent is not None
     if node.blocks[tier] and not node.parent.holds(tier):
         raise PlanError("node", node.blocks, f"is held by {tier.name}, but its parent is not")
@@ -50,7 +50,7 @@ def _check_held(node: Node, tier: Tier) -> None:
         raise PlanError("resident children", node.resident_children, "is not the count over its children")
 
 
-def check_transfers(nodes: Sequence[Node], pending: Sequence[Transfer]) -> None:
+def check_transfers(nodes: Sequence[TreeNode], pending: Sequence[Transfer]) -> None:
     """Check that nodes and transfers agree, states are legal (see `node.py`), and arrivals are counted."""
     moving = {node: transfer for transfer in pending for node in transfer.nodes}
     for node in nodes:
@@ -65,7 +65,7 @@ def check_transfers(nodes: Sequence[Node], pending: Sequence[Transfer]) -> None:
         raise PlanError("arrivals", arrived, "are not what the transfers count")
 
 
-def _check_moving(node: Node, transfer: Transfer) -> None:
+def _check_moving(node: TreeNode, transfer: Transfer) -> None:
     legal = (State.LOADING, State.BOTH) if transfer.is_load else (State.OFFLOADING,)
     if node.state not in legal or not node.locks:
         raise PlanError("state", node.state, f"with a {transfer.copy.direction}, under {node.locks} locks")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from kedge.cache.node import Handle, LabelKey, Node
+from kedge.cache.node import Handle, LabelKey, TreeNode
 from kedge.errors import PlanError
 from kedge.structures.step_counts import StepCounts
 
@@ -16,19 +16,19 @@ from kedge.structures.step_counts import StepCounts
 class Labels:
     """One label per key. `offer` is called with every node whose priority changed."""
 
-    def __init__(self, offer: Callable[[Node], None]) -> None:
+    def __init__(self, offer: Callable[[TreeNode], None]) -> None:
         self._offer = offer
         self._handles: dict[LabelKey, Handle] = {}
 
     def __len__(self) -> int:
         return len(self._handles)
 
-    def node(self, key: LabelKey) -> Node | None:
+    def node(self, key: LabelKey) -> TreeNode | None:
         """Return the node that ends the fixed prompt of `key`, while it is in the tree."""
         handle = self._handles.get(key)
         return None if handle is None else handle.node
 
-    def put(self, key: LabelKey, node: Node, step: float) -> None:
+    def put(self, key: LabelKey, node: TreeNode, step: float) -> None:
         """Label `node`; the label that `key` had elsewhere goes."""
         if self.node(key) is not node:
             self.drop(key)
@@ -39,7 +39,7 @@ class Labels:
                 self._mark_varying_below(node)
         self._set(key, node, step)
 
-    def move(self, key: LabelKey, step: float) -> Node | None:
+    def move(self, key: LabelKey, step: float) -> TreeNode | None:
         """Change the step of a label. Returns its node. O(depth)."""
         node = self.node(key)
         if node is not None:
@@ -52,7 +52,7 @@ class Labels:
             _change(node, node.labels.pop(key), None, self._offer)
         self._handles.pop(key, None)
 
-    def leave(self, node: Node) -> None:
+    def leave(self, node: TreeNode) -> None:
         """Drop the labels of `node`, which has no children and is leaving the tree, and all handles to it."""
         for key in node.labels:
             del self._handles[key]
@@ -61,14 +61,14 @@ class Labels:
         if node.step is not None and node.parent is not None:
             _change(node.parent, node.step, None, self._offer)
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
         if lower.step is not None:
             upper.steps, upper.step = StepCounts(), lower.step
             upper.steps.add(lower.step)
         upper.varying = lower.varying
 
-    def check_integrity(self, nodes: list[Node]) -> None:
+    def check_integrity(self, nodes: list[TreeNode]) -> None:
         """Raise `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
         found = {key: node for node in nodes for key in node.labels}
         if found != {key: handle.node for key, handle in self._handles.items()}:
@@ -76,12 +76,12 @@ class Labels:
         for node in nodes:
             _check_priority(node)
 
-    def _set(self, key: LabelKey, node: Node, step: float) -> None:
+    def _set(self, key: LabelKey, node: TreeNode, step: float) -> None:
         old = node.labels.get(key)
         node.labels[key] = step
         _change(node, old, step, self._offer)
 
-    def _mark_varying_below(self, node: Node) -> None:
+    def _mark_varying_below(self, node: TreeNode) -> None:
         stack = list(node.children.values())
         while stack:
             below = stack.pop()
@@ -93,7 +93,7 @@ class Labels:
             stack.extend(below.children.values())
 
 
-def _change(node: Node | None, old: float | None, new: float | None, offer: Callable[[Node], None]) -> None:
+def _change(node: TreeNode | None, old: float | None, new: float | None, offer: Callable[[TreeNode], None]) -> None:
     """Change one of a node's steps from `old` to `new` (None: there is none), upwards while a minimum changes."""
     while node is not None and node.parent is not None and old != new:
         before = node.step
@@ -103,7 +103,7 @@ def _change(node: Node | None, old: float | None, new: float | None, offer: Call
         node, old, new = node.parent, before, node.step
 
 
-def _recount(node: Node, old: float | None, new: float | None) -> None:
+def _recount(node: TreeNode, old: float | None, new: float | None) -> None:
     if node.steps is None:
         node.steps = StepCounts()
     if old is not None:
@@ -115,7 +115,7 @@ def _recount(node: Node, old: float | None, new: float | None) -> None:
         node.steps = None
 
 
-def _check_priority(node: Node) -> None:
+def _check_priority(node: TreeNode) -> None:
     steps = [*node.labels.values(), *(child.step for child in node.children.values() if child.step is not None)]
     counts = node.steps.counts if node.steps else Counter[float]()
     if node.step != min(steps, default=None) or counts != Counter(steps):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kedge.cache.counters import Reason
-from kedge.cache.node import DEVICE, HOST, Node
+from kedge.cache.node import DEVICE, HOST, TreeNode
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers
 from kedge.errors import OutOfBlocks, PlanError
@@ -39,7 +39,7 @@ class Holding:
 
     lease: Lease
     namespace: Namespace
-    node: Node
+    node: TreeNode
     shared: tuple[int, ...]
     own: set[int]
 
@@ -149,7 +149,7 @@ class Leases:
         if steps is None:
             return self._tiers.pools.allocate(DEVICE, n, reason, after)
 
-        def may_go(victim: Node) -> bool:
+        def may_go(victim: TreeNode) -> bool:
             return not victim.wanted and may_replace(victim, steps, self._tiers.settings.virtual_step)
 
         return self._tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
@@ -175,7 +175,7 @@ class Leases:
         self._tree.unlock(held.node)
         self._tiers.pools[DEVICE].free(held.own)
 
-    def _hit_path(self, node: Node) -> tuple[Span, ...]:
+    def _hit_path(self, node: TreeNode) -> tuple[Span, ...]:
         """Count a hit of `node` and all above it. Returns their tokens by source."""
         spans: list[Span] = []
         for step in node.path_down():
@@ -189,7 +189,7 @@ class Leases:
         self._back_up_hits(node)
         return tuple(spans)
 
-    def _source(self, node: Node) -> Source:
+    def _source(self, node: TreeNode) -> Source:
         """Return where a request that hits `node` has its KV from, and count it."""
         tokens = node.size * self._block_size
         if node.arrival is None:
@@ -200,7 +200,7 @@ class Leases:
         self._tiers.counters.prefetched_hit_tokens += tokens
         return Source.DEVICE
 
-    def _back_up_hits(self, node: Node) -> None:
+    def _back_up_hits(self, node: TreeNode) -> None:
         """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
         hits = self._tiers.settings.backup_hits
         if hits is None or not self._tiers.host_blocks:

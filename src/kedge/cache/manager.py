@@ -15,7 +15,7 @@ from kedge.cache.copies import Copier, Direction
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.leases import Lease, Leases
-from kedge.cache.node import LabelKey, Node, Tier
+from kedge.cache.node import LabelKey, Tier, TreeNode
 from kedge.cache.prefetch import Prefetcher
 from kedge.cache.tiers import Tiers
 from kedge.errors import ConfigError
@@ -261,10 +261,10 @@ class CacheManager:
         self._demands.check_integrity()
         self._leases.check_integrity()
 
-    def _lost(self, node: Node) -> None:
+    def _lost(self, node: TreeNode) -> None:
         self._prefetcher.consider(node)
 
-    def _probability(self, node: Node) -> float:
+    def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""
         likely = (self._next_runs[key][1] for key, step in node.labels.items() if step == node.step)
         return max(likely, default=1.0)

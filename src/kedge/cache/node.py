@@ -49,7 +49,7 @@ class State(StrEnum):
     LOADING = "loading"
 
 
-class Node:
+class TreeNode:
     """A run of `size` blocks below `parent`; the root of a namespace has no parent and no blocks."""
 
     __slots__ = (
@@ -73,9 +73,9 @@ class Node:
         "wanted",
     )
 
-    def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, size: int) -> None:
+    def __init__(self, namespace: Namespace, parent: TreeNode | None, key: bytes, size: int) -> None:
         self.namespace, self.parent, self.key, self.size = namespace, parent, key, size
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, TreeNode] = {}
         self.blocks: list[list[int]] = [[], []]
         """Block numbers by tier; empty where the tier does not hold the node."""
         self.resident_children = [0, 0]
@@ -116,18 +116,18 @@ class Node:
         """Return whether `tier` may evict it: an unlocked leaf of that tier that is still in the tree."""
         return bool(self.blocks[tier]) and not self.locks and not self.resident_children[tier]
 
-    def path(self) -> Iterator[Node]:
+    def path(self) -> Iterator[TreeNode]:
         """Iterate over the node and its ancestors, root last."""
-        node: Node | None = self
+        node: TreeNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
-    def path_down(self) -> list[Node]:
+    def path_down(self) -> list[TreeNode]:
         """Return the ancestors and the node, without the root."""
         return list(self.path())[-2::-1]
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> Iterator[TreeNode]:
         """Iterate over the node and all below it, parents first."""
         stack = [self]
         while stack:
@@ -146,7 +146,7 @@ class Transfer:
 
     copy: Copy
     purpose: Purpose
-    nodes: list[Node]
+    nodes: list[TreeNode]
     started: bool = False
     demanded: bool = False
     """A request waits for it, or did before it landed."""
@@ -155,7 +155,7 @@ class Transfer:
     outcome: Outcome | None = None
 
     @property
-    def end(self) -> Node:
+    def end(self) -> TreeNode:
         """The lowest of its nodes: the one that it locks."""
         return self.nodes[-1]
 
@@ -167,7 +167,7 @@ class Transfer:
     def is_load(self) -> bool:
         return self.copy.direction is Direction.LOAD
 
-    def shares(self) -> Iterator[tuple[Node, list[int]]]:
+    def shares(self) -> Iterator[tuple[TreeNode, list[int]]]:
         """Iterate over its nodes with the target blocks of each."""
         at = 0
         for node in self.nodes:
@@ -175,7 +175,7 @@ class Transfer:
             at += node.size
 
 
-def split_transfers(upper: Node, lower: Node) -> None:
+def split_transfers(upper: TreeNode, lower: TreeNode) -> None:
     """Let what moves, or brought, `lower` do so for `upper` too, which was split off it."""
     upper.transfer, upper.arrival = lower.transfer, lower.arrival
     if upper.transfer:
@@ -187,26 +187,26 @@ def split_transfers(upper: Node, lower: Node) -> None:
 class Share:
     """One tier's share of the tree: `size` blocks in all, `evictable` of them under no lock, and who goes first."""
 
-    def __init__(self, tier: Tier, policy: Callable[[Node], EvictionKey]) -> None:
+    def __init__(self, tier: Tier, policy: Callable[[TreeNode], EvictionKey]) -> None:
         self.tier = tier
         self.size = self.evictable = 0
         self.by_tenant: Counter[TenantId] = Counter()
         """`size` by the tenant whose blocks they are."""
-        self.queue: LazyHeap[Node] = LazyHeap(policy, lambda node: node.is_candidate(tier))
+        self.queue: LazyHeap[TreeNode] = LazyHeap(policy, lambda node: node.is_candidate(tier))
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
     """A node to come back to: once it has left the tree, or come back for other tokens, the handle leads nowhere."""
 
-    _node: Node
+    _node: TreeNode
     _generation: int
 
     @classmethod
-    def of(cls, node: Node) -> Handle:
+    def of(cls, node: TreeNode) -> Handle:
         return cls(node, node.generation)
 
     @property
-    def node(self) -> Node | None:
+    def node(self) -> TreeNode | None:
         """The node while it is in the tree."""
         return self._node if self._node.generation == self._generation else None

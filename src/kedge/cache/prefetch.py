@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kedge.cache.copies import Direction, Purpose
-from kedge.cache.node import Node, State
+from kedge.cache.node import State, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.policies.prefetch import Candidate, is_within, may_replace
 from kedge.structures.lazy_heap import LazyHeap
@@ -14,15 +14,15 @@ from kedge.structures.lazy_heap import LazyHeap
 class Prefetcher:
     """Starts prefetches: it keeps the labels that have come near or have lost their device blocks, best first."""
 
-    def __init__(self, tiers: Tiers, probability: Callable[[Node], float]) -> None:
+    def __init__(self, tiers: Tiers, probability: Callable[[TreeNode], float]) -> None:
         """Take `probability(node)`: how likely a node is needed as soon as its step says."""
         self._tiers, self._probability = tiers, probability
         self._window = tiers.settings.prefetch_window
-        self._targets: LazyHeap[Node] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)
+        self._targets: LazyHeap[TreeNode] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)
         self.due = False
         """Whether something has changed since the last look: the forecast, what is loaded, or who holds blocks."""
 
-    def consider(self, node: Node) -> None:
+    def consider(self, node: TreeNode) -> None:
         """Consider `node`, which has a label or another step now, or has left the device."""
         if self._is_target(node):
             self._targets.push(node)
@@ -40,7 +40,7 @@ class Prefetcher:
             return
         self.due = False
         slots = self._tiers.settings.prefetch_jobs - self._pending()
-        refused: list[Node] = []
+        refused: list[TreeNode] = []
         while slots > len(refused) and (node := self._targets.pop()):
             slots -= self._load(self._candidate(node))
             if self._is_target(node):
@@ -51,15 +51,15 @@ class Prefetcher:
     def _pending(self) -> int:
         return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
 
-    def _is_target(self, node: Node) -> bool:
+    def _is_target(self, node: TreeNode) -> bool:
         """Return whether it ends a fixed prompt within the window, is on the host only, and not on its way."""
         return bool(node.labels) and node.state is State.HOST and is_within(node.step, self._window)
 
-    def _candidate(self, node: Node) -> Candidate[Node]:
+    def _candidate(self, node: TreeNode) -> Candidate[TreeNode]:
         assert node.step is not None
         return Candidate(node, node.step, self._probability(node), sum(step.size for step in missing(node)))
 
-    def _load(self, candidate: Candidate[Node]) -> bool:
+    def _load(self, candidate: Candidate[TreeNode]) -> bool:
         settings = self._tiers.settings
         transfer = self._tiers.load(
             candidate.node,

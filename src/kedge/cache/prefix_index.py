@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kedge.cache.node import DEVICE, Node, Tier
+from kedge.cache.node import DEVICE, Tier, TreeNode
 from kedge.errors import InvalidToken, PlanError
 from kedge.types import Namespace
 
@@ -21,7 +21,7 @@ _TOKEN_BYTES = array("i").itemsize
 class Walk:
     """The longest known prefix: it ends after `used` blocks of `node` and spans `length` bytes of the key."""
 
-    node: Node
+    node: TreeNode
     used: int
     length: int
 
@@ -35,11 +35,11 @@ class PrefixIndex:
     """The nodes of all namespaces. `on_split(upper, lower)` and `on_leave(leaf)` are called as they happen."""
 
     def __init__(
-        self, block_size: int, on_split: Callable[[Node, Node], None], on_leave: Callable[[Node], None]
+        self, block_size: int, on_split: Callable[[TreeNode, TreeNode], None], on_leave: Callable[[TreeNode], None]
     ) -> None:
         self._block_size, self.block_bytes = block_size, block_size * _TOKEN_BYTES
         self._on_split, self._on_leave = on_split, on_leave
-        self._roots: dict[Namespace, Node] = {}
+        self._roots: dict[Namespace, TreeNode] = {}
 
     def pack(self, tokens: Sequence[int]) -> bytes:
         """Return the key of the full blocks of `tokens`. Raises `InvalidToken` for an id beyond 32 bits."""
@@ -55,26 +55,26 @@ class PrefixIndex:
         """Return how many tokens `length` bytes of a key are."""
         return length // _TOKEN_BYTES
 
-    def root(self, namespace: Namespace) -> Node:
+    def root(self, namespace: Namespace) -> TreeNode:
         """Return the root of a namespace, made where there is none yet."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(namespace, None, b"", 0)
+            root = self._roots[namespace] = TreeNode(namespace, None, b"", 0)
         return root
 
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces that hold blocks or locks."""
         return list(self._roots)
 
-    def roots(self) -> list[Node]:
+    def roots(self) -> list[TreeNode]:
         """Return the roots of all namespaces."""
         return list(self._roots.values())
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Iterate over every node that holds blocks, parents first."""
         return (node for root in self._roots.values() for node in root.subtree() if node.parent is not None)
 
-    def below(self, namespace: Namespace) -> list[Node]:
+    def below(self, namespace: Namespace) -> list[TreeNode]:
         """Return the nodes of a namespace, children first."""
         root = self._roots.get(namespace)
         return [] if root is None else list(root.subtree())[:0:-1]
@@ -84,7 +84,7 @@ class PrefixIndex:
         root = self._roots.get(namespace)
         return None if root is None else self.walk(root, key, tier)
 
-    def walk(self, root: Node, key: bytes, tier: Tier | None) -> Walk:
+    def walk(self, root: TreeNode, key: bytes, tier: Tier | None) -> Walk:
         """Return the longest prefix of `key` below `root` that `tier`, or any tier, holds."""
         node, at = root, 0
         while at < len(key):
@@ -98,11 +98,11 @@ class PrefixIndex:
             at += len(node.key)
         return Walk(node, node.size, at)
 
-    def ending(self, walk: Walk) -> Node:
+    def ending(self, walk: Walk) -> TreeNode:
         """Return the node that ends a prefix, split off where it ends within one."""
         return walk.node if walk.used == walk.node.size else self.split(walk.node, walk.used)
 
-    def split(self, node: Node, used: int) -> Node:
+    def split(self, node: TreeNode, used: int) -> TreeNode:
         """Put the first `used` blocks of `node` into a new parent, and return that.
 
         `node` keeps its end, so its locks, labels and handles stay right: whoever locked it, or something below it,
@@ -110,7 +110,7 @@ class PrefixIndex:
         """
         assert node.parent is not None
         cut = used * self.block_bytes
-        upper = Node(node.namespace, node.parent, node.key[:cut], used)
+        upper = TreeNode(node.namespace, node.parent, node.key[:cut], used)
         upper.locks, upper.last_access, upper.hits = node.locks, node.last_access, node.hits
         node.parent.children[self._first(node)] = upper
         node.parent, node.key, node.size = upper, node.key[cut:], node.size - used
@@ -122,18 +122,18 @@ class PrefixIndex:
         self._on_split(upper, node)
         return upper
 
-    def attach(self, parent: Node, key: bytes, size: int) -> Node:
+    def attach(self, parent: TreeNode, key: bytes, size: int) -> TreeNode:
         """Add a leaf of `size` blocks, which no tier holds yet."""
-        leaf = Node(parent.namespace, parent, key, size)
+        leaf = TreeNode(parent.namespace, parent, key, size)
         leaf.varying = parent.varying or bool(parent.labels)
         parent.children[self._first(leaf)] = leaf
         return leaf
 
-    def truncate(self, leaf: Node, size: int) -> None:
+    def truncate(self, leaf: TreeNode, size: int) -> None:
         """Shorten a leaf's key to its first `size` blocks."""
         leaf.key, leaf.size = leaf.key[: size * self.block_bytes], size
 
-    def detach(self, leaf: Node) -> None:
+    def detach(self, leaf: TreeNode) -> None:
         """Remove a leaf that no tier holds any more."""
         parent = leaf.parent
         assert parent is not None and not leaf.children
@@ -142,12 +142,12 @@ class PrefixIndex:
         leaf.parent = None
         self.drop_if_empty(parent)
 
-    def drop_if_empty(self, node: Node) -> None:
+    def drop_if_empty(self, node: TreeNode) -> None:
         """Forget a namespace of which `node` is the root, where it has neither blocks nor locks left."""
         if node.parent is None and not node.children and not node.locks:
             self._roots.pop(node.namespace, None)
 
-    def check_node(self, node: Node) -> None:
+    def check_node(self, node: TreeNode) -> None:
         """Raise `PlanError` unless links and key of `node` are right."""
         if node.parent is None:
             sound = self._roots.get(node.namespace) is node and not node.size and bool(node.children or node.locks)
@@ -156,7 +156,7 @@ class PrefixIndex:
         if not sound or len(node.key) != node.size * self.block_bytes:
             raise PlanError("node", node.blocks, "is not where it should be, or its key does not fit")
 
-    def _first(self, node: Node) -> bytes:
+    def _first(self, node: TreeNode) -> bytes:
         return node.key[: self.block_bytes]
 
     def _common_blocks(self, prefix: bytes, key: bytes, at: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kedge.cache import integrity
 from kedge.cache.labels import Labels
-from kedge.cache.node import DEVICE, Node, Share, Tier, split_transfers
+from kedge.cache.node import DEVICE, Share, Tier, TreeNode, split_transfers
 from kedge.cache.prefix_index import PrefixIndex, Walk
 from kedge.cache.victims import Allowed, choose, choose_of_tenant
 from kedge.errors import OutOfBlocks, PlanError
@@ -24,7 +24,7 @@ from kedge.types import Namespace, TenantId
 class Inserted:
     """`adopted` blocks now belong to the tree; `duplicates` do not: the tree holds the same tokens in other blocks."""
 
-    node: Node
+    node: TreeNode
     adopted: list[int]
     duplicates: list[int]
 
@@ -33,7 +33,7 @@ class Inserted:
 class Removed:
     """Blocks that a tier gave up, and the node that held them (the part that went, where it was a part)."""
 
-    node: Node
+    node: TreeNode
     tier: Tier
     blocks: list[int]
 
@@ -60,14 +60,14 @@ class RadixTree:
         """Return the longest prefix that `tier`, or any tier, holds; None for an unknown namespace. Changes nothing."""
         return self.index.find(namespace, self.index.pack(tokens), tier)
 
-    def end(self, namespace: Namespace, tokens: Sequence[int]) -> Node | None:
+    def end(self, namespace: Namespace, tokens: Sequence[int]) -> TreeNode | None:
         """Return the node that ends the longest prefix that any tier holds, split off where needed; None if none."""
         walk = self.walk(namespace, tokens)
         return self.index.ending(walk) if walk and walk.length else None
 
     # locking --------------------------------------------------------------------------------------------------
 
-    def lock(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[Node, list[int]]:
+    def lock(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[TreeNode, list[int]]:
         """Lock the longest prefix on the device. Returns the node that ends it, to be given to `unlock`, and its
         device blocks.
         """
@@ -77,7 +77,7 @@ class RadixTree:
         self.lock_path(node)
         return node, blocks
 
-    def lock_path(self, node: Node) -> None:
+    def lock_path(self, node: TreeNode) -> None:
         """Add a lock to `node` and its ancestors."""
         for step in node.path():
             if not step.locks:
@@ -85,7 +85,7 @@ class RadixTree:
                     share.evictable -= len(step.blocks[share.tier])
             step.locks += 1
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: TreeNode) -> None:
         """Remove a lock from `node` and its ancestors. Raises `PlanError` if `node` is not locked."""
         if not node.locks:
             raise PlanError("node", node.blocks, "unlocked more often than locked")
@@ -97,14 +97,14 @@ class RadixTree:
                 self.offer(step)
         self.index.drop_if_empty(node)
 
-    def touch(self, node: Node) -> None:
+    def touch(self, node: TreeNode) -> None:
         """Mark `node` and its ancestors as used now."""
         self._clock += 1
         for step in node.path():
             step.last_access = self._clock
             self.offer(step)
 
-    def want(self, node: Node, change: int) -> None:
+    def want(self, node: TreeNode, change: int) -> None:
         """Let `change` more requests wait for `node`; what a request waits for is evicted last of all."""
         node.wanted += change
         self.offer(node)
@@ -132,7 +132,7 @@ class RadixTree:
         self.index.drop_if_empty(node)
         return Inserted(node, adopted, duplicates)
 
-    def place(self, node: Node, tier: Tier, blocks: list[int]) -> None:
+    def place(self, node: TreeNode, tier: Tier, blocks: list[int]) -> None:
         """Let `tier` hold `node` from now on. It must hold its ancestors already."""
         share, parent = self.shares[tier], node.parent
         assert parent is not None and not node.blocks[tier] and parent.holds(tier)
@@ -165,17 +165,17 @@ class RadixTree:
 
     # order ----------------------------------------------------------------------------------------------------
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: TreeNode) -> None:
         """Queue a node for eviction that has become a candidate, or has another key now."""
         for share in self.shares:
             if node.is_candidate(share.tier):
                 share.queue.push(node)
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Iterate over every node that holds blocks, parents first."""
         return self.index.nodes()
 
-    def check_integrity(self, locked: Iterable[Node]) -> None:
+    def check_integrity(self, locked: Iterable[TreeNode]) -> None:
         """Raise `PlanError` unless links, keys, counts, priorities and queues agree, each tier is closed under
         prefixes, and locks are those on `locked` nodes.
         """
@@ -189,15 +189,15 @@ class RadixTree:
             integrity.check_share(share, nodes)
         self.labels.check_integrity(nodes)
 
-    def _key(self, node: Node) -> EvictionKey:
+    def _key(self, node: TreeNode) -> EvictionKey:
         return (node.wanted, *self.policy(node))
 
-    def _on_split(self, upper: Node, lower: Node) -> None:
+    def _on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         self.labels.split(upper, lower)
         split_transfers(upper, lower)
         self.offer(lower)
 
-    def _adopt(self, node: Node, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _adopt(self, node: TreeNode, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """Give what the device lacks up to `node` the `blocks` of a recompute. Returns (adopted, duplicates)."""
         adopted: list[int] = []
         duplicates: list[int] = []
@@ -212,7 +212,7 @@ class RadixTree:
                 adopted += mine
         return adopted, duplicates
 
-    def _take(self, nodes: list[Node], tier: Tier, n: int) -> list[Removed]:
+    def _take(self, nodes: list[TreeNode], tier: Tier, n: int) -> list[Removed]:
         """Remove `n` blocks of `nodes`, which are in the order in which they go."""
         removed: list[Removed] = []
         for node in nodes:
@@ -220,7 +220,7 @@ class RadixTree:
             n -= len(removed[-1].blocks)
         return removed
 
-    def _shorten(self, node: Node, tier: Tier, count: int) -> Removed:
+    def _shorten(self, node: TreeNode, tier: Tier, count: int) -> Removed:
         """Take the last `count` blocks (or all) of an unlocked leaf from `tier`; what no tier holds leaves the tree."""
         kept = node.size - count
         if kept > 0 and not node.blocks[1 - tier]:
@@ -232,7 +232,7 @@ class RadixTree:
             self.index.detach(node)
         return Removed(node, tier, gone)
 
-    def _cut(self, node: Node, tier: Tier, kept: int) -> Removed:
+    def _cut(self, node: TreeNode, tier: Tier, kept: int) -> Removed:
         """Drop the end of a leaf that `tier` alone holds; its labels stay, as what is left is still fixed."""
         gone = node.blocks[tier][kept:]
         self.index.truncate(node, kept)
@@ -241,7 +241,7 @@ class RadixTree:
         self.offer(node)
         return Removed(node, tier, gone)
 
-    def _remove(self, node: Node, tier: Tier) -> list[int]:
+    def _remove(self, node: TreeNode, tier: Tier) -> list[int]:
         assert node.parent is not None
         gone, node.blocks[tier] = node.blocks[tier], []
         self._shrink(node, tier, len(gone))
@@ -249,7 +249,7 @@ class RadixTree:
         self.offer(node.parent)
         return gone
 
-    def _shrink(self, node: Node, tier: Tier, count: int) -> None:
+    def _shrink(self, node: TreeNode, tier: Tier, count: int) -> None:
         self.shares[tier].by_tenant[node.tenant] -= count
         self.shares[tier].size -= count
         self.shares[tier].evictable -= count

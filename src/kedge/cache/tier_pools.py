@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Outcome
 from kedge.cache.counters import Counters, Reason
-from kedge.cache.node import DEVICE, Node, Tier
+from kedge.cache.node import DEVICE, Tier, TreeNode
 from kedge.cache.radix_tree import RadixTree, Removed
 from kedge.cache.victims import Allowed
 
@@ -15,7 +15,7 @@ from kedge.cache.victims import Allowed
 class TierPools:
     """Which blocks of each tier are free, and which the tree holds. `on_lost` gets every node that left the device."""
 
-    def __init__(self, tree: RadixTree, num_blocks: int, host_blocks: int, on_lost: Callable[[Node], None]) -> None:
+    def __init__(self, tree: RadixTree, num_blocks: int, host_blocks: int, on_lost: Callable[[TreeNode], None]) -> None:
         self.tree, self.counters = tree, Counters()
         self._pools = (BlockPool(num_blocks), BlockPool(host_blocks))
         self._on_lost = on_lost
@@ -41,19 +41,19 @@ class TierPools:
             if one.tier is DEVICE and not one.node.blocks[DEVICE]:
                 self._lost(one.node)
 
-    def hit(self, node: Node) -> None:
+    def hit(self, node: TreeNode) -> None:
         """Count a request that uses `node`: the load that brought it was worth it."""
         node.hits += 1
         if node.arrival:
             self.counters.ended(node.arrival, Outcome.COMPLETED)
             self._end_arrival(node, Outcome.COMPLETED)
 
-    def _lost(self, node: Node) -> None:
+    def _lost(self, node: TreeNode) -> None:
         if node.arrival:
             self._end_arrival(node, Outcome.WASTED)
         self._on_lost(node)
 
-    def _end_arrival(self, node: Node, outcome: Outcome) -> None:
+    def _end_arrival(self, node: TreeNode, outcome: Outcome) -> None:
         transfer, node.arrival = node.arrival, None
         assert transfer is not None
         transfer.live -= 1

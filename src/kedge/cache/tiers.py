@@ -19,7 +19,7 @@ from kedge.cache import integrity
 from kedge.cache.backups import Backups
 from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose
 from kedge.cache.counters import Reason
-from kedge.cache.node import DEVICE, HOST, Node, State, Tier, Transfer
+from kedge.cache.node import DEVICE, HOST, State, Tier, Transfer, TreeNode
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tier_pools import TierPools
 from kedge.cache.transfer import TransferQueue
@@ -30,12 +30,12 @@ from kedge.settings import TierSettings
 from kedge.types import Namespace
 
 
-def missing(node: Node) -> list[Node]:
+def missing(node: TreeNode) -> list[TreeNode]:
     """Return the nodes that one load towards `node` brings, top down: the first unbroken run that is on the host only.
 
     What is above it is on the device or on its way. What may be below it and on its way comes down in its own time.
     """
-    run: list[Node] = []
+    run: list[TreeNode] = []
     for step in node.path_down():
         if step.state is State.HOST:
             run.append(step)
@@ -54,7 +54,7 @@ class Tiers:
         policy: EvictionPolicy,
         settings: TierSettings,
         copier: Copier | None,
-        on_lost: Callable[[Node], None],
+        on_lost: Callable[[TreeNode], None],
         block_bytes: int,
     ) -> None:
         """Begin with empty tiers; `on_lost` is called with every node that has left the device.
@@ -77,7 +77,9 @@ class Tiers:
 
     # loads -------------------------------------------------------------------------------------------
 
-    def load(self, node: Node, purpose: Purpose, allowed: Callable[[Node], bool], reserve: int = 0) -> Transfer | None:
+    def load(
+        self, node: TreeNode, purpose: Purpose, allowed: Callable[[TreeNode], bool], reserve: int = 0
+    ) -> Transfer | None:
         """Queue the load of what `missing(node)` finds, if there is room on the device. Returns None, having changed
         nothing, where there is none, or where nothing is missing.
         """
@@ -94,7 +96,7 @@ class Tiers:
         return self.transfers.enqueue(Direction.LOAD, purpose, nodes, sources, targets)
 
     def _room_for(
-        self, nodes: list[Node], purpose: Purpose, allowed: Callable[[Node], bool], reserve: int
+        self, nodes: list[TreeNode], purpose: Purpose, allowed: Callable[[TreeNode], bool], reserve: int
     ) -> list[int] | None:
         needed = sum(step.size for step in nodes)
         if self.pools[DEVICE].num_free + self.tree.shares[DEVICE].evictable - needed < reserve:
@@ -195,7 +197,7 @@ class Tiers:
         self.pools[tier].free(spare)
         self.tree.unlock(transfer.end)
 
-    def _place(self, node: Node, tier: Tier, blocks: list[int], transfer: Transfer) -> None:
+    def _place(self, node: TreeNode, tier: Tier, blocks: list[int], transfer: Transfer) -> None:
         self.tree.place(node, tier, blocks)
         if tier is DEVICE:
             node.arrival = transfer
@@ -219,7 +221,7 @@ class Tiers:
         """Return the target blocks of all that is pending in a direction."""
         return [block for one in self.pending() if one.copy.direction is direction for block in one.copy.targets]
 
-    def check_integrity(self, leased: list[int], locked: Iterable[Node]) -> None:
+    def check_integrity(self, leased: list[int], locked: Iterable[TreeNode]) -> None:
         """Raise `PlanError` unless every block of both pools has exactly one owner (`leased`: device blocks of
         requests), locks are those on `locked` nodes and of transfers, and every state is legal.
         """

@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 
 from kedge.cache.copies import Copied, Copier, Copy, Direction, Purpose
-from kedge.cache.node import Node, Transfer
+from kedge.cache.node import Transfer, TreeNode
 from kedge.errors import PlanError
 from kedge.settings import TierSettings
 
@@ -27,7 +27,7 @@ class TransferQueue:
         self._ids = itertools.count()
 
     def enqueue(
-        self, direction: Direction, purpose: Purpose, nodes: list[Node], sources: list[int], targets: list[int]
+        self, direction: Direction, purpose: Purpose, nodes: list[TreeNode], sources: list[int], targets: list[int]
     ) -> Transfer:
         """Add a transfer of `nodes`. It starts with one of the next calls of `start`."""
         copy = Copy(next(self._ids), direction, tuple(sources), tuple(targets))

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 
-from kedge.cache.node import Node, Share, Tier
+from kedge.cache.node import Share, Tier, TreeNode
 from kedge.errors import OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionKey
 from kedge.types import TenantId
 
-Allowed = Callable[[Node], bool]
+Allowed = Callable[[TreeNode], bool]
 """Whether a node may be evicted for the caller."""
 
 
-def choose(share: Share, n: int, allowed: Allowed | None, offer: Callable[[Node], None]) -> list[Node]:
+def choose(share: Share, n: int, allowed: Allowed | None, offer: Callable[[TreeNode], None]) -> list[TreeNode]:
     """Return the next nodes to go for `n` blocks; of the last one perhaps only a part is needed.
 
     Parents become candidates as their children are chosen: counts are decremented for that and restored before this
     returns. `offer` queues a node that has become a candidate. Raises `OutOfBlocks`, having changed nothing, if the
     next to go is not `allowed`.
     """
-    chosen: list[Node] = []
-    emptied: list[Node] = []
+    chosen: list[TreeNode] = []
+    emptied: list[TreeNode] = []
     refused = False
     while n > 0 and not refused:
         node = share.queue.pop()
@@ -45,8 +45,13 @@ def choose(share: Share, n: int, allowed: Allowed | None, offer: Callable[[Node]
 
 
 def choose_of_tenant(
-    nodes: Iterable[Node], tier: Tier, n: int, tenant: TenantId, allowed: Allowed, key: Callable[[Node], EvictionKey]
-) -> list[Node]:
+    nodes: Iterable[TreeNode],
+    tier: Tier,
+    n: int,
+    tenant: TenantId,
+    allowed: Allowed,
+    key: Callable[[TreeNode], EvictionKey],
+) -> list[TreeNode]:
     """Return the next nodes of one tenant to go for `n` blocks, as `choose` does for all.
 
     O(m log m) with m nodes of the tenant. Raises `OutOfBlocks` where they are not enough, or the next is not `allowed`.
@@ -55,7 +60,7 @@ def choose_of_tenant(
     children = {node: node.resident_children[tier] for node in own}
     waiting = [(key(node), number, node) for number, node in enumerate(own) if not children[node]]
     heapify(waiting)
-    chosen: list[Node] = []
+    chosen: list[TreeNode] = []
     while n > 0:
         node = heappop(waiting)[2] if waiting else None
         if node is None or not allowed(node):

@@ -6,7 +6,7 @@ _WEIGHT = 0.2
 """Share of a new observation in a moving estimate."""
 
 
-class Estimate:
+class UnitCost:
     """A moving average of seconds per unit; None until something has been observed."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class CostModel:
     """Measured seconds per loaded block and per computed token."""
 
     def __init__(self) -> None:
-        self.load, self.compute = Estimate(), Estimate()
+        self.load, self.compute = UnitCost(), UnitCost()
 
     def load_pays(self, blocks: int, tokens: int, blocks_ahead: int = 0) -> bool:
         """Return whether `blocks`, which wait for `blocks_ahead` others, are loaded before their `tokens` are computed.

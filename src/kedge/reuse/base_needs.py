@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from kedge.reuse.contracts import KV, Anchors, BaseNeed, Bases, Cut, Slot, TemplateOwner
-from kedge.reuse.expected import Expected
+from kedge.reuse.contracts import KV, Anchors, BaseNeed, Bases, Cut, PlaceholderSite, TemplateOwner
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key, template_tokens
 from kedge.reuse.planner import Planner, pool_of
 from kedge.reuse.readers import Readers
+from kedge.reuse.upcoming import UpcomingSteps
 from kedge.types import GenerateRequest
 
 
 class BaseNeeds:
     """Decides which base KV is computed. It keeps count of how many agents read a placeholder's values."""
 
-    def __init__(self, anchors: Anchors, bases: Bases, planner: Planner, expected: Expected) -> None:
+    def __init__(self, anchors: Anchors, bases: Bases, planner: Planner, expected: UpcomingSteps) -> None:
         self._anchors, self._bases, self._planner, self._expected = anchors, bases, planner, expected
         self._readers = Readers()
 
@@ -55,7 +55,7 @@ class BaseNeeds:
 
     def is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
         """Return whether the agent with template `key` has observed enough values at this place."""
-        return self._anchors.is_saturated(Slot(key, placed.index), pool_of(request, placed))
+        return self._anchors.is_saturated(PlaceholderSite(key, placed.index), pool_of(request, placed))
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
         """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
@@ -66,14 +66,14 @@ class BaseNeeds:
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
-        lead = len(segment.lead_in)
+        lead = len(segment.base_context)
         keep = partial(self._keep_value, request, placed)
         cut = Cut(lead, lead + len(placed), keep)
-        return BaseNeed(request.namespace, segment.lead_in + segment.tokens, (cut,))
+        return BaseNeed(request.namespace, segment.base_context + segment.tokens, (cut,))
 
     def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
-        self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.lead_in, kv)
+        self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
         if sample := self._planner.sample(request, placed):
             self._anchors.prepare(sample)
 
@@ -83,7 +83,7 @@ class BaseNeeds:
             return []
         cuts, start = [], 0
         for p in placed:
-            size = len(p.segment.stand_in) if p.segment.is_placeholder else len(p)
+            size = len(p.segment.placeholder_text) if p.segment.is_placeholder else len(p)
             if p in later:
                 keep = partial(self._bases.put_prefix, request.namespace, key, p.index)
                 cuts.append(Cut(start, start + size, keep))

@@ -54,7 +54,7 @@ def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True)
 
 def _holding(value: Segment, own: Tokens) -> Segment:
     tokens = value.tokens + own if value.tokens else ()
-    return replace(value, tokens=tokens, stand_in=value.stand_in + own, trail=(), held=own)
+    return replace(value, tokens=tokens, placeholder_text=value.placeholder_text + own, trail=(), held=own)
 
 
 def known_segments(request: GenerateRequest) -> int:
@@ -75,7 +75,7 @@ def template_key(request: GenerateRequest) -> str:
 
 def template_tokens(request: GenerateRequest) -> tuple[int, ...]:
     """Return the template itself as a prompt: every placeholder is replaced by its name as text."""
-    parts = (s.stand_in if s.is_placeholder else s.tokens for s in request.segments)
+    parts = (s.placeholder_text if s.is_placeholder else s.tokens for s in request.segments)
     return tuple(token for part in parts for token in part)
 
 

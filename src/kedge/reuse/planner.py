@@ -13,9 +13,9 @@ from kedge.reuse.contracts import (
     Costs,
     Estimate,
     NoCosts,
+    PlaceholderSite,
     PoolKey,
     SampleView,
-    Slot,
 )
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
@@ -161,7 +161,7 @@ class Planner:
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
-        estimate = self._anchors.estimate(Slot(draft.key, here.index), sample)
+        estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
             return estimate.learnable
@@ -174,7 +174,7 @@ class Planner:
             draft.misses.append(Miss(here.segment.name, CHEAPER))
             return False
         draft.estimates.append(estimate)
-        self._translate(draft, here, sample.base, estimate.phi, estimate.phi_table, weak)
+        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
         if after is not None and not after.segment.is_placeholder:
             weak = estimate.weak_prefix_positions()
             if len(after) and self._costs.translation_pays(len(after), len(after) - len(weak)):
@@ -205,7 +205,7 @@ class Planner:
 
     def base_pays(self, request: GenerateRequest, placed: Placed, readers: float) -> bool:
         """Return whether to compute base KV of a value that so many requests are going to read."""
-        base = len(placed.segment.lead_in) + len(placed)
+        base = len(placed.segment.base_context) + len(placed)
         return self._costs.base_pays(base, len(placed), self._spared(request, placed), readers)
 
     def _spared(self, request: GenerateRequest, placed: Placed) -> float:
@@ -220,7 +220,7 @@ class Planner:
         """Return the base KV of a placeholder's value, where it is known."""
         segment = placed.segment
         assert segment.sample is not None
-        entry = self._bases.find(request.run_key, segment.sample, segment.tokens, segment.lead_in)
+        entry = self._bases.find(request.run_key, segment.sample, segment.tokens, segment.base_context)
         if entry is None:
             return None
         return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key)

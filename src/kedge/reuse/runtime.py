@@ -12,13 +12,13 @@ from kedge.reuse.contracts import (
     BaseNeed,
     Bases,
     Costs,
+    PlaceholderSite,
     ReadKV,
-    Slot,
 )
-from kedge.reuse.expected import Expected
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import NO_COSTS, Draft, Planner
+from kedge.reuse.upcoming import UpcomingSteps
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 from kedge.workflow.forecast import AgentKey
@@ -36,12 +36,12 @@ class Runtime:
         bases: Bases,
         policy: PlannerSettings,
         refusal: str | None,
-        expected: Expected | None = None,
+        expected: UpcomingSteps | None = None,
         costs: Costs = NO_COSTS,
     ) -> None:
         """Begin with what the stores hold; `expected` passes the forecast on to them, `costs` says what is worth it."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
-        self._expected = expected or Expected()
+        self._expected = expected or UpcomingSteps()
         self._planner = Planner(anchors, bases, policy, refusal, costs)
         self._short = policy.recompute_short
         self._needs = BaseNeeds(anchors, bases, self._planner, self._expected)
@@ -126,7 +126,7 @@ class Runtime:
                 base_prefix = prefixes.get(after.index) if prefixes and after else None
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
                 real = read(here.start, here.stop)
-                self._anchors.observe(Slot(key, here.index), sample, real, base_prefix, real_prefix)
+                self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
 
     def end_run(self, run: RunKey) -> None:

@@ -57,7 +57,7 @@ class AnchorSettings(SettingsSection):
     """Bytes of all pools together on the device."""
     max_pools: PositiveInt = 256
     """Pools at once; the least recently used goes first."""
-    max_slots: PositiveInt = 64
+    max_sites: PositiveInt = 64
     """Slots per pool; the least recently used goes first."""
     max_base_bytes: Bytes = 1 << 30
     """Bytes of all base KV on the device."""

@@ -154,11 +154,11 @@ class CompiledAgent:
     def _segments(self, values: Mapping[Placeholder, Value]) -> Iterator[Segment]:
         yield Segment(self.prefixes[0], "p0")
         filled = zip(self.placeholders, self.lead_ins, self.stand_ins, self.trails, self.prefixes[1:], strict=True)
-        for i, (placeholder, lead_in, stand_in, trail, prefix) in enumerate(filled, 1):
+        for i, (placeholder, base_context, placeholder_text, trail, prefix) in enumerate(filled, 1):
             if placeholder not in values:
                 raise UnknownPlaceholder(f"agent {self.agent}", placeholder.name, "has no value")
             tokens, sample = values[placeholder]
-            yield Segment(tokens, placeholder.name, sample, lead_in, stand_in, trail)
+            yield Segment(tokens, placeholder.name, sample, base_context, placeholder_text, trail)
             yield Segment(prefix, f"p{i}")
 
 

@@ -87,7 +87,7 @@ def test_linear_keeps_no_rows_and_forgets_nothing() -> None:
     strict = {**OPEN, "max_error": 1e-9}  # nothing is shareable, so everything is learned
     small, large = (filled(range(n), estimator="linear", capacity=4, **strict) for n in (4, 12))
     assert small.stats().anchors == large.stats().anchors == 4
-    few, many = (next(iter(store.pools.values())).slots[SLOT] for store in (small, large))
+    few, many = (next(iter(store.pools.values())).sites[SLOT] for store in (small, large))
     assert few.nbytes == many.nbytes == few.ridge.nbytes + PREFIX * (LAYERS - 1) * 2 * HEADS * DIM * 4
     assert few.tables == many.tables == ()
     rows = rows_of(sample(90).base)
@@ -117,7 +117,7 @@ def test_linear_token_is_the_lookup_of_what_the_regression_leaves_over() -> None
         offsets.append(rows_of(observe(again, known)) - bases[-1])
         ridge.add(bases[-1], offsets[-1])
     residual = torch.cat(offsets) - ridge.predict(torch.cat(bases))
-    blend = lookup.phi  # a fresh table holds its anchors one after the other, so its rows are those of `residual`
+    blend = lookup.value  # a fresh table holds its anchors one after the other, so its rows are those of `residual`
     wanted = ridge.predict(rows_of(value.base)) + (residual[blend.rows] * blend.weights[..., None]).sum(1)
     got = store.estimate(SLOT, value)
     assert relative_error(translated(got, value), plus(value.base, wanted)) < 1e-3
@@ -127,35 +127,35 @@ def test_linear_token_is_the_lookup_of_what_the_regression_leaves_over() -> None
 def test_a_known_value_does_not_calibrate_with_what_was_learned_from_it(estimator: str) -> None:
     store = filled(range(5), estimator=estimator, **OPEN)
     pool = next(iter(store.pools.values()))
-    before = pool.slots[SLOT].calibration.observations
+    before = pool.sites[SLOT].calibration.observations
     observe(store, SampleView(sample(0).pool, sample(0).tokens, sample(0).base, "again"))
-    assert pool.slots[SLOT].calibration.observations == before
+    assert pool.sites[SLOT].calibration.observations == before
     observe(store, sample(30))
-    assert pool.slots[SLOT].calibration.observations == before + 1
+    assert pool.sites[SLOT].calibration.observations == before + 1
 
 
 @pytest.mark.parametrize("kind", [LinearOffsets, CorrectedOffsets])
 def test_what_cannot_be_kept_changes_nothing(kind: type) -> None:
     base = random_kv(6, 0)
-    slot = kind(base, PREFIX, 0.005)
+    site = kind(base, PREFIX, 0.005)
     good = Observation.measure(base, in_context(base, 1), PREFIX_BASE, in_context(PREFIX_BASE, 2))
-    slot.put(AnchorId(0), good)
-    before = (list(slot.holders), [table.anchors for table in slot.tables], slot.ridge.predict(rows_of(base)))
+    site.put(AnchorId(0), good)
+    before = (list(site.holders), [table.anchors for table in site.tables], site.ridge.predict(rows_of(base)))
     bad = in_context(base, 3)
     bad.values[2, 1] = float("nan")
     broken = Observation.measure(base, bad, PREFIX_BASE, in_context(PREFIX_BASE, 2))
-    huge = replace(good, phi=1e6 * good.phi)
+    huge = replace(good, value=1e6 * good.value)
     short = replace(good, prefix=good.prefix[:1])
     wrong = [(AnchorId(1), broken, TranslationRefused), (AnchorId(1), short, PlanError), (AnchorId(0), good, PlanError)]
     if kind is CorrectedOffsets:
         wrong.append((AnchorId(1), huge, TranslationRefused))
     for anchor, observed, error in wrong:
         with pytest.raises(error):
-            slot.put(anchor, observed)
-        slot.check_integrity()
-        assert slot.holders == before[0]
-        assert [table.anchors for table in slot.tables] == before[1]
-        assert torch.equal(slot.ridge.predict(rows_of(base)), before[2])
+            site.put(anchor, observed)
+        site.check_integrity()
+        assert site.holders == before[0]
+        assert [table.anchors for table in site.tables] == before[1]
+        assert torch.equal(site.ridge.predict(rows_of(base)), before[2])
 
 
 @pytest.mark.parametrize("estimator", ["linear", "linear+token"])
@@ -166,7 +166,7 @@ def test_half_models_and_bounds_of_memory(estimator: str) -> None:
         known = sample(seed, dtype=torch.bfloat16)
         store.observe(SLOT, known, in_context(known.base, seed))
     estimate = store.estimate(SLOT, value)
-    assert estimate.phi_table.blend(estimate.phi).dtype == torch.bfloat16
+    assert estimate.value_table.blend(estimate.value).dtype == torch.bfloat16
     tight = AnchorStore(AnchorSettings(estimator=estimator, max_bytes=10_000, **OPEN))
     for seed in range(10):
         observe(tight, sample(seed))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.estimators.site import Observation, SlotOffsets
+from kedge.anchors.estimators.site import Observation, SiteOffsets
 from kedge.errors import PlanError
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, in_context, random_kv
 
@@ -27,17 +27,17 @@ def test_a_value_at_the_end_of_a_prompt_has_no_prefix_after_it() -> None:
 
 
 def test_both_parts_or_none() -> None:
-    slot = SlotOffsets(random_kv(4, 1), PREFIX)
+    site = SiteOffsets(random_kv(4, 1), PREFIX)
     observed = observation()
-    slot.put(AnchorId(0), observed)
+    site.put(AnchorId(0), observed)
     bad = replace(observed, prefix=torch.full_like(observed.prefix, float("nan")))
     with pytest.raises(Exception, match="does not fit"):
-        slot.put(AnchorId(1), bad)
-    slot.check_integrity()
-    assert slot.holders == [0]
+        site.put(AnchorId(1), bad)
+    site.check_integrity()
+    assert site.holders == [0]
     with pytest.raises(PlanError, match="before"):
-        slot.put(AnchorId(0), observed)
+        site.put(AnchorId(0), observed)
     with pytest.raises(PlanError, match="prefix_tokens"):
-        slot.put(AnchorId(1), replace(observed, prefix=observed.prefix[:2]))
-    slot.check_integrity()
-    assert slot.holders == [0]
+        site.put(AnchorId(1), replace(observed, prefix=observed.prefix[:2]))
+    site.check_integrity()
+    assert site.holders == [0]

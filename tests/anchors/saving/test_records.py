@@ -14,7 +14,7 @@ from kedge.anchors.saving.records import PoolView, Record, TemplateView, names, 
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -35,7 +35,7 @@ from tests.anchors.helpers import (
 
 OLDER = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "older")
 NO_TOKENS = KVSegment(torch.empty(LAYERS, 0, HEADS, DIM), torch.empty(LAYERS, 0, HEADS, DIM))
-OTHER = Slot("critic", 3)
+OTHER = PlaceholderSite("critic", 3)
 
 
 def records(anchors: AnchorStore, bases: BaseStore) -> list[Record]:
@@ -68,9 +68,9 @@ def test_a_restored_pool_estimates_as_before(settings: dict[str, Any]) -> None:
     for seed in (2, 4):
         observe(store, sample(seed), OTHER)
     new, _ = brought_back(store, **settings)
-    for slot in (SLOT, OTHER):
+    for site in (SLOT, OTHER):
         for value in (sample(3), sample(40)):
-            one, two = (each.estimate(slot, value) for each in (store, new))
+            one, two = (each.estimate(site, value) for each in (store, new))
             assert one.shareable == two.shareable
             assert one.reason == two.reason
             if one.shareable:
@@ -97,7 +97,7 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
     store = filled(range(8), **OPEN)
     assert brought_back(store, **OPEN, capacity=3)[0].stats().anchors == 3
     observe(store, sample(1), OTHER)
-    assert brought_back(store, **OPEN, max_slots=1)[0].stats().slots == 1
+    assert brought_back(store, **OPEN, max_sites=1)[0].stats().sites == 1
     bounded, _ = brought_back(store, **OPEN, max_bytes=store.table.nbytes() // 2)
     assert 0 < bounded.table.nbytes() <= store.table.nbytes() // 2
 
@@ -166,6 +166,6 @@ def test_rows_that_are_overwritten_while_they_are_copied_are_never_told() -> Non
             store.pools[POOL].drop(victim)
             return torch.Tensor(self)
 
-    arena = seen.slots[0].phi.arena.as_subclass(Racing)
-    racing = replace(seen.slots[0], phi=replace(seen.slots[0].phi, arena=arena))
-    assert replace(seen, slots=(racing,)).record() is None
+    arena = seen.sites[0].value.arena.as_subclass(Racing)
+    racing = replace(seen.sites[0], value=replace(seen.sites[0].value, arena=arena))
+    assert replace(seen, sites=(racing,)).record() is None

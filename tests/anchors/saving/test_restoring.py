@@ -140,22 +140,22 @@ def test_base_kv_of_another_model_is_damage() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["anchors", "slots"]), inner),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["anchors", "sites"]), inner),
     max_leaves=8,
 )
 
 
-@given(anchors=JSON, slots=JSON, holders=JSON, observations=JSON)
+@given(anchors=JSON, sites=JSON, holders=JSON, observations=JSON)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_a_record_says_it_is_restored_or_refused(
-    anchors: Any, slots: Any, holders: Any, observations: Any
+    anchors: Any, sites: Any, holders: Any, observations: Any
 ) -> None:
     record = pool_record()
-    slot = {**record.data["slots"][0], "holders": holders}
+    site = {**record.data["slots"][0], "holders": holders}
     for data in (
         {"anchors": anchors, "slots": record.data["slots"]},
-        {"anchors": record.data["anchors"], "slots": slots},
-        {"anchors": record.data["anchors"], "slots": [slot]},
+        {"anchors": record.data["anchors"], "slots": sites},
+        {"anchors": record.data["anchors"], "slots": [site]},
         {**record.data, "slots": [{**record.data["slots"][0], "observations": observations}]},
     ):
         store = AnchorStore(AnchorSettings(**OPEN))

@@ -56,10 +56,10 @@ def base_parts(driver: ComponentsDriver, asked: GenerateRequest) -> dict[str, tu
     keys, values = transformers_kv(driver, template_tokens(asked))
     for placed in layout(asked):
         segment = placed.segment
-        size = len(segment.stand_in) if segment.is_placeholder else len(placed)
+        size = len(segment.placeholder_text) if segment.is_placeholder else len(placed)
         if segment.is_placeholder:
-            lead = len(segment.lead_in)
-            own = transformers_kv(driver, segment.lead_in + segment.tokens)
+            lead = len(segment.base_context)
+            own = transformers_kv(driver, segment.base_context + segment.tokens)
             parts[segment.name] = tuple(part[:, lead:] for part in own)
         else:
             parts[segment.name] = keys[:, start : start + size], values[:, start : start + size]

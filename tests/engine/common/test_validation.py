@@ -92,7 +92,7 @@ def test_a_message_stays_short_whatever_the_value() -> None:
     assert len(str(refused(replace(GOOD, segments=(Segment(["a" * 10**6] * 9, "p0"),))))) < 300
 
 
-@pytest.mark.parametrize("part", ["tokens", "lead_in", "stand_in", "trail"])
+@pytest.mark.parametrize("part", ["tokens", "base_context", "placeholder_text", "trail"])
 def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
     segments = (*GOOD.segments, Segment(**{"tokens": (1,), "name": "p1", part: (1, 100)}))
     error = refused(replace(GOOD, segments=segments), vocab_size=100)

@@ -55,7 +55,7 @@ def prompt_of(
 ) -> GenerateRequest:
     """An agent's prompt around a question and the writer's answer; `answer=()` is one that is yet to come."""
     seed = sum(agent.encode())
-    around = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
+    around = {"base_context": tokens(1, 3), "placeholder_text": tokens(2, 6)}
     p0, p1, p2 = (Segment(tokens(seed + i, size), f"p{i}") for i, size in enumerate(TEMPLATE))
     segments = [p0, Segment(question, "user_question", SampleId.parse("input_user_question@0"), **around), p1]
     if answer is not None:

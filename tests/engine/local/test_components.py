@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.tiered_store import HostBound
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.sampler import Sampler
 from kedge.errors import GenerationFailed

@@ -51,7 +51,7 @@ def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseM
     value = (*range(100, 100 + size), *([MARK] if agent == VICTIM else [5]))
     segments = (
         Segment(tuple(range(20)), "p0"),
-        Segment(value, "user_question", SampleId.parse(agent), lead_in=(1, 2, 3), stand_in=(4, 5, 6)),
+        Segment(value, "user_question", SampleId.parse(agent), base_context=(1, 2, 3), placeholder_text=(4, 5, 6)),
         Segment(tuple(range(9)), "p1"),
     )
     return GenerateRequest(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.local.preassembly import MOST
+from kedge.engine.local.preassembly import MAX_PREPARED
 from kedge.types import (
     AgentId,
     ClientId,
@@ -222,6 +222,6 @@ def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparatio
 
 def test_only_so_many_are_kept() -> None:
     stage = Stage(num_blocks=600)
-    for at in range(MOST + 3):
+    for at in range(MAX_PREPARED + 3):
         stage.prepare(prompt_of(f"agent-{at}", ASKED, ()))
-    assert (stage.told["live"], stage.told["cancelled"]) == (MOST, 3)
+    assert (stage.told["live"], stage.told["cancelled"]) == (MAX_PREPARED, 3)

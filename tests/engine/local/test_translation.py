@@ -52,12 +52,12 @@ def request(
 ) -> GenerateRequest:
     """An agent's prompt: a prefix of its own, the question, a prefix, a hint, and a last prefix."""
     size = {"solver": 20, "critic": 33}[agent]
-    stand_in = {"lead_in": tokens(1, 3), "stand_in": tokens(2, 6)}
+    placeholder_text = {"base_context": tokens(1, 3), "placeholder_text": tokens(2, 6)}
     segments = [
         Segment(tokens(size, size), "p0"),
-        Segment(question, "user_question", SampleId.parse("input_user_question@0"), **stand_in),
+        Segment(question, "user_question", SampleId.parse("input_user_question@0"), **placeholder_text),
         Segment(tokens(7, 9), "p1"),
-        Segment(hint, "condition_solver_current", SampleId.parse("condition_solver@0"), **stand_in),
+        Segment(hint, "condition_solver_current", SampleId.parse("condition_solver@0"), **placeholder_text),
         Segment(tokens(8, 5), "p2"),
     ]
     params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})

@@ -149,6 +149,6 @@ def test_learned_values_are_translated_on_all_ranks(server: Server) -> None:
 
 
 def hints(value: list[int]) -> dict[str, Any]:
-    question = {"name": "q", "length": len(value), "sample": "q@0", "lead_in": [5, 6], "stand_in": [7, 8]}
+    question = {"name": "q", "length": len(value), "sample": "q@0", "base_context": [5, 6], "placeholder_text": [7, 8]}
     segments = [{"name": "p0", "length": len(HEAD)}, question, {"name": "p1", "length": len(TAIL)}]
     return {"workflow": "w", "run": "q", "agent": "t", "segments": segments}

@@ -28,7 +28,7 @@ def tokens(value: list[int]) -> list[int]:
 def hints(value: list[int], **more: Any) -> dict[str, Any]:
     segments = [
         {"name": "p0", "length": len(HEAD)},
-        {"name": "q", "length": len(value), "sample": "q@0", "lead_in": LEAD_IN, "stand_in": STAND_IN},
+        {"name": "q", "length": len(value), "sample": "q@0", "base_context": LEAD_IN, "placeholder_text": STAND_IN},
         {"name": "p1", "length": len(TAIL)},
     ]
     return {"workflow": "w", "run": "r", "agent": "a", "segments": segments, **more}

@@ -14,7 +14,7 @@ from kedge.anchors.estimators.blending import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
 
 _STILL = 64
-"""One unshareable value in so many goes on teaching a slot that has seen enough of them"""
+"""One unshareable value in so many goes on teaching a site that has seen enough of them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Verdict:
 
 
 class Criterion(Protocol):
-    """Judges a value by the anchors that have offsets for the slot in question."""
+    """Judges a value by the anchors that have offsets for the site in question."""
 
     @property
     def calibrates(self) -> bool:
-        """Whether it needs the slot's calibration."""
+        """Whether it needs the site's calibration."""
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:
         """Return why a value of `tokens` tokens cannot be judged shareable whatever it is, or the empty text."""
@@ -88,7 +88,7 @@ class Error:
     """Shareable, from enough anchors, if the mean predicted relative error of its offsets is small but for weak tokens,
     which are computed. Until twice as many values were observed as it takes to share one, these count, too: there is
     something to learn. After that a value that is not shareable is computed and the rest of its prompt translated, but
-    for a few, by which the slot follows what changes.
+    for a few, by which the site follows what changes.
     """
 
     min_anchors: int

@@ -1,6 +1,6 @@
 """Estimators: how the offsets of a value are blended from those of the anchors.
 
-An estimator looks at key vectors only, so that what it proposes for a value holds for every slot (agent) that the same
+An estimator looks at key vectors only, so that what it proposes for a value holds for every site (agent) that the same
 anchors have offsets for.
 """
 

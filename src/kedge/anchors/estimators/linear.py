@@ -10,13 +10,13 @@ from torch import Tensor
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.estimators.ridge import Ridge
-from kedge.anchors.estimators.site import Observation, Offsets, SlotOffsets
+from kedge.anchors.estimators.site import Observation, Offsets, SiteOffsets
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
 from kedge.errors import TranslationRefused
 from kedge.kv.segment import KVSegment
 
 
-class LinearOffsets(SlotOffsets):
+class LinearOffsets(SiteOffsets):
     """A regression for the value and the mean for the prefix segment after it, whose base KV never changes.
 
     No rows are kept, so nothing is forgotten when an anchor is dropped, and a value that was observed is not recovered
@@ -42,22 +42,22 @@ class LinearOffsets(SlotOffsets):
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
         self._check(anchor, observed)
-        for rows in (observed.phi, observed.prefix, observed.real):
+        for rows in (observed.value, observed.prefix, observed.real):
             if not torch.isfinite(rows).all():
                 raise TranslationRefused("offset", float(rows.abs().max()), "an observed offset is not finite")
-        self.ridge.add(observed.real - observed.phi, observed.phi)
+        self.ridge.add(observed.real - observed.value, observed.value)
         self._prefix_sum += observed.prefix
         self._observed += 1
         self.holders.append(anchor)
 
-    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
+    def value_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
         return _as_offsets(self.ridge.predict(rows_of(base)), self._dtype)
 
     def prefix_offsets(self, match: Match) -> Offsets:  # noqa: ARG002
         return _as_offsets(self._prefix_sum / max(self._observed, 1), self._dtype)
 
 
-class CorrectedOffsets(SlotOffsets):
+class CorrectedOffsets(SiteOffsets):
     """Token lookup, and a regression for what base KV lacks of the base KV that was looked up.
 
     W x₀ + Σ w (Δ - W x) = Σ w Δ + W (x₀ - Σ w x) for weights w that sum to 1: the lookup of what the regression W
@@ -75,30 +75,30 @@ class CorrectedOffsets(SlotOffsets):
 
     @property
     def tables(self) -> tuple[OffsetTable, ...]:
-        return self.phi, self.prefix, self.base
+        return self.value, self.prefix, self.base
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.ridge.nbytes
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
-        base = observed.real - observed.phi
+        base = observed.real - observed.value
         with ExitStack() as undo:
             super().put(anchor, observed)
             undo.callback(self.drop, anchor)
             self.base.put(anchor, base)
             undo.pop_all()
-        self.ridge.add(base, observed.phi)
+        self.ridge.add(base, observed.value)
 
     def drop(self, anchor: AnchorId) -> None:
         super().drop(anchor)
         self.base.drop(anchor)
 
-    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:
+    def value_offsets(self, match: Match, base: KVSegment) -> Offsets:
         rows = self.base.rows_of_anchors(match.block.ids)[match.proposal.columns]
         nearby = self.base.blend(Blend(rows, match.proposal.weights, self.base.version)).float()
         change = self.ridge.predict_change(rows_of(base).float() - nearby)
-        return _as_offsets(self.phi.blend(self.phi_blend(match)).float() + change, self._dtype)
+        return _as_offsets(self.value.blend(self.value_blend(match)).float() + change, self._dtype)
 
 
 def _ridge_for(base: KVSegment, strength: float) -> Ridge:

@@ -15,7 +15,7 @@ from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
 from kedge.anchors.offsets_8bit import EightBitTable
-from kedge.anchors.residence import Unit
+from kedge.anchors.tiered_store import Offloadable
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 
@@ -25,7 +25,7 @@ class Observation:
     """Offsets measured after a dense prefill: float32 rows [tokens, width] of the value and of the prefix segment
     after it, and the real KV of both as rows."""
 
-    phi: Tensor
+    value: Tensor
     prefix: Tensor
     real: Tensor
     real_prefix: Tensor
@@ -36,11 +36,11 @@ class Observation:
     ) -> Observation:
         """Raise `PlanError` where base and real KV are not of the same tokens."""
         rows = rows_of(real).float()
-        phi = _offset(base, rows)
+        value = _offset(base, rows)
         if base_prefix is None or real_prefix is None:
-            return cls(phi, phi[:0], rows, rows[:0])
+            return cls(value, value[:0], rows, rows[:0])
         rows_after = rows_of(real_prefix).float()
-        return cls(phi, _offset(base_prefix, rows_after), rows, rows_after)
+        return cls(value, _offset(base_prefix, rows_after), rows, rows_after)
 
 
 def _offset(base: KVSegment, real: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Offsets(NamedTuple):
     table: OffsetTable
 
 
-class SlotOffsets(Unit):
+class SiteOffsets(Offloadable):
     """Two tables over the same anchors, in the order in which they were observed, and the calibration."""
 
     leaves_out = True
@@ -66,7 +66,7 @@ class SlotOffsets(Unit):
 
     def __init__(self, base: KVSegment, prefix_tokens: int, bits: int = 16) -> None:
         """`bits` of every number that is kept: 16 or 8."""
-        self.phi, self.prefix = _table(base, bits), _table(base, bits)
+        self.value, self.prefix = _table(base, bits), _table(base, bits)
         self.calibration = Calibration()
         self.holders: list[AnchorId] = []
         layers, _, heads, dim = base.keys.shape
@@ -74,7 +74,7 @@ class SlotOffsets(Unit):
 
     @property
     def device(self) -> torch.device:
-        return self.phi.arena.device
+        return self.value.arena.device
 
     def place(self, put: Callable[[Tensor], Tensor]) -> None:
         for table in self.tables:
@@ -82,7 +82,7 @@ class SlotOffsets(Unit):
 
     @property
     def tables(self) -> tuple[OffsetTable, ...]:
-        return self.phi, self.prefix
+        return self.value, self.prefix
 
     @property
     def nbytes(self) -> int:
@@ -100,18 +100,18 @@ class SlotOffsets(Unit):
                 raise PlanError("holders", self.holders, f"a table holds {sorted(table.anchors)}")
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
-        """Add both parts or none. Raises `PlanError` where they do not fit the slot, or it knows the anchor."""
+        """Add both parts or none. Raises `PlanError` where they do not fit the site, or it knows the anchor."""
         self._check(anchor, observed)
         with ExitStack() as undo:
             undo.callback(self.drop, anchor)
-            self.phi.put(anchor, observed.phi)
+            self.value.put(anchor, observed.value)
             self.prefix.put(anchor, observed.prefix)
             self.holders.append(anchor)
             undo.pop_all()
 
     def _check(self, anchor: AnchorId, observed: Observation) -> None:
         if anchor in self.holders:
-            raise PlanError("anchor", anchor, "was observed in this slot before")
+            raise PlanError("anchor", anchor, "was observed in this site before")
         if len(observed.prefix) != self._prefix_tokens:
             raise PlanError(
                 "prefix_tokens", len(observed.prefix), f"a template has {self._prefix_tokens} at this place"
@@ -119,23 +119,23 @@ class SlotOffsets(Unit):
 
     def drop(self, anchor: AnchorId) -> None:
         """Forget an anchor, where it is known."""
-        self.phi.drop(anchor)
+        self.value.drop(anchor)
         self.prefix.drop(anchor)
         if anchor in self.holders:
             self.holders.remove(anchor)
 
-    def phi_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
+    def value_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
         """Return the offsets of a value with this base KV."""
-        return Offsets(self.phi_blend(match), self.phi)
+        return Offsets(self.value_blend(match), self.value)
 
     def prefix_offsets(self, match: Match) -> Offsets:
         """Return the offsets of the prefix segment after the value."""
         return Offsets(self.prefix_blend(match), self.prefix)
 
-    def phi_blend(self, match: Match) -> Blend:
-        """Return the proposal in rows of `phi`."""
-        rows = self.phi.rows_of_anchors(match.block.ids)
-        return Blend(rows[match.proposal.columns], match.proposal.weights, self.phi.version)
+    def value_blend(self, match: Match) -> Blend:
+        """Return the proposal in rows of `value`."""
+        rows = self.value.rows_of_anchors(match.block.ids)
+        return Blend(rows[match.proposal.columns], match.proposal.weights, self.value.version)
 
     def prefix_blend(self, match: Match) -> Blend:
         """Return the same anchors' rows of `prefix`, weighted as proposed; anchors without weight are left out."""
@@ -146,7 +146,7 @@ class SlotOffsets(Unit):
 
     def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
         """Return float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
-        return self._error(self.phi_offsets(match, base), observed.phi, observed.real)
+        return self._error(self.value_offsets(match, base), observed.value, observed.real)
 
     def prefix_error(self, match: Match, observed: Observation) -> Tensor:
         """Return the same of the prefix segment after the value."""
@@ -169,5 +169,5 @@ def _table(base: KVSegment, bits: int) -> OffsetTable:
     return OffsetTable(width, dtype, base.device)
 
 
-MakeSlot = Callable[[KVSegment, int], SlotOffsets]
-"""Base KV of a value, for its shape, and tokens of the prefix segment after it -> a slot that has observed nothing"""
+MakeSlot = Callable[[KVSegment, int], SiteOffsets]
+"""Base KV of a value, for its shape, and tokens of the prefix segment after it -> a site that has observed nothing"""

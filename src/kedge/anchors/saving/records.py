@@ -17,11 +17,11 @@ from torch import Tensor
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.base_store import BaseStore, TemplateBase
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimators.site import SlotOffsets
+from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.store import AnchorStore
-from kedge.reuse.contracts import PoolKey, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.types import Namespace, WorkflowId
 
 POOL, TEMPLATE = "pool", "template"
@@ -64,29 +64,29 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _SlotView:
-    slot: Slot
+class _SiteView:
+    site: PlaceholderSite
     holders: tuple[AnchorId, ...]
     calibration: Calibration
-    phi: _Rows
+    value: _Rows
     prefix: _Rows
 
     @classmethod
-    def of(cls, slot: Slot, offsets: SlotOffsets) -> _SlotView:
+    def of(cls, site: PlaceholderSite, offsets: SiteOffsets) -> _SiteView:
         ids = tuple(offsets.holders)
-        return cls(slot, ids, offsets.calibration, _Rows.of(offsets.phi, ids), _Rows.of(offsets.prefix, ids))
+        return cls(site, ids, offsets.calibration, _Rows.of(offsets.value, ids), _Rows.of(offsets.prefix, ids))
 
     def tensors(self) -> dict[str, Tensor] | None:
-        phi, prefix = self.phi.copied(), self.prefix.copied()
-        if phi is None or prefix is None:
+        value, prefix = self.value.copied(), self.prefix.copied()
+        if value is None or prefix is None:
             return None
         calibration = {f"calibration.{part}": tensor for part, tensor in self.calibration.tensors.items()}
-        return {"phi": phi, "prefix": prefix, **calibration}
+        return {"phi": value, "prefix": prefix, **calibration}
 
     def data(self) -> dict[str, Any]:
         return {
-            "agent_key": self.slot.agent_key,
-            "index": self.slot.index,
+            "agent_key": self.site.agent_key,
+            "index": self.site.index,
             "holders": self.holders,
             "observations": self.calibration.observations,
         }
@@ -98,13 +98,13 @@ class PoolView:
 
     key: PoolKey
     anchors: tuple[Anchor, ...]
-    slots: tuple[_SlotView, ...]
+    sites: tuple[_SiteView, ...]
 
     @classmethod
     def of(cls, key: PoolKey, pool: AnchorPool) -> PoolView:
-        kept = ((slot, offsets) for slot, offsets in pool.slots.items() if offsets.holders and offsets.is_saved)
-        slots = tuple(_SlotView.of(slot, offsets) for slot, offsets in kept)
-        return cls(key, tuple(pool.anchors.values()), slots)
+        kept = ((site, offsets) for site, offsets in pool.sites.items() if offsets.holders and offsets.is_saved)
+        sites = tuple(_SiteView.of(site, offsets) for site, offsets in kept)
+        return cls(key, tuple(pool.anchors.values()), sites)
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class PoolView:
     @property
     def signature(self) -> Hashable:
         """Equal for two views of one store between which nothing was learned or dropped. Hits do not count."""
-        return tuple((view.slot, view.holders, view.calibration.observations) for view in self.slots)
+        return tuple((view.site, view.holders, view.calibration.observations) for view in self.sites)
 
     def record(self) -> Record | None:
         """None where the pool has changed so much that another view is needed."""
@@ -121,13 +121,13 @@ class PoolView:
             "tokens": torch.tensor([token for anchor in self.anchors for token in anchor.tokens]),
             "keys": torch.cat([anchor.keys for anchor in self.anchors]).cpu(),
         }
-        for number, view in enumerate(self.slots):
+        for number, view in enumerate(self.sites):
             parts = view.tensors()
             if parts is None:
                 return None
             tensors |= {f"{number}.{part}": tensor for part, tensor in parts.items()}
         anchors = [(anchor.id, anchor.hits, anchor.length) for anchor in self.anchors]
-        return Record(self.name, {"anchors": anchors, "slots": [view.data() for view in self.slots]}, tensors)
+        return Record(self.name, {"anchors": anchors, "slots": [view.data() for view in self.sites]}, tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from torch import Tensor
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.calibration import PARTS, Calibration
-from kedge.anchors.estimators.site import Observation, SlotOffsets
+from kedge.anchors.estimators.site import Observation, SiteOffsets
 from kedge.anchors.offsets import row_dtype
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.saving.records import POOL, TEMPLATE, Record, pool_key
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, StateDamaged, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.types import Namespace
 
 _NONSENSE = (
@@ -76,15 +76,15 @@ class Restored:
     def _pool(self, record: Record) -> AnchorPool:
         anchors = self._unpacked_anchors(record)
         lengths = {anchor.id: anchor.length for anchor in anchors}
-        slots = {}
+        sites = {}
         for number, data in enumerate(record.data["slots"]):
             _check_slot(data, lengths)
             tensors = {part: record.tensors[f"{number}.{part}"] for part in ("phi", "prefix")}
             offsets = self._offsets([AnchorId(one) for one in data["holders"]], lengths, tensors)
             offsets.calibration = _calibration(record, number, data["observations"])
-            slots[Slot(data["agent_key"], data["index"])] = offsets
+            sites[PlaceholderSite(data["agent_key"], data["index"])] = offsets
         pool = self._anchors.empty_pool()
-        pool.adopt(anchors, slots)
+        pool.adopt(anchors, sites)
         pool.check_integrity()
         return pool
 
@@ -102,15 +102,15 @@ class Restored:
 
     def _offsets(
         self, holders: Sequence[AnchorId], lengths: Mapping[AnchorId, int], tensors: Mapping[str, Tensor]
-    ) -> SlotOffsets:
+    ) -> SiteOffsets:
         for part, rows in tensors.items():
             _expect(rows.dtype == row_dtype(self._like), part, rows.dtype, f"are not {row_dtype(self._like)}")
-        phi, prefix = (tensors[part].to(self._like.device) for part in ("phi", "prefix"))
+        value, prefix = (tensors[part].to(self._like.device) for part in ("phi", "prefix"))
         prefix_tokens = len(prefix) // len(holders)
-        offsets = SlotOffsets(self._like, prefix_tokens, self._anchors.offset_bits)
-        phis = phi.split([lengths[holder] for holder in holders])
+        offsets = SiteOffsets(self._like, prefix_tokens, self._anchors.offset_bits)
+        values = value.split([lengths[holder] for holder in holders])
         prefixes = prefix.split([prefix_tokens] * len(holders))
-        for holder, of_value, of_prefix in zip(holders, phis, prefixes, strict=True):
+        for holder, of_value, of_prefix in zip(holders, values, prefixes, strict=True):
             offsets.put(holder, Observation(of_value, of_prefix, of_value[:0], of_prefix[:0]))
         return offsets
 
@@ -124,7 +124,7 @@ def _calibration(record: Record, number: int, observations: int) -> Calibration:
 
 def _check_slot(data: Mapping[str, Any], known: Mapping[AnchorId, int]) -> None:
     holders = data["holders"]
-    _check_counts("slot", [data["index"], data["observations"], *holders])
+    _check_counts("site", [data["index"], data["observations"], *holders])
     _expect(isinstance(data["agent_key"], str), "agent_key", data["agent_key"], "is no text")
     sound = holders and len(set(holders)) == len(holders) and known.keys() >= set(holders)
     _expect(bool(sound), "holders", holders, "are not some of the pool's anchors, each once")

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from kedge.anchors.estimate import Estimate
+from kedge.anchors.estimate import OffsetEstimate
 from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
@@ -19,7 +19,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.types import GenerateRequest, RunKey, SampleId
@@ -28,18 +28,20 @@ from kedge.types import GenerateRequest, RunKey, SampleId
 class NoAnchors(AnchorStore):
     """An anchor store without offsets: every value with base KV is shareable, and its keys are only rotated."""
 
-    def estimate(self, slot: Slot, sample: SampleView) -> Estimate:  # noqa: ARG002
+    def estimate(self, slot: PlaceholderSite, sample: SampleView) -> OffsetEstimate:  # noqa: ARG002
         table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
         nothing = _no_offsets(sample.base, table)
-        return Estimate(True, "", learnable=False, phi=nothing, prefix=nothing, phi_table=table, prefix_table=table)
+        return OffsetEstimate(
+            True, "", learnable=False, value=nothing, prefix=nothing, value_table=table, prefix_table=table
+        )
 
     def prepare(self, sample: SampleView) -> None:
         """Do nothing: there is nothing to look up ahead of time."""
 
-    def use(self, estimate: Estimate) -> None:  # noqa: ARG002
+    def use(self, estimate: OffsetEstimate) -> None:  # noqa: ARG002
         self._used += 1
 
-    def observe(self, slot: Slot, sample: SampleView, *_: KVSegment | None) -> None:
+    def observe(self, slot: PlaceholderSite, sample: SampleView, *_: KVSegment | None) -> None:
         """Do nothing: no offsets are learned."""
 
 
@@ -101,9 +103,10 @@ class _AblatedAssembler:
         """
         segment = here.segment
         if segment.sample is not None:
-            return self.prompts.get((request.run_key, segment.sample), len(segment.lead_in))
+            return self.prompts.get((request.run_key, segment.sample), len(segment.base_context))
         return sum(
-            len(p.segment.stand_in if p.segment.is_placeholder else p.segment.tokens) for p in placed[: here.index]
+            len(p.segment.placeholder_text if p.segment.is_placeholder else p.segment.tokens)
+            for p in placed[: here.index]
         )
 
     def _left_there(self, item: Translation, origin: int) -> Translation:

@@ -96,9 +96,9 @@ def word_tokenizer(vocab: int) -> HFTokenizer:
 def random_flow(vocab: int, answer: int) -> Workflow:
     """Return a workflow in which every agent reads the question and all answers before its own."""
     rng = Random("load/templates")
-    trail, lead_in = _text(rng, vocab, TRAIL), _text(rng, vocab, LEAD_IN)
+    trail, base_context = _text(rng, vocab, TRAIL), _text(rng, vocab, LEAD_IN)
     wording = Wording(
-        header=f"{lead_in} {{user_question}} ",
+        header=f"{base_context} {{user_question}} ",
         intro="",
         speaker=f" {trail} {_text(rng, vocab, LEAD - TRAIL - 1)} {{title}} ",
         footer=f" {trail} {_text(rng, vocab, TAIL - TRAIL - 1)} {{title}}",

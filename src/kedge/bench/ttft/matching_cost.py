@@ -20,12 +20,12 @@ from kedge.anchors.translator import CHUNK
 from kedge.bench.shapes import SHAPES
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings, estimator_settings
 from kedge.types import Namespace, TenantId, WorkflowId
 
 _POOL = PoolKey(Namespace(TenantId("bench")), WorkflowId("matching-cost"), "agent_0_current")
-_SLOT = Slot("template", 1)
+_SLOT = PlaceholderSite("template", 1)
 T = TypeVar("T")
 
 
@@ -82,8 +82,8 @@ def _value(settings: MatchingSettings, seed: int) -> SampleView:
 
 def _once(store: AnchorStore, value: SampleView) -> tuple[float, float]:
     match_s, estimate = _timed(lambda: store.estimate(_SLOT, value))
-    assert estimate.phi is not None and estimate.phi_table is not None, estimate.reason
-    blend, table = estimate.phi, estimate.phi_table
+    assert estimate.value is not None and estimate.value_table is not None, estimate.reason
+    blend, table = estimate.value, estimate.value_table
     blend_s, _ = _timed(lambda: [table.blend(blend.slice(at, at + CHUNK)) for at in range(0, blend.tokens, CHUNK)])
     return match_s * 1e3, blend_s * 1e3
 

@@ -82,7 +82,7 @@ def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> 
 def _require_segment(key: str, segment: Segment, vocab_size: int | None) -> None:
     require_text(f"{key}.name", segment.name)
     _require_sample(f"{key}.sample", segment.sample)
-    for part in ("tokens", "lead_in", "stand_in", "trail", "held"):
+    for part in ("tokens", "base_context", "placeholder_text", "trail", "held"):
         _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
     held, tokens = segment.held, segment.tokens
     if held and tokens and tokens[-len(held) :] != held:

@@ -52,7 +52,7 @@ MISSHAPEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
 MISSHAPEN_SEGMENTS: Mapping[str, tuple[Any, ...]] = {
     "name": (*NO_TEXT, ""),
     "sample": IMPOSSIBLE_SAMPLES,
-    **dict.fromkeys(("tokens", "lead_in", "stand_in", "trail", "held"), (None, 5, [1], "text", b"x")),
+    **dict.fromkeys(("tokens", "base_context", "placeholder_text", "trail", "held"), (None, 5, [1], "text", b"x")),
 }
 NO_TOKENS: tuple[Any, ...] = (1.5, math.nan, True, None, "a", (1,), -1, MAX_COUNT, MAX_COUNT + 1, 2**63, HUGE)
 
@@ -96,7 +96,7 @@ class ValueTests(Harness):
         good = self.request(engine, fresh_text("nonsense"))
         valid = good.segments[1].tokens
         for token in NO_TOKENS:
-            for part in ("tokens", "lead_in", "stand_in", "trail"):
+            for part in ("tokens", "base_context", "placeholder_text", "trail"):
                 bad = _with_segment(good, **{part: (*valid, token)})
                 assert expect(InvalidToken, partial(engine.submit, bad)).key == f"segments[1].{part}"
             bad = replace(good, trail=(*valid, token))

@@ -10,7 +10,7 @@ from kedge.engine.local.components import Assembler
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
@@ -29,7 +29,7 @@ class Admission:
         runtime: Runtime,
         loading: Loading,
         assembler: Assembler,
-        preassembly: Preassembly,
+        preassembly: PromptPreassembler,
         learning: Learning,
         costs: EngineCosts,
         preempt: Callable[[RequestSequence], bool],

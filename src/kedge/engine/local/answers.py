@@ -16,7 +16,7 @@ from torch import Tensor
 from kedge.cache import CacheManager
 from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import RequestSequence
@@ -40,7 +40,7 @@ class Answers:
         fixed: FixedPrompts,
         runtime: Runtime,
         learning: Learning,
-        preassembly: Preassembly,
+        preassembly: PromptPreassembler,
         end: Callable[[RequestSequence, BaseException], None],
     ) -> None:
         """`end` ends a request early, with an error."""

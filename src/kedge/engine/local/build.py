@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.residence import HostBound
+from kedge.anchors.tiered_store import HostBound
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
@@ -26,8 +26,8 @@ from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
 from kedge.policies.eviction import policy_of
-from kedge.reuse.expected import Expected
 from kedge.reuse.runtime import Runtime
+from kedge.reuse.upcoming import UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def core(
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
-    expected = Expected()
+    expected = UpcomingSteps()
     anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
     bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
     costs = EngineCosts(by_cost=config.planner.by_cost)
@@ -115,6 +115,6 @@ def _blocks(spec: KVSpec, config: EngineSettings) -> int:
     return blocks
 
 
-def host_bound(nbytes: int, tiers: TierSettings, expected: Expected) -> HostBound:
+def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> HostBound:
     """Return host memory for anchors or base KV, under the same policy and forecast as the blocks."""
     return HostBound(nbytes, policy_of(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)

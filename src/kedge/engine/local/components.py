@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.tiered_store import HostBound
 from kedge.anchors.translator import Translator
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable

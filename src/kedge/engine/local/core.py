@@ -26,10 +26,10 @@ from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.requests import Requests
 from kedge.engine.local.scheduler import Scheduler, Work
-from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
@@ -65,8 +65,8 @@ class EngineCore:
         self._fixed = FixedPrompts(cache)
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
         jobs: deque[BaseJob] = deque()
-        ahead: deque[Preparation] = deque()
-        self._preassembly = Preassembly(cache, runtime, translator, storage.block_size, longest, ahead, costs)
+        ahead: deque[PreparedPrompt] = deque()
+        self._preassembly = PromptPreassembler(cache, runtime, translator, storage.block_size, longest, ahead, costs)
         self.requests = requests = Requests(cache, loading, self._preassembly)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
@@ -195,7 +195,7 @@ class EngineCore:
         asked = [item for item in work if isinstance(item.sequence, RequestSequence)]
         failed = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
-            if isinstance(item.sequence, Preparation):
+            if isinstance(item.sequence, PreparedPrompt):
                 self._preassembly.failed(item.sequence)
             elif isinstance(item.sequence, BaseJob):
                 self._learning.drop(item.sequence)
@@ -240,7 +240,7 @@ class EngineCore:
             if isinstance(sequence, BaseJob):
                 self._learning.done(sequence)
                 self._preassembly.wake()
-            elif isinstance(sequence, Preparation):
+            elif isinstance(sequence, PreparedPrompt):
                 self.scheduler.done(sequence)
         pairs = zip(sequences, rows, strict=True)
         self._answers.go_on([(one, row) for one, row in pairs if isinstance(one, RequestSequence)])

@@ -11,7 +11,7 @@ from kedge.cache import CacheManager
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.runtime import Runtime
@@ -25,7 +25,7 @@ class Inspection:
     scheduler: Scheduler
     cache: CacheManager
     loading: Loading
-    preassembly: Preassembly
+    preassembly: PromptPreassembler
     learning: Learning
     costs: EngineCosts
     runtime: Runtime

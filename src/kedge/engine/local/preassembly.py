@@ -26,7 +26,7 @@ from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes, Lease
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.prompt_writer import NEAR, PromptWriter
-from kedge.engine.local.sequence import Preparation, RequestSequence
+from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
@@ -34,7 +34,7 @@ from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey, SampleId,
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
-MOST = 16
+MAX_PREPARED = 16
 """Preparations at once; the one that was asked for longest ago goes first."""
 
 
@@ -65,7 +65,7 @@ class PreassemblyStats:
     """Tokens that were translated or computed ahead, and of which no request had anything."""
 
 
-class Preassembly:
+class PromptPreassembler:
     """All preparations of an engine. Called by its owner thread only."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Preassembly:
         translator: Translator,
         block_size: int,
         longest: int,
-        ahead: deque[Preparation],
+        ahead: deque[PreparedPrompt],
         costs: EngineCosts,
     ) -> None:
         """`longest`: tokens of a prompt from which on nobody is served. `ahead`: the scheduler's queue of those that
@@ -83,13 +83,13 @@ class Preassembly:
         """
         self._cache, self._runtime, self._longest, self._ahead = cache, runtime, longest, ahead
         self._writer = PromptWriter(cache, runtime, translator, block_size, ahead, costs)
-        self._expected: dict[AgentKey, Preparation] = {}  # asked for longest ago first
-        self._claimed: list[Preparation] = []
+        self._expected: dict[AgentKey, PreparedPrompt] = {}  # asked for longest ago first
+        self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
         self._used_tokens = self._wasted_tokens = 0
 
     @property
-    def expected(self) -> tuple[Preparation, ...]:
+    def expected(self) -> tuple[PreparedPrompt, ...]:
         """What no request has claimed yet, what was asked for longest ago first."""
         return tuple(self._expected.values())
 
@@ -109,8 +109,8 @@ class Preassembly:
             if old.agrees(request):
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
-        self._expected[key] = Preparation.of(RequestId(f"ahead-{new_request_id()}"), request)
-        if len(self._expected) > MOST:
+        self._expected[key] = PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
+        if len(self._expected) > MAX_PREPARED:
             self._drop(next(iter(self._expected.values())), Ended.CANCELLED)
         return None
 
@@ -146,12 +146,12 @@ class Preassembly:
         for preparation in self.expected:
             self._drop(preparation, Ended.CANCELLED)
 
-    def _of_run(self, run: RunKey) -> list[Preparation]:
+    def _of_run(self, run: RunKey) -> list[PreparedPrompt]:
         return [one for one in self.expected if one.request.run_key == run]
 
     # requests -------------------------------------------------------------------------------------------------
 
-    def claim(self, request: GenerateRequest) -> Preparation | None:
+    def claim(self, request: GenerateRequest) -> PreparedPrompt | None:
         """The preparation of a request that has arrived, if there is one that fits it: no more is done ahead.
 
         Whatever else was expected of its agent has not come true.
@@ -206,7 +206,7 @@ class Preassembly:
         if sequence.preparation in self._claimed:
             self._drop(sequence.preparation, Ended.CANCELLED)
 
-    def give_back(self, spare: Preparation | None = None) -> bool:
+    def give_back(self, spare: PreparedPrompt | None = None) -> bool:
         """Free the blocks of the preparation that was asked for last, a claimed one only after all others; False
         where none but `spare` holds any.
         """
@@ -239,10 +239,10 @@ class Preassembly:
         for preparation in self.expected:
             preparation.stalled = False
 
-    def _assemblable(self) -> Iterator[Preparation]:
+    def _assemblable(self) -> Iterator[PreparedPrompt]:
         return (one for one in self.expected if one.drafts_on and not one.stalled)
 
-    def _advance(self, preparation: Preparation) -> bool:
+    def _advance(self, preparation: PreparedPrompt) -> bool:
         try:
             preparation.stalled = not (
                 self._writer.advance(preparation) if preparation.admitted else self._writer.begin(preparation)
@@ -257,7 +257,7 @@ class Preassembly:
 
     # ends -----------------------------------------------------------------------------------------------------
 
-    def failed(self, preparation: Preparation) -> None:
+    def failed(self, preparation: PreparedPrompt) -> None:
         """The model raised on it."""
         self._drop(preparation, Ended.FAILED)
 
@@ -265,7 +265,7 @@ class Preassembly:
         for preparation in (*self.expected, *self._claimed):
             self._drop(preparation, Ended.CANCELLED)
 
-    def _drop(self, preparation: Preparation, ended: Ended) -> None:
+    def _drop(self, preparation: PreparedPrompt, ended: Ended) -> None:
         self._forget(preparation)
         if preparation in self._claimed:
             self._claimed.remove(preparation)
@@ -274,14 +274,14 @@ class Preassembly:
             self._wasted_tokens += preparation.made
             self._free(preparation, ended)
 
-    def _free(self, preparation: Preparation, ended: Ended) -> None:
+    def _free(self, preparation: PreparedPrompt, ended: Ended) -> None:
         """Free the blocks. What was computed exactly, for a request that takes nothing else, is cached instead."""
         worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
         self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
         preparation.table = None
         self.wake()
 
-    def _forget(self, preparation: Preparation) -> None:
+    def _forget(self, preparation: PreparedPrompt) -> None:
         """Take it out of what is worked on."""
         self._expected = {key: one for key, one in self._expected.items() if one is not preparation}
         if preparation in self._ahead:

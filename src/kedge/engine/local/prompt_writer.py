@@ -8,7 +8,7 @@ from collections import deque
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Readiness
 from kedge.engine.local.costs import EngineCosts
-from kedge.engine.local.sequence import Preparation
+from kedge.engine.local.sequence import PreparedPrompt
 from kedge.errors import OutOfBlocks
 from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import layout
@@ -29,7 +29,7 @@ class PromptWriter:
         runtime: Runtime,
         translator: Translator,
         block_size: int,
-        queue: deque[Preparation],
+        queue: deque[PreparedPrompt],
         costs: EngineCosts,
     ) -> None:
         self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
@@ -39,7 +39,7 @@ class PromptWriter:
         self.wasted_tokens = 0
         """Tokens translated or computed for prompts that then had to be computed densely."""
 
-    def begin(self, preparation: Preparation) -> bool:
+    def begin(self, preparation: PreparedPrompt) -> bool:
         """Lock the exact prefix and take blocks. Returns False without room, or while a part is being loaded."""
         space, tokens, limit = preparation.namespace, preparation.tokens, preparation.exact_limit
         if self._cache.status(space, tokens[:limit]).readiness is Readiness.LOADING:
@@ -53,7 +53,7 @@ class PromptWriter:
         self.begun += 1
         return True
 
-    def advance(self, preparation: Preparation) -> bool:
+    def advance(self, preparation: PreparedPrompt) -> bool:
         """Draft on to the end of the next placeholder's prefix segment. Returns False without room."""
         placed, segments = layout(preparation.request), preparation.next_stop
         if not self.extend(preparation, placed[segments - 1].stop, NEAR):
@@ -64,7 +64,7 @@ class PromptWriter:
             self._ahead.append(preparation)
         return True
 
-    def grow(self, preparation: Preparation, table: SlotTable, segments: int) -> None:
+    def grow(self, preparation: PreparedPrompt, table: SlotTable, segments: int) -> None:
         """Draft and write up to the first `segments`, and seal the plan where these are all."""
         draft, request = preparation.draft, preparation.request
         assert draft is not None
@@ -88,7 +88,7 @@ class PromptWriter:
             tokens = sum(one.tokens for one in translations)
             self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
 
-    def extend(self, preparation: Preparation, room: int, steps: float | None = None) -> bool:
+    def extend(self, preparation: PreparedPrompt, room: int, steps: float | None = None) -> bool:
         """Give a prompt blocks for `room` tokens; `steps` as for `CacheManager.admit`. Returns False without room."""
         try:
             lease = self._cache.extend(preparation.key, room, steps)

@@ -7,7 +7,7 @@ import time
 from kedge.cache import CacheManager
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.preassembly import Preassembly
+from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
 from kedge.engine.local.sequence import RequestSequence
 from kedge.errors import ForwardFailed
@@ -20,7 +20,7 @@ class Requests:
     scheduler: Scheduler
     learning: Learning
 
-    def __init__(self, cache: CacheManager, loading: Loading, preassembly: Preassembly) -> None:
+    def __init__(self, cache: CacheManager, loading: Loading, preassembly: PromptPreassembler) -> None:
         """The scheduler and learning, which free and end requests themselves, are set once they are there."""
         self._cache, self._loading, self._preassembly = cache, loading, preassembly
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fair_queue import FairQueue
-from kedge.engine.local.sequence import BaseJob, Preparation, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.types import TenantId
 
 JOB_CHUNK = 256
@@ -95,7 +95,7 @@ class Scheduler:
         max_running: int,
         learning_share: float,
         jobs: deque[BaseJob] | None = None,
-        ahead: deque[Preparation] | None = None,
+        ahead: deque[PreparedPrompt] | None = None,
     ) -> None:
         """`admit` answers False where a sequence has to wait for blocks. `jobs` and `ahead` are filled by others."""
         self._admit, self._aside, self._costs = admit, aside, costs
@@ -106,7 +106,7 @@ class Scheduler:
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
         self.jobs: deque[BaseJob] = deque() if jobs is None else jobs
-        self.ahead: deque[Preparation] = deque() if ahead is None else ahead
+        self.ahead: deque[PreparedPrompt] = deque() if ahead is None else ahead
         self.running: list[RequestSequence] = []
         self.preempted: deque[RequestSequence] = deque()
         """Requests that gave their blocks to another tenant's, with what they have answered so far."""
@@ -285,7 +285,7 @@ class Scheduler:
             for one in self._assembled():
                 filling.add(one, AHEAD_CHUNK)
 
-    def _assembled(self) -> Iterator[Preparation]:
+    def _assembled(self) -> Iterator[PreparedPrompt]:
         yield from [one for one in self.ahead if one.translates or not self.running][:1]
 
     def done(self, sequence: Sequence) -> None:

@@ -74,7 +74,7 @@ class BaseJob(Sequence):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Preparation(Sequence):
+class PreparedPrompt(Sequence):
     """The prompt of a request that is expected, as far as its segments are known. `tokens` are the known ones; `todo`
     never has the last token of a whole prompt, which is left to the request.
     """
@@ -88,7 +88,7 @@ class Preparation(Sequence):
     """Without room, or waiting for a load."""
 
     @classmethod
-    def of(cls, key: RequestId, request: GenerateRequest) -> Preparation:
+    def of(cls, key: RequestId, request: GenerateRequest) -> PreparedPrompt:
         new = cls(key, request.namespace, [], request=request)
         new.learn(request)
         return new
@@ -176,7 +176,7 @@ class RequestSequence(Sequence):
     """It waits for that no longer."""
     first_token: float | None = None
     logprobs: Logprobs = field(init=False)
-    preparation: Preparation | None = None
+    preparation: PreparedPrompt | None = None
     """What was assembled of its prompt before it arrived."""
     trail: Tokens = ()
     """What follows the response wherever it is read."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Batch, Pass
+from kedge.engine.local.attention.paged import Batch, ForwardBatch
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.graphs import ROWS, Attend, Captured, CudaCapture, StepGraphs, block_table, on_gpu
 from kedge.engine.local.model.loading import checked_runner
@@ -23,7 +23,7 @@ from tests.engine.local.test_engine import greedy, prompt, request
 BLOCK = 16
 
 
-def stand_in(work: Callable[[], Tensor]) -> Captured:
+def placeholder_text(work: Callable[[], Tensor]) -> Captured:
     """Captures as CUDA does: the work is done before, and every replay leaves its result in the same tensor."""
     result = work().clone()
     return lambda: result.copy_(work()), result
@@ -34,7 +34,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
-        self._capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else stand_in
+        self._capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else placeholder_text
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
         self.captures += 1
@@ -187,7 +187,7 @@ def test_an_engine_answers_the_same() -> None:
 
 def test_a_gpu_has_graphs_and_a_cpu_none() -> None:
     runner = runner_of("llama")
-    run: Callable[[Pass], Tensor] = runner.run
+    run: Callable[[ForwardBatch], Tensor] = runner.run
     graphs = on_gpu(run, storage_of(runner), 200)
     assert (graphs is not None) == (DEVICE.type == "cuda")
 

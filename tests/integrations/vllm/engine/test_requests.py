@@ -33,7 +33,7 @@ from kedge.workflow.steps import NextRun
 TENANT, RUN = TenantId("t"), RunId("r")
 SEGMENTS = (
     Segment((1, 2, 3), "p0"),
-    Segment((4, 5), "q", SampleId.parse("q@0"), lead_in=(9,), stand_in=(8, 8)),
+    Segment((4, 5), "q", SampleId.parse("q@0"), base_context=(9,), placeholder_text=(8, 8)),
     Segment((6,), "p1"),
 )
 

@@ -16,7 +16,7 @@ from kedge.workflow.steps import NextRun
 TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
-    *("base", "unheard", "lead_in", "name", "length"),
+    *("base", "unheard", "base_context", "name", "length"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -64,7 +64,7 @@ def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
         {"steps": {"a": math.nan}}, {"steps": {"a": "1"}}, {"steps": []}, {"fixed_tokens": 1.0}, {"final": "yes"},
         {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
         {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},
-        {"segments": [{"name": "q", "length": 5, "sample": "s", "lead_in": ["x"]}]},
+        {"segments": [{"name": "q", "length": 5, "sample": "s", "base_context": ["x"]}]},
     ],
 )  # fmt: skip
 def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
 def test_segments_tile_the_prompt_and_come_back() -> None:
     segments = (
         Segment(TOKENS[:2], "p0"),
-        Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), lead_in=(1, 2), stand_in=(3,)),
+        Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), base_context=(1, 2), placeholder_text=(3,)),
         Segment(TOKENS[4:], "p1"),
     )
     found = segment_hints(GenerateRequest(segments))

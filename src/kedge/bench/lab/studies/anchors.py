@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kedge.anchors.residence import HostBound
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.tiered_store import HostBound
 from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import Method, method_named
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked

@@ -13,7 +13,7 @@ from kedge.bench.lab.methods import load_model
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
-from kedge.reuse.contracts import PoolKey, SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
 from kedge.types import Namespace, TenantId, WorkflowId
 
@@ -62,7 +62,7 @@ def filled(estimator: str, bits: int, spec: KVSpec, samples: int, tokens: int, r
         sample = SampleView(pool, tuple(range(number, number + tokens)), _noise(spec, tokens, random), number)
         for reader in range(readers):
             real = [_noise(spec, count, random) for count in (tokens, _PREFIX, _PREFIX)]
-            store.observe(Slot(f"agent {reader}", 1), sample, *real)
+            store.observe(PlaceholderSite(f"agent {reader}", 1), sample, *real)
     return store
 
 

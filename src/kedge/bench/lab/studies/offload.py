@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from kedge.anchors.estimate import Estimate
-from kedge.anchors.residence import HostBound, ResidenceStats
+from kedge.anchors.estimate import OffsetEstimate
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.tiered_store import HostBound, TieredStoreStats
 from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import load_model, method_named
 from kedge.bench.lab.pairs import MethodRuns
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
 from kedge.engine.local.components import EngineComponents
-from kedge.reuse.contracts import SampleView, Slot
+from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.settings import AnchorSettings, EngineSettings
 
 _TEAMS, _QUICK_TEAMS = (3, 4), (3,)
@@ -58,7 +58,7 @@ class LinkedStore(AnchorStore):
         self.waited = 0.0
         """Seconds that requests have waited for the link."""
 
-    def estimate(self, slot: Slot, sample: SampleView) -> Estimate:
+    def estimate(self, slot: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
         before = self.stats().tiers
         estimate = super().estimate(slot, sample)
         after = self.stats().tiers
@@ -80,7 +80,7 @@ def hold(moved: int, seconds_per_byte: float, took: float) -> float:
     return rest
 
 
-def _moved(before: ResidenceStats, after: ResidenceStats) -> int:
+def _moved(before: TieredStoreStats, after: TieredStoreStats) -> int:
     return after.bytes_loaded - before.bytes_loaded + after.bytes_offloaded - before.bytes_offloaded
 
 

@@ -108,7 +108,7 @@ class Batch:
         return out
 
 
-class Pass(Protocol):
+class ForwardBatch(Protocol):
     """What the attention function is handed: how queries find their contexts in the paged pool."""
 
     @property
@@ -134,7 +134,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    kedge: Pass | None = None,
+    kedge: ForwardBatch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

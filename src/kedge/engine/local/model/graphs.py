@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Batch, Pass
+from kedge.engine.local.attention.paged import Batch, ForwardBatch
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A `Pass` whose inputs stay where they are: every row is a token with a context of its own."""
+    """A `ForwardBatch` whose inputs stay where they are: every row is a token with a context of its own."""
 
     tokens: Tensor
     positions: Tensor
@@ -102,7 +102,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        run: Callable[[Pass], Tensor],
+        run: Callable[[ForwardBatch], Tensor],
         storage: PagedStorage,
         longest: int,
         attend: Attend,
@@ -164,7 +164,7 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(side)
 
 
-def on_gpu(run: Callable[[Pass], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
+def on_gpu(run: Callable[[ForwardBatch], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
     """Return graphs for passes over `storage`; None where it has no kernels."""
     if not storage.has_kernels:
         return None

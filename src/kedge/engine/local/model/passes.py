@@ -29,7 +29,7 @@ class Watched(Batch):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """Tokens [start, stop) of a prompt, which lies in the slots from `slot` on."""
 
     prompt: Tensor
@@ -54,7 +54,7 @@ def storage_for(runner: ModelRunner, slots: int) -> PagedStorage:
     return PagedStorage(runner.spec, slots, 1, runner.device, runner.rotary)
 
 
-def one_pass(pieces: Sequence[Piece], storage: PagedStorage) -> Watched:
+def one_pass(pieces: Sequence[PromptPiece], storage: PagedStorage) -> Watched:
     """Return a batch of all pieces, with the logits of every token."""
     shares: list[SequenceSlice] = []
     for piece in pieces:

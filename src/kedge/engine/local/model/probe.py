@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kedge.engine.local.model.passes import Piece, one_pass, refusal, run, storage_for
+from kedge.engine.local.model.passes import PromptPiece, one_pass, refusal, run, storage_for
 from kedge.errors import KedgeError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def foreign_rotation(runner: ModelRunner) -> str | None:
     """
     places = torch.tensor([place for place in PLACES if place < runner.max_positions], device=runner.device)
     storage = storage_for(runner, len(places))
-    batch = one_pass([Piece(_prompts(runner)[0], slot, 0, 1) for slot in range(len(places))], storage)
+    batch = one_pass([PromptPiece(_prompts(runner)[0], slot, 0, 1) for slot in range(len(places))], storage)
     batch.positions = places
     run(runner, batch)
     keys = runner.rotary.unrotate(storage.keys, places).float()
@@ -108,8 +108,8 @@ def _paged(runner: ModelRunner, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab], computed as the engine does."""
     storage = storage_for(runner, prompts.numel())
     starts = [(prompt, i * LENGTH, split) for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))]
-    first = [Piece(prompt, slot, 0, split) for prompt, slot, split in starts]
-    second = [Piece(prompt, slot, split, LENGTH) for prompt, slot, split in starts]
+    first = [PromptPiece(prompt, slot, 0, split) for prompt, slot, split in starts]
+    second = [PromptPiece(prompt, slot, split, LENGTH) for prompt, slot, split in starts]
     logits = [run(runner, one_pass(step, storage)).split([p.stop - p.start for p in step]) for step in (first, second)]
     return torch.stack([torch.cat(parts) for parts in zip(*logits, strict=True)])
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kedge.engine.local.attention import paged as attention
-from kedge.engine.local.attention.paged import Batch, Pass
+from kedge.engine.local.attention.paged import Batch, ForwardBatch
 from kedge.engine.local.model.graphs import StepGraphs
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Rotary
@@ -45,7 +45,7 @@ class ModelRunner:
         replayed = self.graphs.replay(batch) if self.graphs else None
         return self.run(batch) if replayed is None else replayed
 
-    def run(self, batch: Pass) -> Tensor:
+    def run(self, batch: ForwardBatch) -> Tensor:
         """Do as `forward` does for any pass, launching kernel by kernel."""
         out = self.model(
             input_ids=batch.tokens[None],

@@ -135,7 +135,10 @@ def _step(value: Any) -> float:
 
 
 def _segments(value: Any, tokens: Tokens) -> tuple[Segment, ...] | None:
-    """Read `[{"name", "length", "sample", "lead_in", "stand_in"}, …]`, whose lengths must sum to the prompt's."""
+    """Read a list of objects with `name`, `length`, `sample`, `base_context` and `placeholder_text`.
+
+    Their lengths must sum to the prompt's.
+    """
     if not isinstance(value, list | tuple):
         raise ValueError
     segments, start = [], 0
@@ -158,8 +161,8 @@ def _segment(value: Any, tokens: Tokens, start: int) -> Segment:
         tokens[start : start + length],
         read_text(value.get("name")),
         None if sample is None else _sample(sample),
-        _tokens(value.get("lead_in", ())),
-        _tokens(value.get("stand_in", ())),
+        _tokens(value.get("base_context", ())),
+        _tokens(value.get("placeholder_text", ())),
     )
 
 
@@ -176,8 +179,8 @@ def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
             "name": segment.name,
             "length": len(segment.tokens),
             "sample": None if segment.sample is None else str(segment.sample),
-            "lead_in": list(segment.lead_in),
-            "stand_in": list(segment.stand_in),
+            "base_context": list(segment.base_context),
+            "placeholder_text": list(segment.placeholder_text),
         }
         for segment in request.segments
     ]

@@ -189,7 +189,7 @@ function tokensCell(amount, tier, whole) {
 export function anchors(pools) {
   if (!pools) return hint("This engine does not report its anchors.");
   if (!pools.length) return hint("No anchors yet. They are made from dense prefills of agents that translate.");
-  const row = (pool) => [h("span", {}, breakable(pool.placeholder)), ...[pool.anchors, pool.slots, pool.uses].map(number), bytes(pool.nbytes)];
+  const row = (pool) => [h("span", {}, breakable(pool.placeholder)), ...[pool.anchors, pool.sites, pool.uses].map(number), bytes(pool.nbytes)];
   const sorted = [...pools].sort((a, b) => b.uses - a.uses);
   const names = [left("Placeholder"), ...["Anchors", "Readers", "Uses", "Memory"].map(right)];
   return grouped("Anchor pools by workflow", names, byWorkflow(sorted), row);

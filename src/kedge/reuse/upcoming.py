@@ -14,7 +14,7 @@ MAX_TEMPLATES = 4096
 """Templates whose agents are remembered; the one that called longest ago is forgotten first."""
 
 
-class Expected:
+class UpcomingSteps:
     """The soonest run of every agent and in every run, over all forecasts. An update is O(number of changed agents)."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Where anchors and base KV lie: on the device within one bound, and behind it in host memory within another.
 
-What moves as a whole is a *unit*: the offsets of one slot, the base KV of one value or template. Who goes first says
+What moves as a whole is a *unit*: the offsets of one site, the base KV of one value or template. Who goes first says
 the policy that also evicts blocks; a unit that a plan is about to read stays. All copies are made by the thread that
 asks: the offsets of the agents that run next are fetched in its spare time, so that a demand is the exception.
 """
@@ -49,7 +49,7 @@ def recency(node: View) -> tuple[float, ...]:
     return (node.last_access,)
 
 
-class Unit:
+class Offloadable:
     """What moves as a whole. Subclasses say what it weighs and put its tensors elsewhere."""
 
     owner: Owner | None = None
@@ -77,7 +77,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class ResidenceStats:
+class TieredStoreStats:
     """What has moved since the start, and what is where now."""
 
     device_bytes: int = 0
@@ -113,19 +113,19 @@ class HostBound:
 NO_HOST = HostBound()
 
 
-class Residence:
+class TieredStore:
     """Moves a store's units between device and host. The store owns the units."""
 
     def __init__(
         self,
         device_bytes: int,
         host: HostBound,
-        units: Callable[[], Iterable[Unit]],
+        units: Callable[[], Iterable[Offloadable]],
         beside: Callable[[], int] = lambda: 0,
     ) -> None:
         """`units` are those of the store now, `beside` the bytes on the device that belong to none of them."""
         self._device_bytes, self._host, self._units, self._beside = device_bytes, host, units, beside
-        self._stats = ResidenceStats()
+        self._stats = TieredStoreStats()
         self._clock = count(1)
         self.due = False
         """Whether `fetch` may have something to do."""
@@ -153,13 +153,13 @@ class Residence:
             excess, on_host = excess - victim.nbytes, on_host + victim.nbytes
         return max(0, excess)
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: Offloadable) -> None:
         """A request has just made `unit`, or asks for it."""
         unit.last_access = next(self._clock)
         self._stats.completed += unit.prefetched
         unit.prefetched = False
 
-    def demand(self, unit: Unit) -> bool:
+    def demand(self, unit: Offloadable) -> bool:
         """See to it that `unit` is on the device, for a request; False where it finds no room."""
         if unit.on_host:
             began = time.perf_counter()
@@ -187,7 +187,7 @@ class Residence:
         self.due = False
         return False
 
-    def stats(self) -> ResidenceStats:
+    def stats(self) -> TieredStoreStats:
         """Return a snapshot."""
         units = sum(unit.on_host for unit in self._units())
         return replace(self._stats, device_bytes=self.device_bytes, host_bytes=self.host_bytes, host_units=units)
@@ -199,13 +199,13 @@ class Residence:
         if any(unit.on_host and (unit.pinned or unit.prefetched) for unit in self._units()):
             raise PlanError("on_host", True, "of a unit that a plan reads, or that was fetched")
 
-    def _load(self, unit: Unit, may_go: Callable[[Unit], bool]) -> bool:
+    def _load(self, unit: Offloadable, may_go: Callable[[Offloadable], bool]) -> bool:
         """Bring `unit` to the device. Those that make room for it may take its place on the host; if that is not
         enough, nothing moves.
         """
         short, on_host = self.device_bytes + unit.nbytes - self._device_bytes, self.host_bytes - unit.nbytes
         left = [one for one in self._units() if may_go(one)]
-        going: list[Unit] = []
+        going: list[Offloadable] = []
         while short > 0:
             victim = self._victim(left, on_host)
             if victim is None:
@@ -220,13 +220,13 @@ class Residence:
         self._stats.bytes_loaded += unit.nbytes
         return True
 
-    def _victim(self, units: Iterable[Unit], on_host: int) -> Unit | None:
+    def _victim(self, units: Iterable[Offloadable], on_host: int) -> Offloadable | None:
         """Who goes to the host next, where `on_host` bytes are there already."""
         room = self._host.nbytes - on_host
         may = (unit for unit in units if not (unit.on_host or unit.pinned) and 0 < unit.nbytes <= room)
         return min(may, key=self._key, default=None)
 
-    def _offload(self, unit: Unit) -> None:
+    def _offload(self, unit: Offloadable) -> None:
         self._stats.wasted += unit.prefetched
         unit.prefetched = False
         unit.home = unit.device
@@ -235,18 +235,18 @@ class Residence:
         self._stats.offloaded += 1
         self._stats.bytes_offloaded += unit.nbytes
 
-    def _key(self, unit: Unit) -> tuple[float, ...]:
+    def _key(self, unit: Offloadable) -> tuple[float, ...]:
         namespace = unit.owner.namespace if unit.owner else Namespace(TenantId(""))
         return self._host.policy(View(namespace, unit.last_access, unit.nbytes, self._told(unit)))
 
-    def _told(self, unit: Unit) -> float | None:
+    def _told(self, unit: Offloadable) -> float | None:
         return self._host.steps(unit.owner) if unit.owner else None
 
-    def _step(self, unit: Unit) -> float:
+    def _step(self, unit: Offloadable) -> float:
         told = self._told(unit)
         return self._host.virtual_step if told is None else told
 
-    def _later_than(self, step: float) -> Callable[[Unit], bool]:
+    def _later_than(self, step: float) -> Callable[[Offloadable], bool]:
         return lambda unit: self._step(unit) > step
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.reuse.contracts import TemplateOwner
-from kedge.reuse.expected import MAX_TEMPLATES, Expected
+from kedge.reuse.upcoming import MAX_TEMPLATES, UpcomingSteps
 from kedge.types import AgentId, Namespace, RunId, RunKey, TenantId
 from kedge.workflow.forecast import AgentKey
 
@@ -22,7 +22,7 @@ NEXT_RUNS = st.none() | st.tuples(st.sampled_from([0.0, 1.0, 2.0, math.inf]), st
 @given(st.lists(st.dictionaries(KEYS, NEXT_RUNS, max_size=3), max_size=12))
 def test_the_soonest_of_all_forecasts(updates: list[dict[AgentKey, tuple[float, float] | None]]) -> None:
     """Agents and runs may have the same name and are not the same."""
-    expected, known = Expected(), dict[AgentKey, float]()
+    expected, known = UpcomingSteps(), dict[AgentKey, float]()
     for tenant in "ab":
         for agent in "ab":
             expected.asks(TemplateOwner(Namespace(TenantId(tenant)), f"template of {agent}"), AgentId(agent))
@@ -43,7 +43,7 @@ def test_the_soonest_of_all_forecasts(updates: list[dict[AgentKey, tuple[float, 
 
 
 def test_templates_that_nobody_asks_with_are_forgotten() -> None:
-    expected = Expected()
+    expected = UpcomingSteps()
     expected.on_forecast({AgentKey(Namespace(TenantId("t")), "", RunId("r"), AgentId("a")): (1.0, 1.0)})
     owners = [TemplateOwner(Namespace(TenantId("t")), str(at)) for at in range(MAX_TEMPLATES + 1)]
     for owner in owners:

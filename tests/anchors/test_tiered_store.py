@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.residence import HostBound, Residence, Unit
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.tiered_store import HostBound, Offloadable, TieredStore
 from kedge.cache import steps_to_execution
 from kedge.errors import PlanError
-from kedge.reuse.contracts import Owner, Slot, TemplateOwner
+from kedge.reuse.contracts import Owner, PlaceholderSite, TemplateOwner
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId
 from tests.anchors.helpers import SLOT, observe, plus, random_kv, sample
@@ -33,7 +33,7 @@ def run_key(name: str) -> RunKey:
 OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
 
 
-class Piece(Unit):
+class Piece(Offloadable):
     """A unit of some bytes, whose owner is its name."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -59,7 +59,7 @@ class World:
         self.steps: dict[Owner | None, float] = {}
         self.pieces = [Piece("abcdefgh"[at], size) for at, size in enumerate(sizes)]
         bound = HostBound(host, steps_to_execution(), lambda owner: self.steps.get(owner), window)
-        self.residence = Residence(device, bound, lambda: self.pieces)
+        self.residence = TieredStore(device, bound, lambda: self.pieces)
         for piece in self.pieces:
             self.residence.touch(piece)
 
@@ -101,7 +101,7 @@ def test_what_fits_neither_is_left_over() -> None:
 
 
 def test_a_demand_takes_the_place_of_whoever_runs_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.anchors.residence.time", SimpleNamespace(perf_counter=partial(next, count())))
+    monkeypatch.setattr("kedge.anchors.tiered_store.time", SimpleNamespace(perf_counter=partial(next, count())))
     world = World(20, 20, 10, 10, 10)
     world.settle()
     world.tell(a=1, b=2, c=9)
@@ -205,17 +205,17 @@ def test_random_moves_keep_the_bounds_and_the_data(seed: int) -> None:
 # the anchor store ---------------------------------------------------------------------------------------------------
 
 
-SLOTS = [Slot(f"flow/agent-{at}/x", 1) for at in range(4)]
+SLOTS = [PlaceholderSite(f"flow/agent-{at}/x", 1) for at in range(4)]
 
 
 def filled(host: int, device: int, steps: dict[str, float] | None = None, **settings: object) -> AnchorStore:
-    """Four slots of one pool, each with the offsets of three values."""
-    told = {TemplateOwner(SPACE, slot.agent_key): (steps or {}).get(slot.agent_key) for slot in SLOTS}
+    """Four sites of one pool, each with the offsets of three values."""
+    told = {TemplateOwner(SPACE, site.agent_key): (steps or {}).get(site.agent_key) for site in SLOTS}
     bound = HostBound(host, steps_to_execution(), lambda owner: told.get(owner))  # type: ignore[arg-type]
     store = AnchorStore(AnchorSettings(**{**OPEN, **settings, "max_bytes": device}), bound)  # type: ignore[arg-type]
-    for slot in SLOTS:
+    for site in SLOTS:
         for seed in (1, 40, 80):
-            observe(store, sample(seed), slot)
+            observe(store, sample(seed), site)
             store.check_integrity()
     return store
 
@@ -237,13 +237,13 @@ def test_offsets_that_do_not_fit_the_device_are_estimated_with_all_the_same() ->
     assert tiered.stats().tiers.host_units >= 1
     assert observations(tiered) == observations(plain) == 12
     for _ in range(2):
-        for slot in SLOTS:
+        for site in SLOTS:
             asked = sample(500)
             for store in (plain, tiered):
                 store.begin()
-            mine, theirs = (store.estimate(slot, asked) for store in (tiered, plain))
+            mine, theirs = (store.estimate(site, asked) for store in (tiered, plain))
             assert mine.shareable
-            assert torch.equal(mine.phi_table.blend(mine.phi), theirs.phi_table.blend(theirs.phi))
+            assert torch.equal(mine.value_table.blend(mine.value), theirs.value_table.blend(theirs.value))
             assert torch.equal(mine.prefix_table.blend(mine.prefix), theirs.prefix_table.blend(theirs.prefix))
             tiered.check_integrity()
     told = tiered.stats().tiers
@@ -254,12 +254,12 @@ def test_offsets_that_do_not_fit_the_device_are_estimated_with_all_the_same() ->
 def test_learning_goes_on_in_a_slot_that_was_on_the_host() -> None:
     offsets, keys = whole()
     store = filled(1 << 30, keys + int(offsets * 0.6))
-    away = next(slot for pool in store.pools.values() for slot, one in pool.slots.items() if one.on_host)
+    away = next(site for pool in store.pools.values() for site, one in pool.sites.items() if one.on_host)
     real = observe(store, sample(900), away)
     store.check_integrity()
     store.begin()
     estimate = store.estimate(away, sample(900))
-    again = plus(sample(900).base, estimate.phi_table.blend(estimate.phi))
+    again = plus(sample(900).base, estimate.value_table.blend(estimate.value))
     assert torch.allclose(again.keys, real.keys, atol=2e-3)
 
 
@@ -268,13 +268,13 @@ def test_the_farthest_go_first_and_who_runs_next_comes_back() -> None:
     steps = {SLOTS[0].agent_key: 9.0, SLOTS[1].agent_key: 0.0, SLOTS[2].agent_key: 1.0, SLOTS[3].agent_key: 5.0}
     store = filled(1 << 30, keys + int(offsets * 0.8), steps)
     [pool] = store.pools.values()
-    assert {slot for slot, one in pool.slots.items() if one.on_host} == {SLOTS[0]}
+    assert {site for site, one in pool.sites.items() if one.on_host} == {SLOTS[0]}
     told = {**steps, SLOTS[0].agent_key: 1.0}
     store._residence._host = HostBound(1 << 30, steps_to_execution(), lambda owner: told[owner.template])  # type: ignore[union-attr]
     store.notice()
     assert store.due
     assert store.fetch()
-    assert {slot for slot, one in pool.slots.items() if one.on_host} == {SLOTS[3]}
+    assert {site for site, one in pool.sites.items() if one.on_host} == {SLOTS[3]}
     store.check_integrity()
 
 
@@ -282,14 +282,14 @@ def test_what_one_plan_reads_is_not_moved_by_its_next_estimate() -> None:
     offsets, keys = whole()
     store = filled(1 << 30, keys + int(offsets * 0.45) + 9000)  # so much does matching add to the key vectors
     store.begin()
-    estimates = {slot: store.estimate(slot, sample(500)) for slot in SLOTS}
-    refused = {slot: one for slot, one in estimates.items() if not one.shareable}
+    estimates = {site: store.estimate(site, sample(500)) for site in SLOTS}
+    refused = {site: one for site, one in estimates.items() if not one.shareable}
     assert SLOTS[0] not in refused
     assert {one.reason for one in refused.values()} == {"its offsets find no room on the device"}
     assert not any(one.learnable for one in refused.values())
-    for slot in refused:
+    for site in refused:
         store.begin()
-        assert store.estimate(slot, sample(500)).shareable
+        assert store.estimate(site, sample(500)).shareable
 
 
 def test_without_host_memory_what_does_not_fit_is_forgotten() -> None:
@@ -371,5 +371,5 @@ def test_base_kv_that_fits_neither_tier_is_forgotten_by_age() -> None:
 
 def test_slots_are_named_by_their_template() -> None:
     store = filled(0, 1 << 30)
-    assert {one.owner for one in store.table.sites()} == {TemplateOwner(SPACE, slot.agent_key) for slot in SLOTS}
+    assert {one.owner for one in store.table.sites()} == {TemplateOwner(SPACE, site.agent_key) for site in SLOTS}
     assert SLOT not in SLOTS
