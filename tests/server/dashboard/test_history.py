@@ -120,7 +120,7 @@ def test_a_request_waits_runs_and_ends() -> None:
     assert [numbers for *numbers, _ in seen] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert [place["state"] for *_, place in seen] == ["waiting", "running", "done"]
     assert [place["calls"] for *_, place in seen] == [0, 0, 1]
-    assert history.fixed_prompts(ACME) == {("flow", "solver"): (ACME, (1, 2, 3))}
+    assert history.fixed_prompts(ACME) == {("flow", "solver"): (Namespace(ACME), (1, 2, 3))}
 
 
 def test_what_a_receipt_tells() -> None:
@@ -134,7 +134,7 @@ def test_what_a_receipt_tells() -> None:
             "age_s": 4.0,
             "workflow": "flow",
             "agent": "solver",
-            "run": "r",
+            "run": "c/r",
             "mode": "translate",
             "kind": "computed",
             "tokens": {"device": 2, "host": 0, "translated": 0, "computed": 3},
@@ -242,7 +242,7 @@ def test_nothing_grows() -> None:
     state = history.state(ACME)
     sizes = [len(state[name]) for name in ("agents", "runs", "receipts")]
     assert sizes == [MOST_AGENTS, MOST_RUNS, MOST_RECEIPTS]
-    (same,) = [run for run in state["runs"] if run["id"] == "same"]
+    (same,) = [run for run in state["runs"] if run["id"] == "c/same"]
     assert len(same["agents"]) == MOST_AGENTS_OF_A_RUN
     ((_, record),) = [(key, run) for key, run in history._tenants[ACME].runs.items() if key.run_id == "same"]
     assert max(len(record.calls), len(record.steps)) <= MOST_AGENTS_OF_A_RUN

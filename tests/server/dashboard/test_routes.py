@@ -250,6 +250,6 @@ def test_the_engine_is_asked_for_the_tenants_own_with_all_its_salts() -> None:
         Fake(), TenantId("acme"), {name: (Namespace(TenantId("acme"), "0123"), (1, 2))}, with_totals=False
     )
     assert told == {
-        "pools": ["acme", "acme/0123"],
+        "pools": [Namespace.parse("acme"), Namespace.parse("acme/0123")],
         "cached": [{"workflow": "flow", "agent": "solver", "device": 1, "host": 0}],
     }

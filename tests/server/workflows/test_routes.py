@@ -101,7 +101,7 @@ def test_a_key_that_stands_twice_is_refused_as_in_a_file(http: httpx.Client, kin
     twice = json.dumps(PAIR)[:-1] + ', "name": "other"}'
     answer = http.post("/v1/workflows", content=twice, headers={"Content-Type": kind})
     assert answer.status_code == 400
-    assert "twice" in answer.json()["error"]["message"]
+    assert "duplicate key 'name'" in answer.json()["error"]["message"]
 
 
 def test_a_judge_must_be_an_agent(http: httpx.Client) -> None:
@@ -316,7 +316,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
         segment = served.engine.requests[-1].segments[3]
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
-        assert served.engine.requests[-1].run == "c/r"
+        assert served.engine.requests[-1].run == "r"
         run = RunKey(first.namespace, "c", first.run)
         served.workflows.client_runs._of(first.namespace)[run].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
@@ -372,8 +372,8 @@ def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: 
     register(http)
     call(http, "first", {"user_question": "x"}, run="r", client="c")
     served.wait_quiet()
-    request, key = served.engine.requests[-1], ("default", "c", "c/r")
-    assert (request.client, request.run) == ("c", "c/r")
+    request, key = served.engine.requests[-1], (Namespace(TenantId("default")), "c", "r")
+    assert (request.client, request.run) == ("c", "r")
     assert request.fixed == len(request.segments[0].tokens)
     changes, begins = served.engine.forecasts[0]
     assert {agent: one.steps for agent, one in changes.items()} == {(*key, "first"): 0, (*key, "last"): 1}
