@@ -13,7 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kedge.cache import steps_to_execution
-from kedge.integrations.vllm.plugin.host_tier import replace_queue
+from kedge.integrations.vllm.plugin.block_pools import replace_queue
 
 BLOCKS, SETS, CYCLE, TOKENS = 60_000, 200, 64, 32
 ROUNDS, CYCLES = 7, 300
@@ -46,7 +46,7 @@ def allocation(pool: BlockPool, ours: bool, number: int) -> None:
     if ours:
         ids = [block.block_id for block in blocks]
         pool.free_block_queue.own(ids[: CYCLE // 2], number % SETS)
-        pool.free_block_queue.follow(ids[CYCLE // 2 :])
+        pool.free_block_queue.mark_suffix(ids[CYCLE // 2 :])
     pool.free_blocks(reversed(blocks))
 
 

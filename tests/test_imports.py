@@ -130,6 +130,11 @@ def test_reuse_handles_no_tensors_itself() -> None:
         assert "torch" not in packages_used(module), module
 
 
+def test_integrations_share_nothing_with_the_embedded_engine() -> None:
+    for module in modules_of("integrations"):
+        assert not any(name[:3] == ("kedge", "engine", "local") for name in GRAPH.imported(module)), module
+
+
 def test_bench_imports_only_listed_internals() -> None:
     """Both ways: a name that bench no longer needs leaves the list."""
     used = {name[1:] for module in modules_of("bench") for name in GRAPH.names(module) if name[0] == "kedge"}

@@ -1,4 +1,4 @@
-"""A real server around the echo engine, and what it was told."""
+"""A real server around the echo engine, and the hints that it has received."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "true"
 
 
 @dataclass
-class Told:
-    """All hints that a server understood, in order; those without an agent came without a prompt."""
+class ReceivedHints:
+    """All hints that a server has read, in order; those without an agent came without a prompt."""
 
     served: Served
     all: list[Hints] = field(default_factory=list)
@@ -48,22 +48,22 @@ class Told:
 
 
 @contextmanager
-def telling(engine: EchoEngine, config: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """A server that notes what it is told."""
+def recording(engine: EchoEngine, config: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceivedHints]:
+    """Run a server that records the hints that it receives."""
     with engine, serving(engine, config) as served:
-        found, read = Told(served), served.service.hints
+        found, read = ReceivedHints(served), served.service.hints
 
-        def hints(*given: Any) -> Hints:
-            understood = read(*given)
-            found.all.append(understood)
-            return understood
+        def read_and_record(*given: Any) -> Hints:
+            hints = read(*given)
+            found.all.append(hints)
+            return hints
 
-        monkeypatch.setattr(served.service, "hints", hints)
+        monkeypatch.setattr(served.service, "hints", read_and_record)
         yield found
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """A server for each test: what one tells aside may come when it has ended."""
-    with telling(EchoEngine(), ServerSettings(), monkeypatch) as found:
+def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceivedHints]:
+    """A server for each test: hints without a prompt may arrive after the test that sent them."""
+    with recording(EchoEngine(), ServerSettings(), monkeypatch) as found:
         yield found

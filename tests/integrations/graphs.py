@@ -1,4 +1,4 @@
-"""LangGraph applications with branches, loops, joins and subgraphs. What they choose is drawn, not said by a model."""
+"""LangGraph applications with branches, loops, joins and subgraphs. Their choices are random."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Answers = dict[str, list[str]]
 
 
 class State(TypedDict):
-    """Everything that was said."""
+    """All answers of the model."""
 
-    said: Annotated[list[str], operator.add]
+    answers: Annotated[list[str], operator.add]
 
 
 class Team:
@@ -32,7 +32,7 @@ class Team:
         """A node that calls the model."""
 
         def speak(state: State) -> Answers:  # noqa: ARG001 (LangGraph's signature)
-            return {"said": [str(self.llm.invoke(f"{name} {call}").content) for call in range(calls)]}
+            return {"answers": [str(self.llm.invoke(f"{name} {call}").content) for call in range(calls)]}
 
         return speak
 
@@ -46,7 +46,7 @@ class Team:
         for name in names:
             builder.add_node(name, self.speaker(name))
         for name in quiet:
-            builder.add_node(name, lambda _: {"said": []})
+            builder.add_node(name, lambda _: {"answers": []})
         return builder
 
 
@@ -104,11 +104,11 @@ def nested(team: Team) -> Graph:
 
 
 def commanded(team: Team) -> Graph:
-    """Nodes that say themselves who is next, and an agent that calls several times."""
+    """Nodes that choose the next one themselves, and an agent that calls several times."""
 
     def triage(_: State) -> Command[Literal["billing", "support"]]:
         team.llm.invoke("triage")
-        return Command(goto=team.draw("billing", "support")({"said": []}))
+        return Command(goto=team.draw("billing", "support")({"answers": []}))
 
     builder = team.graph("support", "closing")
     builder.add_node("triage", triage)
@@ -122,14 +122,14 @@ def mapped(team: Team) -> Graph:
     """One node many times at once."""
     builder = team.graph("planner", "worker", "reducer")
     builder.add_edge(START, "planner")
-    sends = lambda _: [Send("worker", {"said": []}) for _ in range(team.random.randint(2, 4))]  # noqa: E731
+    sends = lambda _: [Send("worker", {"answers": []}) for _ in range(team.random.randint(2, 4))]  # noqa: E731
     builder.add_conditional_edges("planner", sends, ["worker"])
     builder.add_edge("worker", "reducer")
     return builder.compile()
 
 
 def uneven(team: Team) -> Graph:
-    """Branches at once that meet where nobody waits, so that what comes after them runs twice."""
+    """Parallel branches that meet without a join, so that the nodes after them run twice."""
     builder = team.graph("splitter", "short", "long", "longer", "teller", "closing")
     for pair in ((START, "splitter"), ("splitter", "short"), ("splitter", "long"), ("long", "longer")):
         builder.add_edge(*pair)
@@ -151,4 +151,4 @@ def swarm(team: Team) -> Graph:
 
 GRAPHS = (review, routed, parallel, supervised, nested, commanded, mapped, uneven, swarm)
 QUIET = {"search"}
-"""Nodes that call no model. They are no agents, and a server has nothing of them."""
+"""Nodes that call no model, and so are no agents of the server."""

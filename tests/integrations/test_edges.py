@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.edges import END, START, Edge, step_graph
+from kedge.integrations.edges import END, START, StepEdge, step_graph
 from kedge.workflow.step_graph import Node, StepGraph
 
 NAMES = [*"abcdef", START, END]
-edges = st.lists(st.builds(Edge, st.sampled_from(NAMES[:-1]), st.sampled_from(NAMES), st.booleans()), max_size=16)
+edges = st.lists(st.builds(StepEdge, st.sampled_from(NAMES[:-1]), st.sampled_from(NAMES), st.booleans()), max_size=16)
 joins = st.lists(
     st.tuples(st.lists(st.sampled_from("abcdef"), min_size=2, max_size=3, unique=True), st.sampled_from("abcdef")),
     max_size=3,
 )
 
 
-def ways(found: list[Edge], joined: list[tuple[list[str], str]]) -> set[tuple[frozenset[str], str]]:
+def ways(found: list[StepEdge], joined: list[tuple[list[str], str]]) -> set[tuple[frozenset[str], str]]:
     pairs = {(member, target) for members, target in joined for member in members}
     single = {(frozenset({edge.source}), edge.target) for edge in found if (edge.source, edge.target) not in pairs}
     return {
@@ -33,7 +33,7 @@ def reachable(all_ways: set[tuple[frozenset[str], str]]) -> set[str]:
 
 
 @given(edges, joins)
-def test_any_edges_make_a_graph_that_loses_no_way(found: list[Edge], joined: list[tuple[list[str], str]]) -> None:
+def test_step_graphs_keep_all_reachable_edges(found: list[StepEdge], joined: list[tuple[list[str], str]]) -> None:
     graph = step_graph("any", found, joined)
     expected = ways(found, joined)
     reached = reachable(expected)
@@ -44,7 +44,7 @@ def test_any_edges_make_a_graph_that_loses_no_way(found: list[Edge], joined: lis
 
 
 @given(edges)
-def test_who_is_next_to_the_start_is_what_it_leads_to(found: list[Edge]) -> None:
+def test_nodes_right_after_the_start_are_due_at_once(found: list[StepEdge]) -> None:
     steps = step_graph("any", found).steps(running=(), done={START})
     assert {node for node, one in steps.items() if one == 0} == {
         edge.target for edge in found if edge.source == START
@@ -52,7 +52,7 @@ def test_who_is_next_to_the_start_is_what_it_leads_to(found: list[Edge]) -> None
 
 
 @given(edges)
-def test_what_may_be_chosen_shares_the_odds_with_the_end(found: list[Edge]) -> None:
+def test_choices_and_the_end_are_equally_likely(found: list[StepEdge]) -> None:
     for node in step_graph("any", found).nodes:
         chosen = {edge.target for edge in found if edge.chosen and edge.source == node.id} - {START}
         assert node.then == {target: pytest.approx(1 / len(chosen)) for target in chosen - {END}}
@@ -60,12 +60,12 @@ def test_what_may_be_chosen_shares_the_odds_with_the_end(found: list[Edge]) -> N
 
 def test_a_loop_with_two_entries_and_a_way_around() -> None:
     found = [
-        Edge(START, "a"),
-        Edge("a", "b"),
-        Edge("b", "c"),
-        Edge("c", "b", True),
-        Edge("c", END, True),
-        Edge("a", "c"),
+        StepEdge(START, "a"),
+        StepEdge("a", "b"),
+        StepEdge("b", "c"),
+        StepEdge("c", "b", True),
+        StepEdge("c", END, True),
+        StepEdge("a", "c"),
     ]
     assert step_graph("loop", found) == StepGraph(
         "loop",
@@ -79,5 +79,8 @@ def test_a_loop_with_two_entries_and_a_way_around() -> None:
 
 
 def test_an_edge_against_the_order_of_discovery_is_no_loop() -> None:
-    nodes = {node.id: node for node in step_graph("n", [Edge(START, "a"), Edge(START, "b"), Edge("b", "a")]).nodes}
+    nodes = {
+        node.id: node
+        for node in step_graph("n", [StepEdge(START, "a"), StepEdge(START, "b"), StepEdge("b", "a")]).nodes
+    }
     assert nodes["a"].after == ({START}, {"b"}) and not nodes["a"].loops

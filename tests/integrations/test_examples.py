@@ -1,4 +1,4 @@
-"""The example applications run, and the one for LangGraph is two lines away from one that knows nothing of Kedge."""
+"""The example applications run, and the one for LangGraph differs in two lines from one without Kedge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.conftest import Told
+from tests.integrations.conftest import ReceivedHints
 from tests.server.conftest import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +19,8 @@ EXAMPLES = ROOT / "examples"
 PACKAGES = {"langgraph": "langgraph", "openai_agents": "agents", "openai_client": "openai"}
 
 
-def run(file: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [file.name, told.served.url])
+def run(file: Path, received: ReceivedHints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [file.name, received.served.url])
     runpy.run_path(str(file), run_name="__main__")
 
 
@@ -32,26 +32,26 @@ def run(file: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
         ("openai_agents_team", {"Math Solver", "Mathematical Analyst", "FinalRefer"}, 2),
     ],
 )
-def test_every_call_is_told(
-    name: str, agents: set[str], runs: int, told: Told, monkeypatch: pytest.MonkeyPatch
+def test_every_call_is_received(
+    name: str, agents: set[str], runs: int, received: ReceivedHints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(EXAMPLES / f"{name}.py", told, monkeypatch)
-    assert {*told.agents} == agents
-    assert all(hints.steps and {*hints.steps} == agents for hints in told.calls)
-    assert len({hints.run for hints in told.calls}) == runs
-    wait_until(lambda: sum(hints.final for hints in told.all) == runs)
+    run(EXAMPLES / f"{name}.py", received, monkeypatch)
+    assert {*received.agents} == agents
+    assert all(hints.steps and {*hints.steps} == agents for hints in received.calls)
+    assert len({hints.run for hints in received.calls}) == runs
+    wait_until(lambda: sum(hints.final for hints in received.all) == runs)
 
 
 def test_the_langgraph_example_differs_from_a_plain_one_in_two_lines(
-    told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    received: ReceivedHints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source = (EXAMPLES / "langgraph_team.py").read_text(encoding="utf-8")
     plain = re.sub(r"^.*# Kedge: was `(.*)`$", r"\1", source, flags=re.MULTILINE)
     changes = [line for line in difflib.ndiff(plain.splitlines(), source.splitlines()) if line.startswith("+ ")]
     assert len(changes) == 2
     (tmp_path / "plain.py").write_text(plain, encoding="utf-8")
-    run(tmp_path / "plain.py", told, monkeypatch)
-    assert len(told.all) >= 9 and not told.calls
+    run(tmp_path / "plain.py", received, monkeypatch)
+    assert len(received.all) >= 9 and not received.calls
 
 
 @pytest.mark.parametrize(("module", "package"), PACKAGES.items())
@@ -61,6 +61,6 @@ def test_a_missing_package_names_the_extra(module: str, package: str) -> None:
     assert "kedge.errors.ConfigError" in found.stderr and "pip install 'kedge[" in found.stderr
 
 
-def test_the_room_itself_needs_no_package() -> None:
+def test_the_package_itself_needs_no_extra() -> None:
     code = "import sys, kedge.integrations.follower; sys.exit(bool({'openai', 'torch', 'langgraph'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,4 +1,4 @@
-"""What is said of a run, without a server."""
+"""The hints of a run, without a server."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kedge.integrations.edges import END, START, Edge, step_graph
+from kedge.integrations.edges import END, START, StepEdge, step_graph
 from kedge.integrations.follower import Follower
 
 LOOP = step_graph(
-    "loop", [Edge(START, "a"), Edge("a", "b"), Edge("b", "a", True), Edge("b", "c", True), Edge("c", END)]
+    "loop",
+    [StepEdge(START, "a"), StepEdge("a", "b"), StepEdge("b", "a", True), StepEdge("b", "c", True), StepEdge("c", END)],
 )
 
 
 def steps(follower: Follower) -> dict[str, float | None]:
-    said: dict[str, float | None] = follower.hints()["steps"]
-    return said
+    found: dict[str, float | None] = follower.hints()["steps"]
+    return found
 
 
 def test_a_run_goes_round_and_out() -> None:
@@ -48,7 +49,7 @@ def test_what_never_comes_is_null() -> None:
     assert json.loads(json.dumps(follower.hints()))["steps"]["c"] is None
 
 
-def test_strangers_and_nobody_change_nothing() -> None:
+def test_unknown_agents_change_nothing() -> None:
     follower = Follower("loop", LOOP)
     before = steps(follower)
     with follower.calling("stranger") as hints:
@@ -65,17 +66,17 @@ def test_a_failed_call_ends_too() -> None:
     assert steps(follower)["b"] == 0
 
 
-def test_without_a_graph_it_says_whose_call_it_is_and_no_more() -> None:
+def test_without_a_graph_hints_have_no_forecast() -> None:
     follower = Follower("flow", run="r", client="c")
     assert follower.hints("a") == {"workflow": "flow", "run": "r", "client": "c", "agent": "a"}
-    assert follower.over() is None
+    assert follower.final_hints() is None
 
 
-def test_a_run_of_its_own_is_forgotten_and_a_given_one_is_not() -> None:
+def test_only_a_run_with_an_id_of_its_own_is_ended() -> None:
     own, given = Follower("loop", LOOP), Follower("loop", LOOP, "r")
-    assert own.over() == {"workflow": "loop", "run": own.run, "final": True}
+    assert own.final_hints() == {"workflow": "loop", "run": own.run, "final": True}
     assert own.run != Follower("loop", LOOP).run
-    over = given.over()
+    over = given.final_hints()
     assert over is not None and (over["run"], over["steps"]) == ("r", {}) and "final" not in over
 
 

@@ -1,4 +1,4 @@
-"""LangGraph and LangChain as they are, against a real server: what it is told of whose call it is and who is next."""
+"""LangGraph and LangChain as they are, against a real server: the hints and forecasts of calls."""
 
 from __future__ import annotations
 
@@ -20,76 +20,78 @@ from kedge.integrations.langgraph import ChatOpenAI, attach, step_graph
 from kedge.server.hints import Hints
 from kedge.workflow.forecast import Ignored
 from kedge.workflow.step_graph import Node
-from tests.integrations.conftest import Told
+from tests.integrations.conftest import ReceivedHints
 from tests.integrations.graphs import GRAPHS, QUIET, Graph, State, Team, nested, parallel, review, uneven
 from tests.server.conftest import wait_until
 
-NOTHING: Any = {"said": []}
+NOTHING: Any = {"answers": []}
 RUNS = 10
 LEAST = {uneven: 0.7}
-"""What runs twice because two branches meet where nobody waits is forecast once."""
+"""A node that runs twice because two branches meet without a join is forecast once."""
 
 
-def model(told: Told, **options: Any) -> ChatOpenAI:
-    return ChatOpenAI(model=told.model, base_url=told.url, api_key="none", max_tokens=1, max_retries=0, **options)
+def model(received: ReceivedHints, **options: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=received.model, base_url=received.url, api_key="none", max_tokens=1, max_retries=0, **options
+    )
 
 
 @pytest.fixture
-def team(told: Told) -> Team:
-    return Team(model(told))
+def team(received: ReceivedHints) -> Team:
+    return Team(model(received))
 
 
-# what it is told ------------------------------------------------------------------------------------------------------
+# hints ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_call_says_whose_it_is_and_who_is_next(team: Team, told: Told) -> None:
+def test_every_call_has_its_run_its_agent_and_a_forecast(team: Team, received: ReceivedHints) -> None:
     attach(parallel(team), "merging").invoke(NOTHING)
-    first, *_, last = told.calls
+    first, *_, last = received.calls
     assert (first.workflow, first.agent) == ("merging", "splitter")
     assert first.steps == {"splitter": 0, "left": 1, "right": 1, "left_again": 2, "merger": 3}
     assert (last.agent, last.steps) == ("merger", {**dict.fromkeys(first.steps, inf), "merger": 0})
-    assert len({hints.run for hints in told.calls}) == 1 and first.run
-    seqs = [hints.seq or 0 for hints in told.calls]
+    assert len({hints.run for hints in received.calls}) == 1 and first.run
+    seqs = [hints.seq or 0 for hints in received.calls]
     assert len({*seqs}) == 5 and (seqs[0], seqs[-1]) == (min(seqs), max(seqs))
 
 
-def test_the_run_is_the_thread_and_goes_on(team: Team, told: Told) -> None:
-    refused = told.served.workflows.client_runs.board.ignored
+def test_the_run_is_the_thread_and_goes_on(team: Team, received: ReceivedHints) -> None:
+    refused = received.served.workflows.client_runs.board.ignored
     before = refused[Ignored.ENDED]
     graph = attach(review(team))
     for _ in range(2):
         graph.invoke(NOTHING, {"configurable": {"thread_id": "t-1"}})
-        wait_until(lambda: told.all[-1].steps == {})
-    assert {hints.run for hints in told.all} == {"t-1"}
-    assert not any(hints.final for hints in told.all)
+        wait_until(lambda: received.all[-1].steps == {})
+    assert {hints.run for hints in received.all} == {"t-1"}
+    assert not any(hints.final for hints in received.all)
     assert refused[Ignored.ENDED] == before
 
 
-def test_a_run_without_a_thread_is_ended(team: Team, told: Told) -> None:
+def test_a_run_without_a_thread_is_ended(team: Team, received: ReceivedHints) -> None:
     graph = attach(parallel(team))
     graph.invoke(NOTHING)
     graph.invoke(NOTHING)
-    wait_until(lambda: sum(hints.final for hints in told.all) == 2)
-    runs = {hints.run for hints in told.all}
-    assert {hints.run for hints in told.all if hints.final} == runs and len(runs) == 2
+    wait_until(lambda: sum(hints.final for hints in received.all) == 2)
+    runs = {hints.run for hints in received.all}
+    assert {hints.run for hints in received.all if hints.final} == runs and len(runs) == 2
 
 
-def test_a_node_that_calls_no_model_is_told_by_itself(team: Team, told: Told) -> None:
+def test_a_node_that_calls_no_model_sends_hints_of_its_own(team: Team, received: ReceivedHints) -> None:
     graph = attach(review(team))
     graph.invoke(NOTHING, {"configurable": {"thread_id": "quiet"}})
-    wait_until(lambda: told.all[-1].steps == {})
-    told.all.clear()
+    wait_until(lambda: received.all[-1].steps == {})
+    received.all.clear()
     graph.invoke(NOTHING, {"configurable": {"thread_id": "quiet"}})
-    wait_until(lambda: bool(told.all) and told.all[-1].steps == {})
-    *others, _ = told.aside
+    wait_until(lambda: bool(received.all) and received.all[-1].steps == {})
+    *others, _ = received.aside
     assert others and all(hints.steps and hints.steps["search"] == 0 for hints in others)
     assert others[0].steps == {"planner": 3, "search": 0, "writer": 1, "reviewer": 2, "publisher": 3}
 
 
 @pytest.mark.parametrize("how", ["stream", "ainvoke", "astream", "batch", "streaming model"])
-def test_however_it_is_called(how: str, team: Team, told: Told) -> None:
+def test_however_it_is_called(how: str, team: Team, received: ReceivedHints) -> None:
     if how == "streaming model":
-        team.llm = model(told, streaming=True)
+        team.llm = model(received, streaming=True)
     graph = attach(nested(team))
 
     async def drain() -> None:
@@ -104,37 +106,37 @@ def test_however_it_is_called(how: str, team: Team, told: Told) -> None:
         "streaming model": lambda: graph.invoke(NOTHING),
     }
     run[how]()
-    assert {"asker", "writing:draft", "writing:critic", "judge"} == {*told.agents}
-    assert all(hints.steps and hints.steps[hints.agent] == 0 for hints in told.calls)
+    assert {"asker", "writing:draft", "writing:critic", "judge"} == {*received.agents}
+    assert all(hints.steps and hints.steps[hints.agent] == 0 for hints in received.calls)
 
 
-def test_asynchronous_calls_of_the_model(told: Told) -> None:
-    llm = model(told)
+def test_asynchronous_calls_of_the_model(received: ReceivedHints) -> None:
+    llm = model(received)
 
     async def speak(_: State) -> dict[str, list[str]]:
         await asyncio.gather(llm.ainvoke("one"), llm.ainvoke("two"))
-        return {"said": []}
+        return {"answers": []}
 
     builder = Team(llm).graph("last").add_node("both", speak).add_edge(START, "both").add_edge("both", "last")
     asyncio.run(attach(builder.compile()).ainvoke(NOTHING))
-    assert told.agents == ["both", "both", "last"]
-    assert [hints.steps for hints in told.calls[:2]] == [{"both": 0, "last": 1}] * 2
+    assert received.agents == ["both", "both", "last"]
+    assert [hints.steps for hints in received.calls[:2]] == [{"both": 0, "last": 1}] * 2
 
 
-def test_a_tool_that_calls_the_model_is_its_node(told: Told) -> None:
-    llm = model(told)
+def test_a_tool_that_calls_the_model_is_its_node(received: ReceivedHints) -> None:
+    llm = model(received)
 
     @tool
     def ask(question: str) -> str:
         """Asks."""
         return str(llm.invoke(question).content)
 
-    builder = Team(llm).graph("after").add_node("asking", lambda _: {"said": [ask.invoke("what?")]})
+    builder = Team(llm).graph("after").add_node("asking", lambda _: {"answers": [ask.invoke("what?")]})
     attach(builder.add_edge(START, "asking").add_edge("asking", "after").compile()).invoke(NOTHING)
-    assert told.agents == ["asking", "after"]
+    assert received.agents == ["asking", "after"]
 
 
-def test_a_node_that_fails_ends_its_run(team: Team, told: Told) -> None:
+def test_a_node_that_fails_ends_its_run(team: Team, received: ReceivedHints) -> None:
     def fail(_: State) -> dict[str, list[str]]:
         raise LookupError("nothing there")
 
@@ -142,25 +144,25 @@ def test_a_node_that_fails_ends_its_run(team: Team, told: Told) -> None:
     graph = attach(builder.compile())
     with pytest.raises(LookupError):
         graph.invoke(NOTHING)
-    wait_until(lambda: told.all[-1].final)
-    told.all.clear()
+    wait_until(lambda: received.all[-1].final)
+    received.all.clear()
     with pytest.raises(LookupError):
         graph.invoke(NOTHING)
-    assert told.calls[0].steps == {"first": 0, "broken": 1}
+    assert received.calls[0].steps == {"first": 0, "broken": 1}
 
 
-def test_an_interrupted_run_goes_on_where_it_was(team: Team, told: Told) -> None:
-    builder = team.graph("first", "last").add_node("human", lambda _: {"said": [interrupt("?")]})
+def test_an_interrupted_run_goes_on_where_it_was(team: Team, received: ReceivedHints) -> None:
+    builder = team.graph("first", "last").add_node("human", lambda _: {"answers": [interrupt("?")]})
     builder.add_edge(START, "first").add_edge("first", "human").add_edge("human", "last")
     graph = attach(builder.compile(checkpointer=InMemorySaver()))
     config: Any = {"configurable": {"thread_id": "interrupted"}}
     graph.invoke(NOTHING, config)
     graph.invoke(Command(resume="yes"), config)
-    assert told.agents == ["first", "last"]
-    assert told.calls[-1].steps and told.calls[-1].steps["last"] == 0
+    assert received.agents == ["first", "last"]
+    assert received.calls[-1].steps and received.calls[-1].steps["last"] == 0
 
 
-def test_runs_at_once_are_kept_apart(team: Team, told: Told) -> None:
+def test_runs_at_once_are_kept_apart(team: Team, received: ReceivedHints) -> None:
     graph = attach(parallel(team))
     threads = [threading.Thread(target=graph.invoke, args=(NOTHING,)) for _ in range(4)]
     for thread in threads:
@@ -168,7 +170,7 @@ def test_runs_at_once_are_kept_apart(team: Team, told: Told) -> None:
     for thread in threads:
         thread.join(20)
     by_run: dict[str, list[Hints]] = {}
-    for hints in told.calls:
+    for hints in received.calls:
         by_run.setdefault(hints.run, []).append(hints)
     assert len(by_run) == 4
     for calls in by_run.values():
@@ -176,8 +178,8 @@ def test_runs_at_once_are_kept_apart(team: Team, told: Told) -> None:
         assert calls[0].steps == {"splitter": 0, "left": 1, "right": 1, "left_again": 2, "merger": 3}
 
 
-def test_the_functional_api(told: Told) -> None:
-    llm = model(told)
+def test_the_functional_api(received: ReceivedHints) -> None:
+    llm = model(received)
 
     @task
     def write(topic: str) -> str:
@@ -189,60 +191,60 @@ def test_the_functional_api(told: Told) -> None:
         return write(topic).result()
 
     attach(flow).invoke("x")
-    assert told.agents == ["flow", "flow:write"]
-    assert told.calls[1].steps == {"flow": 0}
+    assert received.agents == ["flow", "flow:write"]
+    assert received.calls[1].steps == {"flow": 0}
 
 
-def test_without_attach_a_call_still_says_whose_it_is(team: Team, told: Told) -> None:
+def test_without_attach_a_call_has_its_run_and_agent(team: Team, received: ReceivedHints) -> None:
     nested(team).invoke(NOTHING, {"configurable": {"thread_id": "alone"}})
-    assert {(hints.agent, hints.run, hints.steps) for hints in told.calls} == {
+    assert {(hints.agent, hints.run, hints.steps) for hints in received.calls} == {
         (agent, "alone", None) for agent in ("asker", "writing:draft", "writing:critic", "judge")
     }
 
 
-def test_an_attached_graph_inside_another_one(team: Team, told: Told) -> None:
+def test_an_attached_graph_inside_another_one(team: Team, received: ReceivedHints) -> None:
     inner = attach(team.graph("a", "b").add_edge(START, "a").add_edge("a", "b").compile(), "inner")
     team.graph().add_node("outer", lambda state: inner.invoke(state)).add_edge(START, "outer").compile().invoke(NOTHING)
-    assert [(hints.workflow, hints.agent, hints.steps) for hints in told.calls] == [
+    assert [(hints.workflow, hints.agent, hints.steps) for hints in received.calls] == [
         ("inner", "a", {"a": 0, "b": 1}),
         ("inner", "b", {"a": inf, "b": 0}),
     ]
 
 
-def test_outside_of_graphs_nothing_is_sent(told: Told) -> None:
-    model(told).invoke("hello")
-    assert told.all == [Hints()]
+def test_outside_of_graphs_nothing_is_sent(received: ReceivedHints) -> None:
+    model(received).invoke("hello")
+    assert received.all == [Hints()]
 
 
-def test_what_the_application_sends_itself_stays(told: Told) -> None:
-    llm = model(told, extra_body={"kedge": {"reuse": "off", "agent": "own"}, "session_id": "s"})
+def test_hints_of_the_application_itself_win(received: ReceivedHints) -> None:
+    llm = model(received, extra_body={"kedge": {"reuse": "off", "agent": "own"}, "session_id": "s"})
     attach(Team(llm).graph("node").add_edge(START, "node").compile()).invoke(NOTHING)
-    (hints,) = told.calls
+    (hints,) = received.calls
     assert (hints.agent, hints.reuse, hints.session, hints.steps) == ("own", "off", "s", {"node": 0})
 
 
-def test_a_server_that_is_gone_harms_only_the_calls(told: Told) -> None:
+def test_an_unreachable_server_fails_the_calls_only(received: ReceivedHints) -> None:
     gone = ChatOpenAI(model="none", base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
 
     def speak(_: State) -> dict[str, list[str]]:
         with pytest.raises(Exception, match="Connection error"):
             gone.invoke("hello")
-        return {"said": ["went on"]}
+        return {"answers": ["went on"]}
 
     builder = Team(gone).graph(quiet=["next"]).add_node("first", speak).add_edge(START, "first")
-    assert attach(builder.add_edge("first", "next").compile()).invoke(NOTHING)["said"] == ["went on"]
-    assert not told.all
+    assert attach(builder.add_edge("first", "next").compile()).invoke(NOTHING)["answers"] == ["went on"]
+    assert not received.all
 
 
-# who is next ----------------------------------------------------------------------------------------------------------
+# forecasts ------------------------------------------------------------------------------------------------------------
 
 
 def right(calls: list[Hints]) -> Iterator[tuple[bool, int, int]]:
-    """For each call after which another agent calls: whether that one was among those with the lowest steps, how many
-    those were, and how many agents do not run.
+    """Yield, for each call after which another agent calls, whether that agent was among those with the lowest steps,
+    how many those were, and how many agents were not running.
 
     Agents that run already, with 0 steps, are not expected any more and do not count; one of them that calls all the
-    same was told as running.
+    same was reported as running.
     """
     for now, then in pairwise(calls):
         if now.agent != then.agent:
@@ -256,15 +258,17 @@ def right(calls: list[Hints]) -> Iterator[tuple[bool, int, int]]:
 
 
 @pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
-def test_the_next_agent_is_among_those_with_the_lowest_steps(build: Callable[[Team], Graph], told: Told) -> None:
-    team = Team(model(told))
+def test_the_next_agent_is_among_those_with_the_lowest_steps(
+    build: Callable[[Team], Graph], received: ReceivedHints
+) -> None:
+    team = Team(model(received))
     graph = attach(build(team))
     found: list[tuple[bool, int, int]] = []
     for seed in range(RUNS):
         team.random.seed(seed)
-        told.all.clear()
+        received.all.clear()
         graph.invoke(NOTHING, {"recursion_limit": 100})
-        found += right(told.calls)
+        found += right(received.calls)
     share = sum(hit for hit, _, _ in found) / len(found)
     print(f"\n{build.__name__}: {share:.1%} of {len(found)}", end="")
     print(f", {sum(n for _, n, _ in found) / sum(all for _, _, all in found):.0%} of the waiting agents named")

@@ -26,7 +26,7 @@ from kedge.integrations.openai_agents import step_graph, workflow
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
 from kedge.workflow.step_graph import Node
-from tests.integrations.conftest import Told, telling
+from tests.integrations.conftest import ReceivedHints, recording
 from tests.server.conftest import serving
 from tests.server.openai.test_tool_calls import Templated
 
@@ -60,8 +60,8 @@ class Decided(ModelProvider):
 
 
 @pytest.fixture
-def client(told: Told) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=told.url, api_key="none", max_retries=0)
+def client(received: ReceivedHints) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=received.url, api_key="none", max_retries=0)
 
 
 def agent(name: str, **options: Any) -> Agent[Any]:
@@ -78,14 +78,14 @@ def decide(client: AsyncOpenAI, first: Agent[Any], script: Sequence[str]) -> Non
     asyncio.run(main())
 
 
-# what it is told ------------------------------------------------------------------------------------------------------
+# hints ----------------------------------------------------------------------------------------------------------------
 
 
-def test_handoffs_are_steps(client: AsyncOpenAI, told: Told) -> None:
+def test_handoffs_are_steps(client: AsyncOpenAI, received: ReceivedHints) -> None:
     clerk = agent("clerk")
     triage = agent("triage", handoffs=[agent("billing", handoffs=[clerk]), handoff(agent("support"))])
     decide(client, triage, ["transfer_to_billing", "transfer_to_clerk", ""])
-    first, second, third, end = told.all
+    first, second, third, end = received.all
     assert (first.workflow, first.agent) == ("triage", "triage")
     assert first.steps == {"triage": 0, "billing": 1, "support": 1, "clerk": 2}
     assert (second.agent, second.steps) == (
@@ -96,7 +96,7 @@ def test_handoffs_are_steps(client: AsyncOpenAI, told: Told) -> None:
     assert (end.run, end.final) == (first.run, True)
 
 
-def test_agents_as_tools_report_back(client: AsyncOpenAI, told: Told) -> None:
+def test_agents_as_tools_report_back(client: AsyncOpenAI, received: ReceivedHints) -> None:
     @function_tool
     def look_up(input: str) -> str:
         return input
@@ -104,11 +104,11 @@ def test_agents_as_tools_report_back(client: AsyncOpenAI, told: Told) -> None:
     helper = agent("helper")
     boss = agent("boss", tools=[helper.as_tool("ask_helper", "Asks."), look_up])
     decide(client, boss, ["ask_helper", "", "look_up", ""])
-    assert told.agents == ["boss", "helper", "boss", "boss"]
-    assert [hints.steps for hints in told.calls[:2]] == [{"boss": 0, "helper": 1}, {"boss": 1, "helper": 0}]
+    assert received.agents == ["boss", "helper", "boss", "boss"]
+    assert [hints.steps for hints in received.calls[:2]] == [{"boss": 0, "helper": 1}, {"boss": 1, "helper": 0}]
 
 
-def test_several_calls_of_the_runner_in_one_run(client: AsyncOpenAI, told: Told) -> None:
+def test_several_calls_of_the_runner_in_one_run(client: AsyncOpenAI, received: ReceivedHints) -> None:
     writer, critic = agent("writer"), agent("critic")
 
     async def main() -> None:
@@ -118,11 +118,11 @@ def test_several_calls_of_the_runner_in_one_run(client: AsyncOpenAI, told: Told)
             await asyncio.gather(*again)
 
     asyncio.run(main())
-    assert told.agents[0] == "writer" and sorted(told.agents[1:]) == ["critic", "writer"]
-    assert {(hints.workflow, hints.run) for hints in told.all} == {("review", "r-1")}
+    assert received.agents[0] == "writer" and sorted(received.agents[1:]) == ["critic", "writer"]
+    assert {(hints.workflow, hints.run) for hints in received.all} == {("review", "r-1")}
 
 
-def test_a_streamed_run(client: AsyncOpenAI, told: Told) -> None:
+def test_a_streamed_run(client: AsyncOpenAI, received: ReceivedHints) -> None:
     first = agent("first")
 
     async def main() -> str:
@@ -133,11 +133,11 @@ def test_a_streamed_run(client: AsyncOpenAI, told: Told) -> None:
             return str(streamed.final_output)
 
     assert "Hi" in asyncio.run(main())
-    assert [(hints.agent, hints.steps) for hints in told.calls] == [("first", {"first": 0})]
+    assert [(hints.agent, hints.steps) for hints in received.calls] == [("first", {"first": 0})]
 
 
 @pytest.mark.parametrize("is_later", [False, True])
-def test_what_a_config_says_stays(is_later: bool, client: AsyncOpenAI, told: Told) -> None:
+def test_the_given_config_stays_in_force(is_later: bool, client: AsyncOpenAI, received: ReceivedHints) -> None:
     def shout(data: CallModelData[Any]) -> ModelInputData:
         return ModelInputData(data.model_data.input, "LOUD")
 
@@ -153,14 +153,14 @@ def test_what_a_config_says_stays(is_later: bool, client: AsyncOpenAI, told: Tol
 
     assert "LOUD" in asyncio.run(main())
     assert base.call_model_input_filter in (shout, shout_later)
-    assert told.agents == ["first"]
+    assert received.agents == ["first"]
 
 
 # handoffs that the server reads ---------------------------------------------------------------------------------------
 
 
 def scripted(request: GenerateRequest) -> str:
-    """What a model that hands over would write: the clerk looks something up before it answers."""
+    """Answer as a model would that hands over; the clerk looks something up before it answers."""
     if request.agent == "triage":
         return call_of("transfer_to_clerk")
     if b"rain" not in bytes(token for token in request.tokens if token < 256):
@@ -182,14 +182,14 @@ def test_a_handoff_and_a_tool_that_the_server_reads(is_streamed: bool, monkeypat
     triage = agent("triage", handoffs=[clerk, agent("support")])
     engine = EchoEngine(scripted)
     engine.tokenizer = Templated()
-    with telling(engine, ServerSettings(tool_call_parser="hermes"), monkeypatch) as told:
-        result = asyncio.run(answer(AsyncOpenAI(base_url=told.url, api_key="none"), triage, is_streamed))
+    with recording(engine, ServerSettings(tool_call_parser="hermes"), monkeypatch) as received:
+        result = asyncio.run(answer(AsyncOpenAI(base_url=received.url, api_key="none"), triage, is_streamed))
     assert (result.final_output, result.last_agent.name) == ("Take an umbrella.", "clerk")
-    assert told.agents == ["triage", "clerk", "clerk"]
-    first, second, third = told.calls
+    assert received.agents == ["triage", "clerk", "clerk"]
+    first, second, third = received.calls
     assert first.steps == {"triage": 0, "clerk": 1, "support": 1}
     assert second.steps is not None and second.steps["clerk"] == 0
-    assert {hints.run for hints in told.all} == {first.run} and told.all[-1].final
+    assert {hints.run for hints in received.all} == {first.run} and received.all[-1].final
     assert "rain in Bergen" in bytes(t for t in engine.requests[-1].tokens if t < 256).decode()
     assert third.agent == engine.requests[-1].agent
 
@@ -204,7 +204,7 @@ async def answer(client: AsyncOpenAI, first: Agent[Any], is_streamed: bool) -> R
         return streamed
 
 
-def test_the_bundled_model_is_told_of_no_handoffs() -> None:
+def test_the_bundled_model_refuses_handoffs() -> None:
     with LocalEngine() as engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
         client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(BadRequestError, match="chat template ignores them"):

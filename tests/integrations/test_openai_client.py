@@ -12,7 +12,7 @@ import pytest
 from kedge.integrations.openai_client import acting, workflow
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
-from tests.integrations.conftest import Told
+from tests.integrations.conftest import ReceivedHints
 from tests.server.conftest import FLOW
 
 TEAM = Workflow(
@@ -27,8 +27,8 @@ INFINITE = float("inf")
 
 
 @pytest.fixture
-def client(told: Told) -> openai.OpenAI:
-    return told.served.client()
+def client(received: ReceivedHints) -> openai.OpenAI:
+    return received.served.client()
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
@@ -38,37 +38,37 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
 
 
 @pytest.fixture
-def asynchronous(told: Told) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=told.url, api_key="none", max_retries=0)
+def asynchronous(received: ReceivedHints) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=received.url, api_key="none", max_retries=0)
 
 
 async def ask_later(client: openai.AsyncOpenAI) -> None:
     await client.chat.completions.create(model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
 
 
-def test_every_call_says_whose_it_is_and_who_is_next(client: openai.OpenAI, told: Told) -> None:
+def test_every_call_has_its_run_its_agent_and_a_forecast(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM, client_id="me") as run:
         for agent in ("planner", "writer", "critic"):
             ask(run.agent(agent))
-    planner, writer, critic, end = told.all
+    planner, writer, critic, end = received.all
     assert (planner.workflow, planner.agent, planner.run, planner.client) == ("team", "planner", run.id, "me")
     assert planner.steps == {"planner": 0, "writer": 1, "critic": 2}
     assert writer.steps == {"planner": INFINITE, "writer": 0, "critic": 1}
     assert critic.steps == {"planner": INFINITE, "writer": INFINITE, "critic": 0}
     assert (end.run, end.final) == (run.id, True)
-    assert told.served.workflows.client_runs.board.ignored.total() == 0
+    assert received.served.workflows.client_runs.board.ignored.total() == 0
 
 
-def test_the_given_client_stays_as_it_was(client: openai.OpenAI, told: Told) -> None:
+def test_the_given_client_stays_as_it_was(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM) as run:
         ask(client)
         ask(run.agent("planner"))
-    assert [hints.agent for hints in told.all[:2]] == ["", "planner"]
-    assert told.all[0].run == ""
+    assert [hints.agent for hints in received.all[:2]] == ["", "planner"]
+    assert received.all[0].run == ""
 
 
 @pytest.mark.parametrize("how", ["stream", "raw", "helper", "text"])
-def test_however_it_is_called(how: str, client: openai.OpenAI, told: Told) -> None:
+def test_however_it_is_called(how: str, client: openai.OpenAI, received: ReceivedHints) -> None:
     messages: Any = [{"role": "user", "content": "Hi"}]
     with workflow(client, TEAM) as run:
         planner = run.agent("planner")
@@ -82,60 +82,62 @@ def test_however_it_is_called(how: str, client: openai.OpenAI, told: Told) -> No
         else:
             planner.completions.create(model="kedge-nano", prompt="Hi", max_tokens=1)
         ask(run.agent("writer"))
-    assert told.agents == ["planner", "writer"]
-    assert told.calls[1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+    assert received.agents == ["planner", "writer"]
+    assert received.calls[1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
 
 
-def test_other_routes_are_left_alone(client: openai.OpenAI, told: Told) -> None:
+def test_other_routes_are_left_alone(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM) as run:
         assert run.agent("planner").models.list().data
-    assert not told.calls
+    assert not received.calls
 
 
-def test_calls_deep_in_the_code(client: openai.OpenAI, told: Told) -> None:
+def test_calls_deep_in_the_code(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM) as run:
         with acting("planner"):
             ask(run.client)
         ask(run.client)
-    assert [hints.agent for hints in told.all] == ["planner", "", ""]
-    assert told.all[1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+    assert [hints.agent for hints in received.all] == ["planner", "", ""]
+    assert received.all[1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
 
 
-def test_what_a_call_says_itself_goes_first(client: openai.OpenAI, told: Told) -> None:
+def test_hints_of_the_call_itself_win(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM) as run:
         ask(run.agent("planner"), extra_body={"kedge": {"reuse": "off", "agent": "other"}, "session_id": "s"})
-    (hints,) = told.calls
+    (hints,) = received.calls
     assert (hints.agent, hints.reuse, hints.session, hints.run) == ("other", "off", "s", run.id)
 
 
-def test_a_registered_workflow_is_followed_by_the_server(client: openai.OpenAI, told: Told) -> None:
-    httpx.post(f"{told.url}/workflows", content=FLOW, headers={"content-type": "application/yaml"}).raise_for_status()
+def test_a_registered_workflow_is_followed_by_the_server(client: openai.OpenAI, received: ReceivedHints) -> None:
+    httpx.post(
+        f"{received.url}/workflows", content=FLOW, headers={"content-type": "application/yaml"}
+    ).raise_for_status()
     with workflow(client, "pair") as run:
         for agent, wants in (("first", {"user_question": "Q"}), ("last", {"user_question": "Q"})):
             answer = run.agent(agent).chat.completions.create(
                 model="kedge-nano", messages=[], max_tokens=2, extra_body={"kedge": {"bindings": wants}}
             )
             assert answer.choices[0].message.content
-        forecast = told.served.workflows.client_runs.board
-    assert [hints.steps for hints in told.calls] == [None, None]
+        forecast = received.served.workflows.client_runs.board
+    assert [hints.steps for hints in received.calls] == [None, None]
     assert forecast.ignored.total() == 0
 
 
-def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, told: Told) -> None:
+def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, received: ReceivedHints) -> None:
     loop = StepGraph("loop", (Node("asker", loops=["answerer"]), Node("answerer", after=["asker"])))
     for _ in range(2):
         with workflow(client, loop, run="talk") as run:
             ask(run.agent("asker"))
-    assert [hints.steps for hints in told.all] == [{"asker": 0, "answerer": 1}, {}] * 2
-    assert told.served.workflows.client_runs.board.ignored.total() == 0
+    assert [hints.steps for hints in received.all] == [{"asker": 0, "answerer": 1}, {}] * 2
+    assert received.served.workflows.client_runs.board.ignored.total() == 0
 
 
-def test_an_error_reaches_the_caller_and_the_run_goes_on(client: openai.OpenAI, told: Told) -> None:
+def test_an_error_reaches_the_caller_and_the_run_goes_on(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM) as run:
         with pytest.raises(openai.BadRequestError):
             ask(run.agent("planner"), logit_bias={"5": 1})
         ask(run.agent("writer"))
-    assert told.calls[-1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
+    assert received.calls[-1].steps == {"planner": INFINITE, "writer": 0, "critic": 1}
 
 
 def test_the_end_of_a_run_with_no_server_is_no_error() -> None:
@@ -150,7 +152,7 @@ def test_the_end_of_a_run_with_no_server_is_no_error() -> None:
     asyncio.run(later())
 
 
-def test_asynchronous_runs_at_once(asynchronous: openai.AsyncOpenAI, told: Told) -> None:
+def test_asynchronous_runs_at_once(asynchronous: openai.AsyncOpenAI, received: ReceivedHints) -> None:
     async def team() -> str:
         async with workflow(asynchronous, TEAM) as run:
             with acting("planner"):
@@ -166,7 +168,7 @@ def test_asynchronous_runs_at_once(asynchronous: openai.AsyncOpenAI, told: Told)
         return await asyncio.gather(*(team() for _ in range(3)))
 
     for run in asyncio.run(main()):
-        own = [hints for hints in told.all if hints.run == run]
+        own = [hints for hints in received.all if hints.run == run]
         assert [hints.agent for hints in own] == ["planner", "writer", "writer", "critic", ""]
         assert own[3].steps == {"planner": INFINITE, "writer": INFINITE, "critic": 0}
         assert own[-1].final

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.errors import ConfigError
-from kedge.policies.fixed_prompts import FixedBoundary, common_prefix
+from kedge.policies.fixed_prompts import FixedBoundary, FixedLengths, common_prefix
+from kedge.types import GenerateRequest, SampleId, Segment
 
 FIXED = tuple(range(100))
 fresh = itertools.count(1000)
@@ -173,3 +174,13 @@ def test_what_is_declared_held_for_the_last_calls(calls: list[tuple[int, ...]], 
         if length is not None:
             alike = [naive_common(one, other) for one, other in itertools.pairwise(calls[: at + 1])]
             assert length <= min(alike[-min(window, m) :])
+
+
+def test_a_length_comes_from_the_request_then_from_its_segments_then_from_history() -> None:
+    lengths = FixedLengths()
+    parts = (Segment(FIXED, "p0"), Segment((1, 2), "q", SampleId("q@0")))
+    assert lengths.of(GenerateRequest(parts, fixed=7), 0.0) == 7
+    assert lengths.of(GenerateRequest(parts, fixed=len(FIXED) + 3), 0.0) == len(FIXED), "longer than the prompt"
+    assert lengths.of(GenerateRequest(parts), 0.0) == len(FIXED)
+    found = [lengths.of(GenerateRequest((Segment(FIXED + suffix(), "p0"),)), 0.0) for _ in range(5)]
+    assert found[0] is None and found[-1] == len(FIXED)

@@ -112,7 +112,7 @@ def busy() -> Iterator[Served]:
     config = EngineSettings(anchors=anchors, planner=PlannerSettings(by_cost=False), device="cpu")
     with (
         LocalEngine(None, config) as engine,
-        serving(engine, ServerSettings(tools=True)) as running,
+        serving(engine, ServerSettings(tools=True, keep_texts=True)) as running,
         running.http() as http,
     ):
         http.timeout = 60
@@ -132,7 +132,7 @@ def has_text(page: Any, selector: str, text: str | re.Pattern[str]) -> None:
 
 def test_an_empty_server_says_what_to_do(echo: Served, page: Any) -> None:
     page.goto(echo.url)
-    has_text(page, "#status", "live")
+    has_text(page, "#status", "healthy")
     has_text(page, "#curl", f"curl {echo.url}/v1/chat/completions")
     playwright.expect(page.locator("#board")).to_be_hidden()
 
@@ -140,7 +140,7 @@ def test_an_empty_server_says_what_to_do(echo: Served, page: Any) -> None:
 def test_numbers_appear_as_things_happen(echo: Served, page: Any) -> None:
     with echo.http() as http:
         page.goto(echo.url)
-        has_text(page, "#status", "live")
+        has_text(page, "#status", "healthy")
         chat(http)
         has_text(page, "#figures dd >> nth=0", re.compile("^1"))
         playwright.expect(page.locator("#empty")).to_be_hidden()
@@ -148,7 +148,7 @@ def test_numbers_appear_as_things_happen(echo: Served, page: Any) -> None:
         has_text(page, "#figures dd >> nth=0", re.compile("^2"))
         playwright.expect(page.locator("#receipts tbody tr")).to_have_count(2)
         playwright.expect(page.locator("#series svg rect.fill-computed").first).to_be_visible()
-        has_text(page, "#anchors", "told nothing of its anchors")
+        has_text(page, "#anchors", "does not report its anchors")
 
 
 def test_where_a_run_is(page: Any) -> None:
@@ -181,10 +181,52 @@ def test_the_bundled_model_at_work(busy: Served, page: Any) -> None:
     shares = page.locator("#figures dd").nth(1).inner_text()
     assert re.search(r"[1-9]\d?\s%\s*\n.*[1-9]\d?\s% translated", shares)
     assert int(page.locator("#anchors tbody td").first.inner_text()) > 0
-    assert page.locator("#receipts .misses code").count() > 0
+    reasons = page.locator("#receipts .misses").all_inner_texts()
+    assert len(reasons) == 16
+    assert "\u2013" not in reasons
+    has_text(page, "#anchors .group", "math team")
+    has_text(page, "#ttft .time small >> nth=0", "alone")
     playwright.expect(page.locator("#receipts tbody tr:visible")).to_have_count(10)
     page.get_by_role("button", name="Show all").click()
     playwright.expect(page.locator("#receipts tbody tr:visible")).to_have_count(16)
+
+
+def test_from_a_run_to_its_calls_their_receipts_and_texts(busy: Served, page: Any) -> None:
+    page.goto(busy.url)
+    page.locator("#runs li", has_text="math team").first.get_by_role("link").click()
+    playwright.expect(page.locator("#detail .call")).to_have_count(5)
+    inspector = page.locator("#detail .call", has_text="inspector")
+    inspector.locator("summary").click()
+    has_text(page, "#detail .call[open] .misses, #detail .call[open] .call-body", "Why not better")
+    has_text(page, "#detail .call[open] .prompt", "You are an inspector.")
+    playwright.expect(page.locator("#detail .call[open] .prompt .from-computed").first).to_be_visible()
+    page.get_by_role("button", name="Close").click()
+    playwright.expect(page.locator("#detail")).to_be_hidden()
+    page.locator("#receipts a").first.click()
+    playwright.expect(page.locator("#detail .call[open]")).to_have_count(1)
+
+
+def test_refusals_are_listed_with_their_reasons(page: Any) -> None:
+    with EchoEngine(max_prompt=100) as engine, serving(engine) as running, running.http() as http, leaving(page):
+        page.goto(running.url)
+        has_text(page, "#status", "healthy")
+        http.post("/v1/completions", json={"prompt": "x" * 500})
+        has_text(page, "#failures", "context length exceeded")
+        has_text(page, "#failures", "POST /v1/completions")
+        has_text(page, "#figures", "1 refused, 0 failed")
+
+
+def test_an_engine_that_failed_is_named_with_its_reason_and_its_figures_are_stale(page: Any) -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http, leaving(page):
+        chat(http)
+        page.goto(running.url)
+        has_text(page, "#status", "healthy")
+        playwright.expect(page.locator("#board.stale")).to_have_count(0)
+        engine.fail(RuntimeError("boom"))
+        has_text(page, "#status", "engine failed: boom")
+        has_text(page, "#banner", "The figures below are those of")
+        playwright.expect(page.locator("#board.stale")).to_be_visible()
+        assert page.evaluate(CONTRAST)["bad"] == []
 
 
 def test_names_are_text_whatever_is_in_them(busy: Served, page: Any) -> None:
@@ -289,9 +331,10 @@ def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab(page: Any) -> N
 
 def test_a_server_that_goes_away_is_noticed_and_found_again(echo: Served, page: Any) -> None:
     page.goto(echo.url)
-    has_text(page, "#status", "live")
+    has_text(page, "#status", "healthy")
     page.route("**/v1/dashboard/events", lambda route: route.fulfill(status=503, body="{}"))
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     has_text(page, "#status", "the server answered 503")
+    has_text(page, "#banner", "The figures below are those of")
     page.unroute("**/v1/dashboard/events")
-    has_text(page, "#status", "live")
+    has_text(page, "#status", "healthy")

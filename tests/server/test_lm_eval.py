@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kedge.engine.local import build
+from kedge.engine.common.model_folder import model_path
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import EngineSettings
 from tests.server.conftest import Served, serving
@@ -46,7 +46,7 @@ ANSWERS = {
     "generation_kwargs": {"until": ["."], "max_gen_toks": 12, "temperature": 0},
     "metric_list": [{"metric": "exact_match"}],
 }
-FOLDER = build.model_path(None)
+FOLDER = model_path(None)
 
 
 @pytest.fixture(scope="module")

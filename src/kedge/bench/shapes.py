@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
@@ -48,7 +49,7 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
     place = build.pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
-    return runner, HFTokenizer.load(build.model_path(None))
+    return runner, HFTokenizer.load(model_path(None))
 
 
 def random_engine(size: str, config: EngineSettings, components: EngineComponents = EngineComponents()) -> LocalEngine:  # noqa: B008 (frozen)

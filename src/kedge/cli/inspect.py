@@ -56,8 +56,7 @@ def inspect(
 
 
 def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
-    from kedge.engine.local.build import model_path
-    from kedge.engine.local.model.loading import read_config
+    from kedge.engine.common.model_folder import model_path, read_config
 
     folder = model_path(path)
     config = read_config(folder)

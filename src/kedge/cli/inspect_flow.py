@@ -88,8 +88,8 @@ def _show_workflow(console: Console, flow: Workflow, graph: StepGraph, counts: C
 
 def _savings(flow: Workflow, counts: Counts) -> RunSavings:
     lengths = counts.lengths(flow)  # before the tokenizer, which takes seconds to import
+    from kedge.engine.common.model_folder import model_path
     from kedge.engine.common.tokenizer import HFTokenizer
-    from kedge.engine.local.build import model_path
     from kedge.workflow.savings import estimate_savings
 
     return estimate_savings(flow, HFTokenizer.load(model_path(counts.model)), lengths)

@@ -88,6 +88,9 @@ def serve(
     tools: Annotated[
         bool | None, typer.Option(help="Let workflows run tools, which run code on this machine. Default: no.")
     ] = None,
+    keep_texts: Annotated[
+        bool | None, typer.Option(help="Let the dashboard show prompts and answers of recent calls. Default: no.")
+    ] = None,
     log_format: Annotated[str | None, typer.Option(metavar="NAME", help="text or json. Default: text.")] = None,
     tracing: Annotated[
         bool | None, typer.Option("--tracing/--no-tracing", help="Send OpenTelemetry spans, as OTEL_ variables say.")
@@ -113,6 +116,7 @@ def serve(
         "limits": limits,
         "tools": tools,
         "tool_call_parser": tool_call_parser,
+        "keep_texts": keep_texts,
         "log_format": log_format,
         "tracing": tracing,
     }

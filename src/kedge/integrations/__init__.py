@@ -1,5 +1,5 @@
-"""Kedge for frameworks that people already use. Nothing outside of this room imports it.
+"""Adapters of Kedge to other frameworks.
 
-Each module needs only the packages that it names, and says which extra brings them: `kedge.integrations.langgraph`,
-`kedge.integrations.openai_agents`, `kedge.integrations.openai_client`.
+Each module needs the packages of one extra only, and names that extra if they are missing:
+`kedge.integrations.langgraph`, `kedge.integrations.openai_agents`, `kedge.integrations.openai_client`.
 """

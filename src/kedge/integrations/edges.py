@@ -1,4 +1,4 @@
-"""A step graph from the edges that a framework knows, loops and all."""
+"""Step graphs from the edges of another framework's graph, which may have loops."""
 
 from __future__ import annotations
 
@@ -8,80 +8,80 @@ from typing import Final, NamedTuple
 from kedge.workflow.step_graph import Node, StepGraph
 
 START: Final = "__start__"
-"""Where a run begins: it calls no model, and is done as soon as there is a run."""
+"""The node at which a run begins: it calls no model, and is done from the start."""
 END: Final = "__end__"
 
 
-class Edge(NamedTuple):
-    """`target` may run once `source` is done."""
+class StepEdge(NamedTuple):
+    """An edge of a step graph: `target` may run once `source` is done."""
 
     source: str
     target: str
     chosen: bool = False
-    """Whether `source` decides each time which of its chosen edges is taken."""
+    """Whether `source` chooses one of its edges each time that it has run"""
 
 
-class _Way(NamedTuple):
-    """Nodes that must all be done for `target` to run."""
+class _Requirement(NamedTuple):
+    """Nodes that must all be done before `target` may run; any one requirement of a node suffices."""
 
     members: frozenset[str]
     target: str
 
 
-def step_graph(name: str, edges: Sequence[Edge], joins: Iterable[tuple[Collection[str], str]] = ()) -> StepGraph:
-    """The step graph of `edges`, from `START` on; what cannot be reached from there is left out.
+def step_graph(name: str, edges: Sequence[StepEdge], joins: Iterable[tuple[Collection[str], str]] = ()) -> StepGraph:
+    """Return the step graph of `edges`, with the nodes that can be reached from `START`.
 
-    `joins` are pairs of nodes that must all be done and the node that waits for them; other edges into a node are
-    alternatives. Any edges will do: which of them are back edges is found here.
+    `joins` are pairs of several nodes that must all be done and the node that waits for them; other edges into a node
+    are alternatives. Back edges are recognised.
     """
-    ways = _ways(edges, joins)
-    after = _first_ways(ways)
+    requirements = _requirements(edges, joins)
+    after = _first_requirements(requirements)
     loops: dict[str, list[frozenset[str]]] = {node: [] for node in after}
-    for way in ways:
-        if way.target in after and way.members <= after.keys() and way.members not in after[way.target]:
-            kind = after if way.members.isdisjoint(_descendants(after, way.target)) else loops
-            kind[way.target].append(way.members)
+    for members, target in requirements:
+        if target in after and members <= after.keys() and members not in after[target]:
+            kind = after if members.isdisjoint(_descendants(after, target)) else loops
+            kind[target].append(members)
     taken = {(one, node) for node in after for members in (*after[node], *loops[node]) for one in members}
     odds = _odds(edges, after, taken)
     return StepGraph(name, tuple(Node(node, after[node], loops[node], odds.get(node, {})) for node in after))
 
 
-def _ways(edges: Sequence[Edge], joins: Iterable[tuple[Collection[str], str]]) -> list[_Way]:
-    joined = [_Way(frozenset(members), target) for members, target in joins]
-    pairs = {(member, way.target) for way in joined for member in way.members}
-    single = [_Way(frozenset({edge.source}), edge.target) for edge in edges if edge[:2] not in pairs]
-    return [way for way in (*dict.fromkeys(single), *joined) if way.target not in (START, END)]
+def _requirements(edges: Sequence[StepEdge], joins: Iterable[tuple[Collection[str], str]]) -> list[_Requirement]:
+    joined = [_Requirement(frozenset(members), target) for members, target in joins]
+    pairs = {(member, one.target) for one in joined for member in one.members}
+    single = [_Requirement(frozenset({edge.source}), edge.target) for edge in edges if edge[:2] not in pairs]
+    return [one for one in (*dict.fromkeys(single), *joined) if one.target not in (START, END)]
 
 
-def _first_ways(ways: Sequence[_Way]) -> dict[str, list[frozenset[str]]]:
-    """Every node that can be reached -> the first way to it, whose members stand before it."""
+def _first_requirements(requirements: Sequence[_Requirement]) -> dict[str, list[frozenset[str]]]:
+    """Return every node that can be reached with the first requirement that reaches it, in order of discovery."""
     found: dict[str, list[frozenset[str]]] = {START: []}
     size = 0
     while size < len(found):
         size = len(found)
-        for members, target in ways:
+        for members, target in requirements:
             if target not in found and members <= found.keys():
                 found[target] = [members]
     return found
 
 
 def _descendants(after: Mapping[str, Iterable[frozenset[str]]], node: str) -> set[str]:
-    """`node` and what comes after it. A way from one of them back to it is a back edge; any other closes no circle."""
+    """Return `node` and all nodes after it. An edge from one of them to `node` is a back edge."""
     found, todo = {node}, [node]
     while todo:
         last = todo.pop()
-        new = {other for other, ways in after.items() if any(last in members for members in ways)} - found
+        new = {other for other, alternatives in after.items() if any(last in one for one in alternatives)} - found
         found |= new
         todo += new
     return found
 
 
 def _odds(
-    edges: Sequence[Edge], nodes: Collection[str], taken: Collection[tuple[str, str]]
+    edges: Sequence[StepEdge], nodes: Collection[str], taken: Collection[tuple[str, str]]
 ) -> dict[str, dict[str, float | None]]:
-    """Who chooses -> what it may choose, each as likely as the others and as the end, where it may choose that.
+    """Return the probability of every choice of every node that chooses: all its choices, the end too, are equal.
 
-    A choice that is no way of the graph, since its target waits for others who never come, has no odds.
+    A choice that is no edge of the graph, since its target waits for nodes that are never reached, has none.
     """
     choices: dict[str, list[str]] = {}
     for edge in dict.fromkeys(edges):

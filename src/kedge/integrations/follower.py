@@ -1,4 +1,4 @@
-"""One run of a workflow as a client follows it, told to a server in the fields of the `kedge` hint."""
+"""One run of a workflow as its client follows it, as fields of the `kedge` hint for a server."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kedge.workflow.step_graph import RunState, StepGraph
 
 
 class Follower:
-    """What runs in one run, and the hints that follow from it. Any thread may call it.
+    """The agents that run in one run, and the hints for its calls. Thread-safe.
 
-    Without a graph nothing is forecast: the hints say only whose call it is.
+    Without a graph the hints name the run and the agent, and have no forecast.
     """
 
     def __init__(self, workflow: str, graph: StepGraph | None = None, run: str = "", client: str = "") -> None:
-        """`run`: its id; default: one that nobody else has. `client`: whose it is, where two may use the same ids."""
-        self._may_go_on = bool(run)
-        self._head = {"workflow": workflow, "run": run or uuid.uuid4().hex, **_if_said(client=client)}
+        """`run` is the run's id, by default a unique one. `client` tells equal ids of two applications apart."""
+        self._may_continue = bool(run)
+        self._head = {"workflow": workflow, "run": run or uuid.uuid4().hex, **_nonempty(client=client)}
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         self._progress = None if graph is None else _Progress(graph)
@@ -38,14 +38,14 @@ class Follower:
         return self._head["run"]
 
     def started(self, agent: str) -> None:
-        """`agent` runs, once more where it ran already."""
+        """Note that `agent` has started, which it may do several times at once."""
         with self._lock:
             self._running[agent] += 1
             if self._progress is not None and self._running[agent] == 1:
                 self._progress.started(agent)
 
     def finished(self, agent: str) -> None:
-        """`agent` is done, unless it runs more than once."""
+        """Note that `agent` has finished; it is done once all its starts have finished."""
         with self._lock:
             self._running[agent] -= 1
             if self._progress is not None and not self._running[agent]:
@@ -53,7 +53,7 @@ class Follower:
 
     @contextmanager
     def calling(self, agent: str) -> Iterator[dict[str, Any]]:
-        """While it lasts, `agent` runs; gives the hints for its call. An empty name: nobody knows who calls."""
+        """Let `agent` run in a block, with the hints for its call. An empty name stands for an unknown agent."""
         if not agent:
             yield self.hints()
             return
@@ -64,29 +64,29 @@ class Follower:
             self.finished(agent)
 
     def hints(self, agent: str = "") -> dict[str, Any]:
-        """The `kedge` field: who calls, if anyone, and the forecast as it is now."""
+        """Return the `kedge` field of a call by `agent` (empty: of no agent) with the present forecast."""
         with self._lock:
             forecast = {} if self._progress is None else self._forecast(self._progress.steps)
-        return {**self._head, **_if_said(agent=agent), **forecast}
+        return {**self._head, **_nonempty(agent=agent), **forecast}
 
-    def over(self) -> dict[str, Any] | None:
-        """The `kedge` field at the end of the run; None where there is nothing to say.
+    def final_hints(self) -> dict[str, Any] | None:
+        """Return the `kedge` field at the end of the run, None where the server needs none.
 
-        A run whose id was given may go on later: for now, nothing is expected of it. Any other is forgotten.
+        A run whose id was given may be continued later: its forecast is emptied. Any other run is ended.
         """
-        if not self._may_go_on:
+        if not self._may_continue:
             return {**self._head, "final": True}
         with self._lock:
             return None if self._progress is None else {**self._head, **self._forecast({})}
 
     def _forecast(self, steps: dict[str, float | None]) -> dict[str, Any]:
-        """`seq` grows, also over the processes that serve the same run one after the other."""
+        """Return a forecast with a number that grows, also across processes that take turns in the same run."""
         self._seq = max(self._seq + 1, time.time_ns())
         return {"seq": self._seq, "steps": steps}
 
 
 class _Progress:
-    """A run's progress with its forecast, without a clock: it is as good as what the client sees."""
+    """A run's progress with its forecast, which never expires."""
 
     def __init__(self, graph: StepGraph) -> None:
         self._board = ForecastBoard(ttl=math.inf)
@@ -103,7 +103,7 @@ class _Progress:
 
     @property
     def steps(self) -> dict[str, float | None]:
-        """Agent -> its steps-to-execution, None where it is never reached."""
+        """The steps-to-execution of every agent, None for one that is never reached."""
         forecast = self._board.forecast(self._key)
         next_runs = {} if forecast is None else forecast.next_runs
         return {
@@ -111,5 +111,5 @@ class _Progress:
         }
 
 
-def _if_said(**fields: str) -> dict[str, str]:
+def _nonempty(**fields: str) -> dict[str, str]:
     return {name: value for name, value in fields.items() if value}

@@ -14,7 +14,7 @@ from inspect import isawaitable
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.integrations.edges import END, START, Edge
+from kedge.integrations.edges import END, START, StepEdge
 from kedge.integrations.edges import step_graph as graph_of
 from kedge.integrations.openai_client import AsyncWorkflowRun, follower_of, set_acting
 from kedge.workflow.graph import Workflow
@@ -30,23 +30,22 @@ except ImportError as error:
 
 
 class AgentsRun(AsyncWorkflowRun):
-    """One run of a workflow whose agents are the SDK's. It says who calls the model as they take turns."""
+    """One run of a workflow whose agents are the SDK's, which names the acting agent in every call."""
 
     async def __aenter__(self) -> AgentsRun:
         return self
 
     def config(self, base: RunConfig | None = None) -> RunConfig:
-        """`base`, for agents that call the model through this run.
+        """Return `base` for agents that call the model through this run.
 
-        Models are looked up by their names at the run's client, in its chat completions; `base.model_provider` is not
-        asked. A provider of your own that calls through `client` is right as well: `replace(run.config(),
-        model_provider=…)`.
+        Models are looked up by name at the run's client, in its chat completions, instead of in `base.model_provider`.
+        A provider of your own that calls through `client` works as well: `replace(run.config(), model_provider=…)`.
         """
         base = base or RunConfig()
         given = base.call_model_input_filter
 
         async def note_agent(data: CallModelData[Any]) -> ModelInputData:
-            """The SDK calls it right before each call of a model, in the task that makes the call."""
+            """Note the agent. The SDK calls this right before each call of a model, in the same task."""
             set_acting(data.agent.name)
             filtered = given(data) if given else data.model_data
             return await filtered if isawaitable(filtered) else filtered
@@ -58,19 +57,20 @@ class AgentsRun(AsyncWorkflowRun):
 def workflow(
     client: AsyncOpenAI, flow: Agent[Any] | str | Workflow | StepGraph, *, run: str = "", client_id: str = ""
 ) -> AgentsRun:
-    """A run that begins with the agent `flow` and goes wherever its handoffs and tools lead, to be used in an
-    `async with` block. Where your own code decides who is next, `flow` and the rest are as in
-    `kedge.integrations.openai_client.workflow`."""
+    """Return a run that begins with the agent `flow` and follows its handoffs and tools, for an `async with` block.
+
+    Where your own code chooses the next agent, `flow` and the rest are as in `openai_client.workflow`.
+    """
     known = step_graph(flow) if isinstance(flow, Agent) else flow
     return AgentsRun(client, follower_of(known, run, client_id))
 
 
 def step_graph(first: Agent[Any]) -> StepGraph:
-    """Who may come after whom, from the agent `first` on. Agents of one name are one."""
-    return graph_of(first.name, [Edge(START, first.name), *_edges(first)])
+    """Return the step graph of the agents that `first` leads to. Agents with the same name are one node."""
+    return graph_of(first.name, [StepEdge(START, first.name), *_edges(first)])
 
 
-def _edges(first: Agent[Any]) -> Iterator[Edge]:
+def _edges(first: Agent[Any]) -> Iterator[StepEdge]:
     seen, todo = {first.name}, [first]
     while todo:
         agent = todo.pop()
@@ -81,25 +81,25 @@ def _edges(first: Agent[Any]) -> Iterator[Edge]:
                 todo.append(other)
 
 
-def _choices(agent: Agent[Any]) -> Iterator[Edge]:
-    """After a call the model decides: the answer, a handoff, an agent that reports back, or a tool and another call."""
+def _choices(agent: Agent[Any]) -> Iterator[StepEdge]:
+    """Yield the model's choices: the answer, a handoff, an agent that reports back, or a tool and another call."""
     helpers = [helper.name for helper in _agents_as_tools(agent)]
     again = [agent.name] if len(agent.tools) > len(helpers) or agent.mcp_servers else []
     for target in (END, *_handoffs(agent), *helpers, *again):
-        yield Edge(agent.name, target, chosen=True)
+        yield StepEdge(agent.name, target, chosen=True)
     for helper in helpers:
-        yield Edge(helper, agent.name, chosen=True)
+        yield StepEdge(helper, agent.name, chosen=True)
 
 
 def _handoffs(agent: Agent[Any]) -> dict[str, Agent[Any] | None]:
-    """Name -> the agent, None where only the SDK's own code can tell."""
+    """Return the handoffs' agents by name, None for one that only the SDK's own code can resolve."""
     return dict(_handoff(one) for one in agent.handoffs)
 
 
 def _handoff(one: Agent[Any] | Handoff[Any, Any]) -> tuple[str, Agent[Any] | None]:
     if isinstance(one, Agent):
         return one.name, one
-    known = getattr(one, "_agent_ref", None)  # the SDK has no public way from a handoff to its agent
+    known = getattr(one, "_agent_ref", None)  # the SDK has no public accessor for a handoff's agent
     return one.agent_name, known() if known is not None else None
 
 

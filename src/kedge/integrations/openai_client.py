@@ -1,10 +1,10 @@
-"""Plain OpenAI clients in a workflow: every call says whose it is, and who is expected next.
+"""Plain OpenAI clients in a workflow: every call names its run and agent, and forecasts the next agents.
 
     with workflow(client, flow) as run:
         plan = run.agent("planner").chat.completions.create(model=…, messages=[…])
 
-`run.agent(…)` is a client like the given one. Where the calls are somewhere deep in the code, give them `run.client`
-and say around them who acts: `with acting("planner"): …`.
+`run.agent(…)` is a client like the given one. Where calls are made deep in the code, let them use `run.client`, and
+name the agent around them: `with acting("planner"): …`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 GENERATIONS = ("/chat/completions", "/completions")
-"""The routes whose calls are an agent's."""
-PATIENCE = 5.0
-"""Seconds for which the end of a run waits for the server to take note."""
+"""The routes whose calls get hints."""
+HINTS_TIMEOUT = 5.0
+"""Seconds after which sending hints without a prompt is given up."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _acting: ContextVar[str] = ContextVar("kedge_acting", default="")
@@ -40,8 +40,7 @@ _acting: ContextVar[str] = ContextVar("kedge_acting", default="")
 
 @contextmanager
 def acting(agent: str) -> Iterator[None]:
-    """Calls in this block are `agent`'s, where they are made with some run's `client`; also those of tasks that are
-    started in it."""
+    """Make the calls in this block `agent`'s, if they use a run's `client`. Tasks started in the block inherit it."""
     token = _acting.set(agent)
     try:
         yield
@@ -50,7 +49,7 @@ def acting(agent: str) -> Iterator[None]:
 
 
 def set_acting(agent: str) -> None:
-    """As `acting`, for the rest of this task or thread."""
+    """Make calls `agent`'s as `acting` does, for the rest of this task or thread."""
     _acting.set(agent)
 
 
@@ -59,15 +58,14 @@ Client = TypeVar("Client", OpenAI, AsyncOpenAI)
 
 
 class _Caller:
-    """Who makes the calls of a client."""
+    """The agent that makes the calls of a client."""
 
     def __init__(self, follower: Follower, agent: Callable[[], str]) -> None:
         self._follower, self._agent = follower, agent
 
     @contextmanager
     def call(self, path: str, options: Mapping[str, Any]) -> Iterator[Any]:
-        """The options of a call with the hints in them. Of a stream's call the end is not seen: the agent counts as
-        done when its answer begins."""
+        """Yield the options of a call with its hints. A call that streams counts as finished when its answer begins."""
         if path not in GENERATIONS:
             yield options
             return
@@ -75,39 +73,39 @@ class _Caller:
             yield with_hints(options, "extra_json", hints)
 
 
-class _Run(ABC, Generic[Client]):
-    """One run of a workflow. The clients that it gives are copies of the given one and share its connections."""
+class _ClientRun(ABC, Generic[Client]):
+    """One run of a workflow. Its clients are copies of the given one and share its connections."""
 
     def __init__(self, client: Client, follower: Follower) -> None:
         self._given: Client = client
         self._follower = follower
         self.client: Client = self._calling(_Caller(follower, _acting.get))
-        """A client whose calls are of whoever is `acting`."""
+        """A client whose calls are made by the agent set with `acting`."""
 
     @property
     def id(self) -> str:
-        """What the server knows this run by."""
+        """The run's id on the server."""
         return self._follower.run
 
     def agent(self, name: str) -> Client:
-        """A client whose calls are this agent's."""
+        """Return a client whose calls are this agent's."""
         return self._calling(_Caller(self._follower, lambda: name))
 
     @abstractmethod
     def _calling(self, caller: _Caller) -> Client:
-        """A copy of the given client whose calls are of `caller`."""
+        """Return a copy of the given client whose calls are made by `caller`."""
 
 
-class WorkflowRun(_Run[OpenAI]):
-    """One run of a workflow, driven by a client that waits."""
+class WorkflowRun(_ClientRun[OpenAI]):
+    """One run of a workflow, driven by a blocking client."""
 
     def __enter__(self) -> WorkflowRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The server may forget the run. That it cannot be reached is no error."""
-        if over := self._follower.over():
-            tell(self._given, over)
+        """Let the server forget the run. A server that cannot be reached is ignored."""
+        if hints := self._follower.final_hints():
+            send_hints(self._given, hints)
 
     def _calling(self, caller: _Caller) -> OpenAI:
         copy = self._given.copy()
@@ -121,18 +119,18 @@ class WorkflowRun(_Run[OpenAI]):
         return copy
 
 
-class AsyncWorkflowRun(_Run[AsyncOpenAI]):
+class AsyncWorkflowRun(_ClientRun[AsyncOpenAI]):
     """One run of a workflow, driven by an asynchronous client."""
 
     async def __aenter__(self) -> AsyncWorkflowRun:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """The server may forget the run. That it cannot be reached is no error."""
-        if over := self._follower.over():
-            client = self._given.with_options(max_retries=0, timeout=PATIENCE)
-            with _no_error():
-                await client.post("/hints", body={"kedge": over}, cast_to=object)
+        """Let the server forget the run. A server that cannot be reached is ignored."""
+        if hints := self._follower.final_hints():
+            client = self._given.with_options(max_retries=0, timeout=HINTS_TIMEOUT)
+            with _ignoring_errors():
+                await client.post("/hints", body={"kedge": hints}, cast_to=object)
 
     def _calling(self, caller: _Caller) -> AsyncOpenAI:
         copy = self._given.copy()
@@ -153,41 +151,41 @@ def workflow(client: AsyncOpenAI, flow: Flow, *, run: str = "", client_id: str =
 def workflow(
     client: OpenAI | AsyncOpenAI, flow: Flow, *, run: str = "", client_id: str = ""
 ) -> WorkflowRun | AsyncWorkflowRun:
-    """A run of `flow`, to be used in a `with` or `async with` block.
+    """Return a run of `flow`, to be used in a `with` or `async with` block.
 
-    A step graph, or a workflow, is followed here and forecast with every call. A name is all that is said where the
-    server has the workflow of that name and follows it itself, or where nobody knows who is next.
+    A step graph or a workflow is followed by the client, which sends a forecast with every call. A name alone is for a
+    workflow that is registered at the server, which follows it then, or for one without a known order.
 
-    `run`: the run's id, for one that goes on in another block or process; default: one that nobody else has.
-    `client_id`: whose run it is, where two applications with the same API key may use the same ids.
+    `run`: the run's id, for one that continues in another block or process; by default a unique one.
+    `client_id` tells equal run ids of two applications with the same API key apart.
     """
     follower = follower_of(flow, run, client_id)
     return AsyncWorkflowRun(client, follower) if isinstance(client, AsyncOpenAI) else WorkflowRun(client, follower)
 
 
 def follower_of(flow: Flow, run: str, client_id: str) -> Follower:
-    """What `workflow` follows."""
+    """Return the follower of a run of `flow`."""
     if isinstance(flow, str):
         return Follower(flow, None, run, client_id)
     return Follower(flow.name, StepGraph.of(flow) if isinstance(flow, Workflow) else flow, run, client_id)
 
 
-def tell(client: OpenAI, hints: Mapping[str, Any]) -> None:
-    """Tells hints without a prompt. That the server cannot be reached is no error."""
-    client = client.with_options(max_retries=0, timeout=PATIENCE)
-    with _no_error():
+def send_hints(client: OpenAI, hints: Mapping[str, Any]) -> None:
+    """Send hints without a prompt. A server that cannot be reached is ignored."""
+    client = client.with_options(max_retries=0, timeout=HINTS_TIMEOUT)
+    with _ignoring_errors():
         client.post("/hints", body={"kedge": hints}, cast_to=object)
 
 
 @contextmanager
-def _no_error() -> Iterator[None]:
+def _ignoring_errors() -> Iterator[None]:
     try:
         yield
     except OpenAIError as error:
-        logger.debug("hints were not taken: %s", error)
+        logger.debug("hints were not accepted: %s", error)
 
 
 def with_hints(fields: Mapping[str, Any], name: str, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` with `hints` in their part `name`, the additional body. What the caller wrote there goes before them."""
+    """Return `fields` with `hints` in their additional body, the field `name`. Hints that are already there win."""
     body = fields.get(name) or {}
     return {**fields, name: {**body, "kedge": {**hints, **body.get("kedge", {})}}}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kedge.errors import ConfigError
 from kedge.structures.bounded import BoundedDict
-from kedge.types import Tokens
+from kedge.types import GenerateRequest, Tokens
 
 
 @dataclass
@@ -93,6 +93,26 @@ class FixedBoundary:
     def _expire(self, now: float) -> None:
         while self._histories and next(iter(self._histories.values())).used + self._ttl <= now:
             self._histories.popitem(last=False)
+
+
+class FixedLengths:
+    """The number of fixed leading tokens of an agent's prompts, from hints, segments or the agent's history."""
+
+    def __init__(self) -> None:
+        self._boundary = FixedBoundary()
+
+    def of(self, request: GenerateRequest, now: float) -> int | None:
+        """Return the request's own length, else that of its first prefix segment if others follow, else its history's.
+
+        `now` is in seconds on any clock that does not go backwards. None: not known (yet).
+        """
+        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
+            return request.fixed
+        first, *others = request.segments
+        if others and not first.is_placeholder:
+            return len(first.tokens)
+        agent = (request.namespace, request.client, request.workflow, request.agent)
+        return self._boundary.observe(agent, request.tokens, now)
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:

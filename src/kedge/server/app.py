@@ -12,8 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
+from kedge.server.dashboard import details as dashboard_details
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.routes import Dashboard
+from kedge.server.dashboard.texts import text_policy
 from kedge.server.http import errors
 from kedge.server.http.body_limit import BodySizeLimit
 from kedge.server.http.errors import ERRORS, answers
@@ -47,12 +49,12 @@ def create_app(
     settings, tracing = settings or ServerSettings(), tracing or NoTracing()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
-    watching = Dashboard(engine)
-    service = Service(watching.engine, settings, keys, tracing)
+    watching = Dashboard(engine, text_policy(settings, keys))
+    service = Service(watching.engine, settings, keys, tracing, watching.history.failed)
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = _snapshots(engine, service)
-    for router in (openai_api.router, workflow_api.router, dashboard.router, _router):
+    for router in (openai_api.router, workflow_api.router, dashboard.router, dashboard_details.router, _router):
         app.include_router(router)
     errors.install(app)
     app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.server.calls import GenerationCall, submit_all
+from kedge.server.failures import CallFailure
 from kedge.server.hints import Hints, read_hints
 from kedge.server.meters import Meter, Ticket
 from kedge.server.telemetry.in_flight import InFlight
@@ -29,8 +30,17 @@ BUNDLED_MODEL = "kedge-nano"
 class Service:
     """Admission of one server. Belongs to the event loop."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, keys: KeyRing, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        keys: KeyRing,
+        tracing: Tracing,
+        on_failure: Callable[[TenantId, CallFailure], None] = lambda *_: None,
+    ) -> None:
+        """`on_failure` is called with every refused or failed call and run of a known tenant."""
         self.engine, self.settings, self.keys, self.tracing = engine, settings, keys, tracing
+        self._on_failure = on_failure
         self.model_name = settings.model_name or BUNDLED_MODEL
         self.is_ending = False
         """Whether new work is refused."""
@@ -51,7 +61,7 @@ class Service:
         """
         self.refuse_at_the_end()
         ticket = self.meter(tenant).admit(count)
-        if sum(meter.in_flight for meter in self._meters.values()) > self.settings.max_in_flight:
+        if self.in_flight > self.settings.max_in_flight:
             ticket.release()
             raise Overloaded("max_in_flight", self.settings.max_in_flight, "the server has no room now")
         return ticket
@@ -60,6 +70,11 @@ class Service:
     def is_quiet(self) -> bool:
         """Whether no generation is in flight, and no call is left whose end is to be booked."""
         return not self._calls and not any(meter.in_flight for meter in self._meters.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Generations and runs of all tenants that go on."""
+        return sum(meter.in_flight for meter in self._meters.values())
 
     def refuse_at_the_end(self) -> None:
         """Raise `Overloaded` once the server is ending."""
@@ -133,6 +148,17 @@ class Service:
         """Count a generation and charge its tokens."""
         self.metrics.finished(tenant.id, completion)
         self.meter(tenant).tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
+
+    def failed(self, tenant: TenantId | None, failure: CallFailure) -> None:
+        """Count a call that was answered with an error, and report it; without a known tenant it is nobody's."""
+        self.metrics.failed(tenant or TenantId(""), failure.status)
+        self.report_failure(tenant, failure)
+
+    def report_failure(self, tenant: TenantId | None, failure: CallFailure) -> None:
+        """Report what ended in an error. Where no keys are asked for, everything is the one tenant's."""
+        owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
+        if owner is not None:
+            self._on_failure(owner, failure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ A tenant is what the server authenticated, never what a client claims. Without k
     anchors = 200
     anchor_bytes = "64MiB"
     host_memory = "1GiB"
+    keep_texts = true                           # the dashboard may keep its prompts and answers for a while
     [operator]                                  # may read all metrics, and nothing else
     keys = ["sha256:…"]
 
@@ -24,7 +25,7 @@ import re
 import secrets
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class Tenant:
     id: TenantId
     limits: LimitSettings
     is_operator: bool = False
+    keep_texts: bool | None = None
+    """Whether the dashboard may keep its prompts and answers; None: as the server's setting says."""
 
     @property
     def quota(self) -> Quota:
@@ -140,13 +143,16 @@ def _of_section(key: str, name: str, section: object, default: LimitSettings) ->
     if not isinstance(section, dict):
         raise ConfigError(key, type(section).__name__, "must be a table with `keys`")
     limits = {name: value for name, value in section.items() if name in LimitSettings.model_fields}
-    _refuse_unknown(section, {"keys", *limits}, key)
+    _refuse_unknown(section, {"keys", "keep_texts", *limits}, key)
     keys = section.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
     own = _limits(key, {**dict(default), **limits})
+    keep_texts = section.get("keep_texts")
+    if keep_texts is not None and not isinstance(keep_texts, bool):
+        raise ConfigError(f"{key}.keep_texts", keep_texts, "must be true or false")
     for digest in keys:
-        yield _hash(digest, key), _tenant(name, own)
+        yield _hash(digest, key), replace(_tenant(name, own), keep_texts=keep_texts)
 
 
 def _limits(key: str, limits: Mapping[str, Any]) -> LimitSettings:

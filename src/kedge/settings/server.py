@@ -74,6 +74,8 @@ class ServerSettings(SettingsSection):
     """Format in which the model writes tool calls, `hermes` or `llama3_json`; None refuses requests with tools."""
     api_keys: Path | None = None
     """TOML file with tenants and hashes of their keys."""
+    keep_texts: bool = False
+    """Whether the dashboard keeps prompts and answers of the last calls, in memory; a tenant may choose otherwise."""
     state: Path | None = None
     """Folder for what the engine has learned; None keeps nothing."""
     snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0

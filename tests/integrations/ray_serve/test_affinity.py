@@ -1,4 +1,4 @@
-"""Where calls go: exact orders, load, death, bounds, and a fleet of replicas in a few lines."""
+"""The choice of replicas: exact orders, load, death, bounds, and a simulated fleet."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def send(affinity: Affinity, who: Caller, loads: Mapping[str, int] = IDLE) -> st
     return best
 
 
-def test_a_run_stays_whoever_calls_in_it() -> None:
+def test_a_run_stays_for_all_its_agents() -> None:
     affinity = Affinity()
     home = send(affinity, caller())
     assert {send(affinity, caller(agent=f"a{number}")) for number in range(20)} == {home}
 
 
-def test_routers_that_know_nothing_agree_and_all_replicas_are_ranked() -> None:
+def test_routers_without_history_agree_and_rank_all_replicas() -> None:
     orders = [Affinity().order(caller(agent="x"), loads) for loads in (IDLE, dict(reversed(IDLE.items())))]
     assert orders[0] == orders[1] == sorted(IDLE, key=lambda name: -rendezvous(("default", "w", "x"), name))
 
@@ -78,7 +78,7 @@ def test_fixed_prompts_are_spread_evenly_while_nobody_is_busy() -> None:
     assert homes == dict.fromkeys(IDLE, 10)
 
 
-def test_runs_of_nobody_in_particular_are_spread_and_stay() -> None:
+def test_runs_without_agents_are_spread_and_stay() -> None:
     affinity = Affinity()
     homes = {f"r{number}": send(affinity, Caller(run=f"r{number}")) for number in range(30)}  # type: ignore[arg-type]
     assert Counter(homes.values()) == dict.fromkeys(IDLE, 10)
@@ -86,7 +86,7 @@ def test_runs_of_nobody_in_particular_are_spread_and_stay() -> None:
 
 
 @pytest.mark.parametrize("other", [{"namespace": Namespace(TenantId("t2"))}, {"client": "c2"}])
-def test_the_same_run_id_of_somebody_else_is_another_run(other: dict[str, Any]) -> None:
+def test_the_same_run_id_of_another_tenant_or_client_is_another_run(other: dict[str, Any]) -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
     away = send(affinity, caller(**other), {**IDLE, home: 1})
@@ -115,7 +115,7 @@ def test_calls_that_come_at_the_same_time_spread_before_any_has_arrived() -> Non
     assert chosen == dict.fromkeys(IDLE, 3)
 
 
-def test_an_expectation_that_was_wrong_counts_no_more() -> None:
+def test_a_wrong_expectation_is_dropped() -> None:
     affinity = Affinity(most_templates=2)
     affinity.expect(caller(agent="x"), "east")
     affinity.routed(caller(agent="x"), "west")
@@ -127,7 +127,7 @@ def test_an_expectation_that_was_wrong_counts_no_more() -> None:
     assert affinity.inspect()["held"] == {"west": 1}
 
 
-def test_what_a_dead_replica_held_does_not_count() -> None:
+def test_prompts_of_a_dead_replica_do_not_count() -> None:
     affinity = Affinity()
     home = send(affinity, caller("r1"))
     affinity.retain({name for name in IDLE if name != home})
@@ -165,7 +165,7 @@ def test_no_replica_no_order() -> None:
 
 
 def test_load_stays_within_the_margin_and_few_runs_move() -> None:
-    """Sixty runs of six workflows on three replicas, each call taking its time: who is where, step by step."""
+    """Sixty runs of six workflows on three replicas, with calls that take time."""
     rng, affinity = random.Random(0), Affinity(spill=3)
     running: list[str] = []
     homes: dict[str, str] = {}
@@ -184,14 +184,14 @@ def test_load_stays_within_the_margin_and_few_runs_move() -> None:
 
 
 def test_a_caller_is_read_as_the_plug_in_reads_it() -> None:
-    said = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": True, "steps": {"a": 0}}
-    assert read_caller({"kedge": said}, "acme") == Caller("acme", "c", "w", "r", "a", True)  # type: ignore[arg-type]
+    hints = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": True, "steps": {"a": 0}}
+    assert read_caller({"kedge": hints}, "acme") == Caller("acme", "c", "w", "r", "a", True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "params", [None, {}, {"kedge": 3}, {"kedge": {}}, {"kedge": {"run": 7, "agent": "x" * 257}}, "x"]
 )
-def test_what_cannot_be_meant_is_no_caller(params: object) -> None:
+def test_invalid_hints_name_no_caller(params: object) -> None:
     assert read_caller(params, 5) is None
 
 

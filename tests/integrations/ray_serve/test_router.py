@@ -1,4 +1,4 @@
-"""The adapters to Ray Serve, without a cluster: what it asks is answered by the policy, and what dies is sent again."""
+"""The adapters to Ray Serve, without a cluster: the router follows the policy, and the ingress retries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = DeploymentID("model")
 
 
 class Replica:
-    """What Ray Serve's router asks of a replica."""
+    """The attributes of a replica that Ray Serve's router reads."""
 
     def __init__(self, name: str) -> None:
         self.replica_id, self.max_ongoing_requests = ReplicaID(name, MODEL), 100
@@ -49,7 +49,7 @@ def pending(session: str = "", **hints: Any) -> PendingRequest:
 
 
 def with_router(act: Callable[[RunRouter], Any], **settings: Any) -> Any:
-    """What `act` returns for a router that knows three idle replicas."""
+    """Return the result of `act` for a router with three idle replicas."""
 
     async def inside() -> Any:
         router = RunRouter(MODEL, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
@@ -85,7 +85,7 @@ def test_a_run_or_a_session_stays_until_its_replica_is_busy_or_dead(
     with_router(act, spill=2)
 
 
-def test_a_replica_of_which_nothing_was_heard_is_taken_for_idle() -> None:
+def test_a_replica_without_a_known_queue_counts_as_idle() -> None:
     async def act(router: RunRouter) -> dict[str, int]:
         for name, length in (("east", 7), ("west", 5)):
             router.on_new_queue_len_info(ReplicaID(name, MODEL), length)
@@ -111,7 +111,7 @@ def test_bad_settings_are_refused() -> None:
 
 
 def responses(monkeypatch: pytest.MonkeyPatch, tries: list[list[str | Exception]]) -> list[str]:
-    """What comes through the ingress when Ray Serve's own gives these parts, try after try."""
+    """Return the parts from the ingress if Ray Serve's own yields these, attempt after attempt."""
 
     async def parts(self: Any, **call: Any) -> AsyncIterator[str]:  # noqa: ARG001
         for part in tries.pop(0):
@@ -126,25 +126,27 @@ def responses(monkeypatch: pytest.MonkeyPatch, tries: list[list[str | Exception]
     return asyncio.run(collect())
 
 
-def test_what_died_before_its_first_part_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_retried_before_its_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert responses(monkeypatch, [[ActorDiedError()], [ActorDiedError()], ["a", "b"]]) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     "tries", [[["a", ActorDiedError()], ["never asked"]], [[ActorDiedError()]] * ATTEMPTS + [["never asked"]]]
 )
-def test_what_began_or_died_too_often_is_not(monkeypatch: pytest.MonkeyPatch, tries: list[Any]) -> None:
+def test_a_call_that_began_or_failed_too_often_is_not_retried(
+    monkeypatch: pytest.MonkeyPatch, tries: list[Any]
+) -> None:
     with pytest.raises(ActorDiedError):
         responses(monkeypatch, tries)
     assert tries == [["never asked"]]
 
 
-def test_other_errors_are_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no such model"):
         responses(monkeypatch, [[ValueError("no such model")], ["never asked"]])
 
 
-def test_the_application_is_ray_serves_own_with_three_parts_put_in() -> None:
+def test_the_application_is_ray_serves_own_with_three_parts_replaced() -> None:
     given = ScaleOut(model="m", device="cpu", engine={"tensor_parallel_size": 2}, plugin={"reuse": "exact"}, spill=9)
     args = given.serving_args()
     (config,) = args["llm_configs"]

@@ -25,14 +25,14 @@ def hints(agent: int) -> dict[str, Any]:
     return {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps}
 
 
-def test_what_one_rank_holds_the_other_computes(server: Server, stock: list[list[int]]) -> None:  # noqa: F811
+def test_ranks_do_not_share_kv(server: Server, stock: list[list[int]]) -> None:  # noqa: F811
     """A run that stays on its rank finds everything again; one that changes ranks computes it once more."""
     for turn in range(2):
         for rank in range(2):
             for agent in range(6):
-                answer, said = server.complete(cycle(agent), hints(agent), rank=rank)
+                answer, found = server.complete(cycle(agent), hints(agent), rank=rank)
                 assert answer == stock[agent]
-                assert said["tokens"]["computed"] == (40 if turn else FIXED + 40), (turn, rank, agent)
+                assert found["tokens"]["computed"] == (40 if turn else FIXED + 40), (turn, rank, agent)
 
 
 def test_without_a_rank_answers_are_the_same(server: Server, stock: list[list[int]]) -> None:  # noqa: F811

@@ -1,4 +1,4 @@
-"""The guide's example runs as it is, and finds what it says it finds."""
+"""The guide's example runs as it is, and its output has the documented hits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Workflow-aware caching inside vLLM: what stays, what is loaded, who waits, and that no answer changes."""
+"""Workflow-aware caching inside vLLM: evictions, loads and waiting, without a change of any answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def call(agent: int, turn: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def stock(tiny_llama: Path) -> dict[tuple[int, int], list[int]]:
-    """What vLLM answers by itself."""
+    """Answers of vLLM without the plug-in."""
     with driver(tiny_llama, plugged=False, num_gpu_blocks_override=41) as plain:
         answers = {(agent, turn): plain.answer(call(agent, turn)) for turn in range(3) for agent in range(AGENTS)}
         hits = plain.ask(call(0, 0)).num_cached_tokens
@@ -65,9 +64,9 @@ def flow(small: Driver) -> Driver:
 def check(flow: Driver) -> None:
     """Every block is free, and both queues are sound."""
     assert flow.pool.get_num_free_blocks() == flow.pool.num_gpu_blocks - 1
-    flow.side._queue.check_integrity()
-    flow.side._host.queue.check_integrity()
-    assert flow.side._host.pool.get_num_free_blocks() == flow.side._host.pool.num_gpu_blocks - 1
+    flow.side.queue.check_integrity()
+    flow.side.loads.tier.queue.check_integrity()
+    assert flow.side.loads.tier.host.get_num_free_blocks() == flow.side.loads.tier.host.num_gpu_blocks - 1
 
 
 def test_a_cycle_hits_what_lru_would_have_evicted(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
@@ -83,30 +82,30 @@ def test_a_cycle_hits_what_lru_would_have_evicted(flow: Driver, stock: dict[tupl
     assert totals["prefetches_completed"] > 0 and totals["evictions_varying"] > 0 and totals["blocks_offloaded"] == 80
 
 
-def test_eviction_alone_keeps_who_is_next(
+def test_eviction_alone_keeps_the_agents_that_run_next(
     flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow.side, "_host", None)
+    monkeypatch.setattr(flow.side, "loads", None)
     hits = 0
     for turn in range(3):
         for agent in range(AGENTS):
             output = flow.ask(call(agent, turn), kedge=hints(agent))
             assert list(output.outputs[0].token_ids) == stock[agent, turn]
             hits += min(output.num_cached_tokens, FIXED) if turn else 0
-    flow.side._queue.check_integrity()
+    flow.side.queue.check_integrity()
     assert hits / (2 * AGENTS * FIXED) >= 3 / 9, "room for four of ten, by step: 3/9; least recently used: 0"
 
 
 def resident(flow: Driver, agent: int) -> int:
     """Blocks of an agent's fixed prompt that are on the device."""
-    from kedge.integrations.vllm.plugin.host_tier import leading
+    from kedge.integrations.vllm.plugin.block_pools import leading_blocks
 
-    key = next(key for key in flow.side._prompts if key.agent == f"a{agent}")
-    return len(leading(flow.pool, flow.side._prompts[key]))
+    key = next(key for key in flow.side.prompts.prompts if key.agent == f"a{agent}")
+    return len(leading_blocks(flow.pool, flow.side.prompts.prompts[key]))
 
 
 def far(agent: int, **more: Any) -> dict[str, Any]:
-    """A forecast by which nobody else comes soon: nothing is prefetched."""
+    """A forecast by which no other agent comes soon: nothing is prefetched."""
     steps = {f"a{other}": 0 if other == agent else 5 + other for other in range(AGENTS)}
     return {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps, **more}
 
@@ -138,8 +137,8 @@ def test_a_request_waits_for_its_load_and_others_go_first(
     flow.run(until=lambda: other in flow.finished)
     assert loading not in flow.finished
     flow.run()
-    said = receipt(flow.finished[loading])["tokens"]
-    assert said == {"device": 0, "host": FIXED, "translated": 0, "computed": BLOCK + 8}
+    found = receipt(flow.finished[loading])["tokens"]
+    assert found == {"device": 0, "host": FIXED, "translated": 0, "computed": BLOCK + 8}
     assert list(flow.finished[loading].outputs[0].token_ids) == stock[target, 1]
     check(flow)
 
@@ -148,7 +147,7 @@ def test_an_abort_during_a_load_leaks_nothing(flow: Driver, monkeypatch: pytest.
     target = evicted(flow)
     monkeypatch.setattr(flow.worker._copier, "_throttle", 0.02)
     loading = flow.add(call(target, 1), kedge=far(target))
-    flow.run(until=lambda: flow.side._host.busy)
+    flow.run(until=lambda: flow.side.loads.tier.busy)
     flow.engine.abort_request([loading])
     flow.run()
     assert resident(flow, target) == FIXED // BLOCK, "what was on its way still comes"
@@ -171,13 +170,12 @@ def test_a_failed_copy_is_computed(
     check(flow)
 
 
-def test_nobody_waits_for_ever(
+def test_waiting_for_a_load_is_bounded(
     flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = evicted(flow)
-    settings = flow.side._settings
-    impatient = replace(settings, tiers=settings.tiers.model_copy(update={"max_wait": 0.0}))
-    monkeypatch.setattr(flow.side, "_settings", impatient)
+    loads = flow.side.loads
+    monkeypatch.setattr(loads, "settings", loads.settings.model_copy(update={"max_wait": 0.0}))
     monkeypatch.setattr(flow.worker._copier, "_throttle", 0.02)
     name = flow.add(call(target, 1), kedge=far(target))
     flow.run()
@@ -192,7 +190,7 @@ def test_preempted_requests_answer_the_same(flow: Driver, stock: dict[tuple[int,
     names = {agent: flow.add(call(agent, 2), kedge=far(agent)) for agent in range(8)}
     for _ in range(3):
         flow.step()
-    assert flow.scheduler.reset_prefix_cache(reset_running_requests=True) or flow.side._host.busy
+    assert flow.scheduler.reset_prefix_cache(reset_running_requests=True) or flow.side.loads.tier.busy
     flow.run()
     for agent, name in names.items():
         assert list(flow.finished[name].outputs[0].token_ids) == stock[agent, 2]
@@ -209,12 +207,11 @@ def test_a_new_run_knows_the_fixed_prompts_of_older_ones(flow: Driver) -> None:
 def test_an_ended_run_protects_nothing(flow: Driver) -> None:
     for agent in range(4):
         flow.ask(call(agent, 0), kedge=far(agent, run="short", final=agent == 3))
-    known = {*flow.side._steps, *flow.side._prompts, *flow.side._template_of}
-    assert "short" not in {key.run_id for key in known}
+    assert "short" not in {key.run_id for key in flow.side.prompts.agents}
     check(flow)
 
 
-def test_hints_that_cannot_be_meant_change_nothing(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
+def test_invalid_hints_change_nothing(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
     before = flow.side.totals()["ignored_hints"]
     bad = {"agent": 7, "steps": {"a1": -1}, "fixed_tokens": "all", "segments": [{"length": 3}], "unheard": 1}
     assert flow.answer(call(0, 0), kedge=bad) == stock[0, 0]
@@ -228,11 +225,11 @@ def test_reuse_can_be_switched_off(flow: Driver, stock: dict[tuple[int, int], li
     assert list(output.outputs[0].token_ids) == stock[0, 1]
 
 
-def test_an_emptied_cache_belongs_to_nobody(flow: Driver) -> None:
+def test_an_emptied_cache_has_no_owners(flow: Driver) -> None:
     flow.ask(call(0, 0), kedge=far(0))
     flow.reset()
     flow.ask(prompt(20, 3))
-    assert not flow.side._queue._owned and not flow.side._host.queue._owned
+    assert not flow.side.queue.has_owned_blocks and not flow.side.loads.tier.queue.has_owned_blocks
     check(flow)
 
 

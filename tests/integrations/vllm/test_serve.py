@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.engine.local.build import model_path  # noqa: E402
+from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.errors import EngineClosed  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
 from kedge.settings import EngineSettings, ServerSettings  # noqa: E402
@@ -52,7 +52,7 @@ def http(served: Served) -> Iterator[httpx.Client]:
         yield opened
 
 
-def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
+def test_a_chat_and_its_stream_have_the_same_text(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Tom has 3 apples. Tom finds 5 more. How many apples has Tom?"}]
     asked: Any = {"model": MODEL, "messages": messages, "max_tokens": 48, "temperature": 0}
     whole = client.chat.completions.create(**asked)
@@ -63,15 +63,15 @@ def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
     assert receipt["tokens"]["computed"] == whole.usage.prompt_tokens
 
 
-def test_the_bundled_model_says_what_it_says_in_transformers(client: openai.OpenAI, served: Served) -> None:
+def test_the_bundled_model_answers_as_in_transformers(client: openai.OpenAI, served: Served) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     prompt = list(served.engine.tokenizer.encode(served.engine.tokenizer.chat(None, "Tom has 3 apples.")))
     oracle: Any = AutoModelForCausalLM.from_pretrained(model_path(None), dtype=torch.float32).eval()
     out = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-    said = client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0)
-    assert said.choices[0].text == served.engine.tokenizer.decode(tuple(out.tolist()))
+    found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0)
+    assert found.choices[0].text == served.engine.tokenizer.decode(tuple(out.tolist()))
 
 
 def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client, served: Served) -> None:
@@ -105,14 +105,14 @@ def run(http: httpx.Client, name: str, count: int) -> list[dict[str, Any]]:
     return agents
 
 
-def test_the_dashboard_is_there_and_says_nothing_that_it_does_not_know(http: httpx.Client) -> None:
+def test_the_dashboard_is_served_without_engine_figures(http: httpx.Client) -> None:
     assert "Kedge" in http.get("/").text
     with http.stream("GET", "/v1/dashboard/events") as events:
         state = next(line for line in events.iter_lines() if line.startswith("data: "))
     assert '"engine":{}' in state.replace(" ", "")
 
 
-def test_when_vllm_dies_nobody_waits_for_it(served: Served, http: httpx.Client) -> None:
+def test_every_wait_ends_when_vllm_dies(served: Served, http: httpx.Client) -> None:
     """The last test: its process is killed while it answers."""
     request = GenerateRequest((Segment((5, 6, 7), "p0"),), SamplingParams(1500, ignore_eos=True))
     stream = served.engine.submit(request)

@@ -113,7 +113,7 @@ def cycle(agent: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def stock() -> list[list[int]]:
-    """What vLLM answers to six agents by itself."""
+    """Answers to six agents of vLLM without the plug-in."""
     with driver(Path(MODEL), plugged=False) as plain:
         return [plain.answer(cycle(agent)) for agent in range(6)]
 
@@ -129,23 +129,23 @@ def test_a_cycle_hits_on_all_ranks(server: Server, stock: list[list[int]]) -> No
         for agent in range(6):
             steps = {f"a{other}": (other - agent) % 6 for other in range(6)}
             kedge = {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps}
-            answer, said = server.complete(cycle(agent), kedge)
+            answer, found = server.complete(cycle(agent), kedge)
             assert answer == stock[agent]
-            assert said["tokens"]["computed"] == (40 if turn else FIXED + 40)
+            assert found["tokens"]["computed"] == (40 if turn else FIXED + 40)
     assert 'vllm:kedge_prefetches_completed_total{engine="0"' in server.get("/metrics")
 
 
-def test_what_was_learned_is_translated_on_all_ranks(server: Server) -> None:
+def test_learned_values_are_translated_on_all_ranks(server: Server) -> None:
     values = [prompt(60, 200 + number) for number in range(5)]
     answers = []
     for value in values:
-        answer, said = server.complete(HEAD + value + TAIL, hints(value), 12)
+        answer, found = server.complete(HEAD + value + TAIL, hints(value), 12)
         answers.append(answer)
-        for base in said["base"]:
+        for base in found["base"]:
             server.complete(base, {"base": True}, 1)
     for value, answer in zip(values, answers, strict=True):
-        again, said = server.complete(HEAD + value + TAIL, hints(value), 12)
-        assert again == answer and said["tokens"]["computed"] == 1 and said["tokens"]["translated"] > 0
+        again, found = server.complete(HEAD + value + TAIL, hints(value), 12)
+        assert again == answer and found["tokens"]["computed"] == 1 and found["tokens"]["translated"] > 0
 
 
 def hints(value: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Translation inside vLLM: what is captured and written, that it stays out of the prefix cache, and what refuses."""
+"""Translation inside vLLM: captures and writes, which stay out of the prefix cache, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.errors import PlanError  # noqa: E402
-from kedge.integrations.vllm.plugin.translations import why_not  # noqa: E402
+from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 
 HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
@@ -44,7 +44,7 @@ def teach(engine: Driver, value: list[int]) -> Any:
 
 @pytest.fixture(scope="module")
 def dense(tiny_llama: Path) -> list[list[int]]:
-    """What stock vLLM answers."""
+    """Answers of stock vLLM."""
     with driver(tiny_llama, plugged=False) as plain:
         return [plain.answer(tokens(value), count=12) for value in VALUES]
 
@@ -54,8 +54,8 @@ def taught(tiny_llama: Path, dense: object) -> Iterator[Driver]:  # noqa: ARG001
     """An engine that has seen all values but the last, in chunks of 64 tokens."""
     with driver(tiny_llama, extra={"anchors": ANCHORS}, max_num_batched_tokens=64) as built:
         for value in VALUES[:-1]:
-            said = receipt(teach(built, value))
-            assert said["tokens"]["translated"] == 0
+            found = receipt(teach(built, value))
+            assert found["tokens"]["translated"] == 0
         yield built
 
 
@@ -101,7 +101,7 @@ def test_a_preempted_translation_is_written_again(taught: Driver, dense: list[li
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 
-def test_what_cannot_be_written_is_computed(
+def test_a_translation_that_fails_is_computed(
     taught: Driver, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taught.reset()
@@ -123,22 +123,22 @@ def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
     taught.engine.abort_request([name])
     taught.run()
     taught.ask(prompt(40, 9))
-    assert not taught.worker._learner._plans and not taught.side.translations._cases
+    assert not taught.worker._learner.planned_writes and not taught.side.translations.unfinished
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 
 @pytest.mark.parametrize(
-    ("said", "sampling", "reason"),
+    ("given", "sampling", "reason"),
     [
         ({}, {"skip_reading_prefix_cache": True}, "the request does not read the prefix cache"),
         ({"agent": "stranger"}, {}, "the agent's template has no base KV yet"),
     ],
 )
 def test_dense_with_the_reason(
-    taught: Driver, dense: list[list[int]], said: dict[str, Any], sampling: dict[str, Any], reason: str
+    taught: Driver, dense: list[list[int]], given: dict[str, Any], sampling: dict[str, Any], reason: str
 ) -> None:
     taught.reset()
-    output = taught.ask(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0], **said), **sampling)
+    output = taught.ask(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0], **given), **sampling)
     assert reason in {miss["reason"] for miss in receipt(output)["misses"]}
     assert receipt(output)["tokens"]["translated"] == 0
     assert list(output.outputs[0].token_ids) == dense[0]
@@ -158,8 +158,8 @@ def test_requests_that_are_never_translated(odd: dict[str, Any], reason: str) ->
         "lora_request": None, "mm_features": [], "prompt_embeds": None, "skip_reading_prefix_cache": False,
         "sampling_params": SimpleNamespace(prompt_logprobs=None),
     }  # fmt: skip
-    assert why_not(SimpleNamespace(**plain)) is None  # type: ignore[arg-type]
-    assert reason in (why_not(SimpleNamespace(**{**plain, **odd})) or "")  # type: ignore[arg-type]
+    assert request_refusal(SimpleNamespace(**plain)) is None  # type: ignore[arg-type]
+    assert reason in (request_refusal(SimpleNamespace(**{**plain, **odd})) or "")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reuse", ["exact", "off"])
@@ -185,8 +185,8 @@ def test_an_answer_is_its_own_base_kv(taught: Driver) -> None:
         {"name": "p1", "length": len(TAIL)},
     ]
     reader = {"workflow": "w", "run": "chain", "agent": "reader", "segments": segments}
-    said = receipt(taught.ask(HEAD + answer[:19] + TAIL, kedge=reader))
-    assert all(answer[:19] != base[:19] for base in said["base"]) and len(said["base"]) == 1
+    found = receipt(taught.ask(HEAD + answer[:19] + TAIL, kedge=reader))
+    assert all(answer[:19] != base[:19] for base in found["base"]) and len(found["base"]) == 1
     other = receipt(taught.ask(HEAD + prompt(19, 12) + TAIL, kedge={**reader, "run": "elsewhere"}))
     assert prompt(19, 12) in other["base"]
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1

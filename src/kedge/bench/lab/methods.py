@@ -10,6 +10,7 @@ from typing import Any
 from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.lab.baselines import Ablation, NoAnchors
 from kedge.bench.lab.cacheblend import CacheBlend
+from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
@@ -85,7 +86,7 @@ Loaded = tuple[ModelRunner, HFTokenizer]
 
 def load_model(model: Path | None, config: EngineSettings) -> Loaded:
     """Load a model (None: the bundled one) for several engines, of which only one may work at a time."""
-    path = build.model_path(model)
+    path = model_path(model)
     return build.load_runner(path, config), HFTokenizer.load(path)
 
 

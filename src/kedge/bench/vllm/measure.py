@@ -161,10 +161,10 @@ def workload(name: str, settings: VllmBenchSettings, vocab: int) -> FlowWorkload
         sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.reply)
         return many_flows(sizes, flows, shape.room, vocab, seed)
     if name == "peer":
+        from kedge.engine.common.model_folder import model_path
         from kedge.engine.common.tokenizer import HFTokenizer
-        from kedge.engine.local import build
 
-        encode = HFTokenizer.load(build.model_path(None)).encode
+        encode = HFTokenizer.load(model_path(None)).encode
         return peer(encode, seed, output=shape.answer, rounds=shape.questions)
     return single_flow(shape.sizes, vocab, seed, room=shape.rooms[0])
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-import kedge.models.nano
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.residence import HostBound
 from kedge.cache import CacheManager, EvictionPolicy
@@ -43,11 +42,6 @@ def apart(work: Callable[[], T]) -> T:
     """
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(work).result()
-
-
-def model_path(model: str | Path | None) -> Path:
-    """Return the folder of a model; None is the one that comes with the package."""
-    return Path(model) if model is not None else Path(kedge.models.nano.__path__[0])
 
 
 def load_runner(path: Path, config: EngineSettings) -> ModelRunner:

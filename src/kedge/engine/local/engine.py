@@ -21,6 +21,7 @@ from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Quota
 from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.local import build
@@ -57,7 +58,7 @@ class LocalEngine:
 
     def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
         self.config = config or EngineSettings()
-        path = build.model_path(model or self.config.model)
+        path = model_path(model or self.config.model)
         runner = build.apart(partial(build.load_runner, path, self.config))
         self.tokenizer = HFTokenizer.load(path)
         self._start(runner, None, EngineComponents())

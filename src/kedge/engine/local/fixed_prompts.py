@@ -5,28 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from kedge.cache import CacheManager, FixedBoundary
+from kedge.cache import CacheManager
+from kedge.policies.fixed_prompts import FixedLengths
 from kedge.types import GenerateRequest, Tokens
 from kedge.workflow.forecast import AgentKey
-
-
-class FixedLengths:
-    """How many leading tokens of an agent's prompts are fixed."""
-
-    def __init__(self) -> None:
-        self._boundary = FixedBoundary()
-
-    def of(self, request: GenerateRequest) -> int | None:
-        """Return what the request says, else its first prefix segment where others follow, else what its history
-        says.
-        """
-        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
-            return request.fixed
-        first, *others = request.segments
-        if others and not first.is_placeholder:
-            return len(first.tokens)
-        agent = (request.namespace, request.client, request.workflow, request.agent)
-        return self._boundary.observe(agent, request.tokens, time.monotonic())
 
 
 class FixedPrompts:
@@ -38,7 +20,7 @@ class FixedPrompts:
 
     def called(self, request: GenerateRequest) -> None:
         """The prompt of `request` is in the cache now, as far as it is exact."""
-        if request.agent and (length := self._lengths.of(request)):
+        if request.agent and (length := self._lengths.of(request, time.monotonic())):
             key = request.agent_key
             self.label(key, request.tokens[:length])
 

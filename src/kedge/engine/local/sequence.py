@@ -14,6 +14,7 @@ from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft
+from kedge.reuse.reasons import with_reasons
 from kedge.types import (
     Completion,
     FinishReason,
@@ -247,7 +248,8 @@ class RequestSequence(Sequence):
     def receipt(self) -> Receipt:
         spans, misses = (self.plan.spans, self.plan.misses) if self.plan else ((), ())
         parts = {name: seconds * 1e3 for name, seconds in self.parts.items()}
-        return Receipt(self.request.request_id, self.request.reuse, spans, misses, parts, self.preassembled)
+        reasons = with_reasons(self.request, spans, misses)
+        return Receipt(self.request.request_id, self.request.reuse, spans, reasons, parts, self.preassembled)
 
     def completion(self, reason: FinishReason) -> Completion:
         now = time.monotonic()

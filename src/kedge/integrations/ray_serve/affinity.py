@@ -1,7 +1,7 @@
-"""Which replica a call should go to: where its run's KV is, else where its agent's fixed prompt is, unless it is busy.
+"""The choice of a replica for a call: the one with its run's KV, else with its agent's fixed prompt, unless it is busy.
 
-Pure bookkeeping over names of replicas and lengths of their queues: no clock, no random numbers, no Ray. Nothing
-depends on it but time: on any replica every call gets the same answer.
+Pure bookkeeping over names of replicas and lengths of their queues: no clock, no random numbers, no Ray. It affects
+latency only: every replica gives a call the same answer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Value = TypeVar("Value")
 
 
 class Affinity:
-    """Where runs and fixed prompts are, for the least recently used of which it forgets beyond a bound.
+    """The replicas that hold runs and fixed prompts. The least recently used entries are dropped beyond a bound.
 
-    `spill` is how many more requests than the least busy replica the right one may have before a call goes elsewhere,
-    and its run with it: without a margin, runs would wander with every fluctuation. `most_runs` and `most_templates`
-    bound the memory. Raises `ConfigError` for a `spill` below 0 or a bound below 1.
+    `spill` is how many more requests than the least busy replica a run's own one may have before a call, and its run,
+    goes elsewhere: without a margin, runs would move with every fluctuation. `most_runs` and `most_templates` bound the
+    memory. Raises `ConfigError` for a `spill` below 0 or a bound below 1.
     """
 
     def __init__(self, spill: int = 4, most_runs: int = 65_536, most_templates: int = 16_384) -> None:
@@ -36,15 +36,15 @@ class Affinity:
         self._homes: OrderedDict[RunKey, str] = OrderedDict()
         self._holders: OrderedDict[Template, frozenset[str]] = OrderedDict()
         self._held: Counter[str] = Counter()
-        """Fixed prompts by replica, with those that are expected there"""
+        """Number of fixed prompts by replica, with those that are expected there"""
         self._expected: OrderedDict[Template, str] = OrderedDict()
 
     def order(self, caller: Caller, loads: Mapping[str, int]) -> list[str]:
-        """All replicas of `loads`, which gives the length of each one's queue, best first.
+        """Return the replicas, best first. `loads` has the length of each one's queue.
 
         A replica that is not too busy comes before one that is. Among equals the order is: the home of the run; one
-        that holds the agent's fixed prompt, or will; the one that holds the fewest fixed prompts, so that room for KV
-        is used evenly; the least busy; and by rendezvous hashing, so that routers that know nothing agree.
+        that holds the agent's fixed prompt, or will; the one that holds the fewest fixed prompts, so that KV memory is
+        used evenly; the least busy; and by rendezvous hashing, so that routers without any history agree.
         """
         room = min(loads.values(), default=0) + self._spill
         home = self._homes.get(caller.run_key) if caller.run_key else None
@@ -58,17 +58,19 @@ class Affinity:
         return sorted(loads, key=rank)
 
     def expect(self, caller: Caller, replica: str) -> None:
-        """A call is to go to this replica: a fixed prompt that nobody holds counts there from now on, so that calls
-        which come at the same time do not all choose the same one."""
+        """Note that a call will go to this replica.
+
+        A fixed prompt that no replica holds counts there from now on, so that simultaneous calls spread.
+        """
         if caller.template in self._holders:
             return
-        self._expect_no_more(caller.template)
+        self._drop_expectation(caller.template)
         self._held[replica] += 1
         if forgotten := _remember(self._expected, caller.template, replica, self._most_templates):
             self._held[forgotten] -= 1
 
     def routed(self, caller: Caller, replica: str) -> None:
-        """A call went to this replica: its run and its agent's fixed prompt are there now."""
+        """Note that a call went to this replica, which holds its run and its agent's fixed prompt from now on."""
         if caller.run_key:
             if caller.final:
                 self._homes.pop(caller.run_key, None)
@@ -77,7 +79,7 @@ class Affinity:
         self._hold(caller.template, replica)
 
     def inspect(self) -> dict[str, dict[Any, Any]]:
-        """Return who is where: the home of every run, who holds each template or is expected to, and how many each."""
+        """Return the home of every run, the holders of every template, present or expected, and how many each holds."""
         return {
             "homes": dict(self._homes),
             "holders": dict(self._holders),
@@ -86,7 +88,7 @@ class Affinity:
         }
 
     def retain(self, replicas: Collection[str]) -> None:
-        """These replicas are alive. What the others held is gone, and their runs go on wherever they are sent next."""
+        """Drop all replicas but these, with what they held. Their runs continue wherever they are sent next."""
         self._homes = OrderedDict((run, home) for run, home in self._homes.items() if home in replicas)
         alive = frozenset(replicas)
         self._holders = OrderedDict((name, on & alive) for name, on in self._holders.items() if on & alive)
@@ -94,24 +96,24 @@ class Affinity:
         self._held = Counter(replica for on in self._holders.values() for replica in on)
 
     def _hold(self, template: Template, replica: str) -> None:
-        self._expect_no_more(template)
+        self._drop_expectation(template)
         before = self._holders.get(template, frozenset())
         forgotten = _remember(self._holders, template, before | {replica}, self._most_templates)
         self._held.update({replica} - before)
         self._held.subtract(forgotten or ())
 
-    def _expect_no_more(self, template: Template) -> None:
+    def _drop_expectation(self, template: Template) -> None:
         if expected := self._expected.pop(template, None):
             self._held[expected] -= 1
 
 
 def rendezvous(key: Iterable[str], replica: str) -> int:
-    """A number that depends on both and nothing else: the replica with the highest one is the key's."""
+    """Return the rendezvous hash of a key and a replica. The replica with the highest one owns the key."""
     return int.from_bytes(blake2b("\x1f".join((*key, replica)).encode(), digest_size=8).digest())
 
 
 def _remember(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> Value | None:
-    """Puts a key last; what had to be forgotten for it."""
+    """Put a key last. Returns the value that was dropped for it, if there is one."""
     table[key] = value
     table.move_to_end(key)
     return table.popitem(last=False)[1] if len(table) > most else None

@@ -1,4 +1,4 @@
-"""The application that Ray Serve runs: Ray Serve LLM's own, with vLLM's plug-in, router and ingress put in.
+"""The application that Ray Serve runs: Ray Serve LLM's own, with Kedge's plug-in for vLLM, router and ingress.
 
 serve run kedge.integrations.ray_serve.app:build model=MODEL replicas=2
 serve run deploy/ray_serve.yaml
@@ -24,38 +24,38 @@ except ImportError as error:
 
 
 class ScaleOut(BaseModel):
-    """What `build` can be told, on the command line or under `args` of a Serve config file."""
+    """The arguments of `build`, from the command line or from `args` in a Serve config file."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    """A folder on every node, or a name on the Hugging Face Hub."""
+    """A folder on every node, or a name on the Hugging Face Hub"""
     name: str = ""
-    """What clients call it; empty: as `model`."""
+    """The model's name for clients; empty: `model`"""
     replicas: int = Field(default=2, ge=1)
     device: Literal["cpu", "gpu"] = "gpu"
-    """What each of a replica's `tensor_parallel_size` × `pipeline_parallel_size` workers gets one of."""
+    """The device of each of a replica's `tensor_parallel_size` × `pipeline_parallel_size` workers"""
     accelerator: str | None = None
-    """The GPU's type as Ray names it, where a cluster has several: `H100`, `L4`, …"""
+    """Ray's name of the GPU's type, for a cluster with several: `H100`, `L4`, …"""
     spill: int = Field(default=4, ge=0)
-    """See `Affinity`."""
+    """See `Affinity`"""
     engine: dict[str, Any] = {}
-    """vLLM's engine arguments."""
+    """vLLM's engine arguments"""
     plugin: dict[str, Any] = {}
-    """The plug-in's settings: what vLLM calls `kv_connector_extra_config`."""
+    """The plug-in's settings, vLLM's `kv_connector_extra_config`"""
     deployment: dict[str, Any] = {}
     """Ray Serve's options of the replicas: `max_ongoing_requests`, `autoscaling_config`, …"""
     placement: dict[str, Any] | None = None
-    """Ray Serve LLM's `placement_group_config`: how the workers of one replica lie on nodes."""
+    """Ray Serve LLM's `placement_group_config`: the placement of a replica's workers on nodes"""
     environment: dict[str, str] = {}
-    """Environment variables of the replicas."""
+    """Environment variables of the replicas"""
 
     def serving_args(self) -> dict[str, Any]:
-        """The same as Ray Serve LLM's `LLMServingArgs`."""
+        """Return these settings as Ray Serve LLM's `LLMServingArgs`."""
         return {
             "llm_configs": [self._llm_config()],
             "ingress_cls_config": {"ingress_cls": ResendingIngress},
-            # One process knows where all runs are. Several agree only on where a new one goes while nobody is busy.
+            # One process knows the replicas of all runs. Several would agree only on new runs while no replica is busy.
             "ingress_deployment_config": {"num_replicas": 1},
         }
 
@@ -78,5 +78,5 @@ class ScaleOut(BaseModel):
 
 
 def build(args: ScaleOut) -> Application:
-    """The application. Raises `pydantic.ValidationError` for an unknown setting or a bad value."""
+    """Return the application. Raises `pydantic.ValidationError` for an unknown setting or a bad value."""
     return build_openai_app(args.serving_args())

@@ -1,4 +1,4 @@
-"""Who calls, as far as it matters for where a call goes: the same hints as the plug-in's, read before it sees them."""
+"""The tenant, run and agent of a call, from the hints that the plug-in reads later."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kedge.types import AgentId, Namespace, RunId, TenantId, WorkflowId
 from kedge.workflow.forecast import RunKey
 
 Template = tuple[str, ...]
-"""What names a fixed prompt: tenant, workflow and agent, or tenant, client and run of a caller who names neither."""
+"""The key of a fixed prompt: (tenant, workflow, agent), or (tenant, client, run) for a caller who names neither."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A call's tenant, client, workflow, run and agent; an empty name is one that was not said."""
+    """A call's tenant, client, workflow, run and agent; a name without a hint is empty."""
 
     namespace: Namespace = Namespace(TenantId("default"))
     client: str = ""
@@ -24,7 +24,7 @@ class Caller:
     run: RunId = RunId("")
     agent: AgentId = AgentId("")
     final: bool = False
-    """Nothing more comes in this run."""
+    """Whether the run ends with this call"""
 
     @property
     def run_key(self) -> RunKey | None:
@@ -38,13 +38,13 @@ class Caller:
 
 
 def read_caller(params: object, salt: object, session: str = "") -> Caller | None:
-    """The caller that `kv_transfer_params` name; None where nothing tells calls that belong together.
+    """Return the caller that `kv_transfer_params` name; None where they name no run, workflow or agent.
 
     `salt` is vLLM's `cache_salt`, which names the tenant. `session` is Ray Serve's session id, from a header: the run
-    of a caller who does not say one. A name that cannot be meant is as good as none.
+    of a caller whose hints have none. A name that is not accepted is ignored.
     """
-    said = params.get("kedge") if isinstance(params, Mapping) else None
-    hints: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
+    field = params.get("kedge") if isinstance(params, Mapping) else None
+    hints: Mapping[str, Any] = field if isinstance(field, Mapping) else {}
     caller = Caller(
         namespace=Namespace.parse(_name(salt) or "default"),
         client=_name(hints.get("client")),

@@ -1,4 +1,4 @@
-"""Ray Serve LLM's OpenAI ingress, which sends a call again whose replica has died before the answer began."""
+"""Ray Serve LLM's OpenAI ingress with retries for calls whose replica died before the answer began."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ except ImportError as error:
     raise ConfigError("kedge.integrations.ray_serve", error.name, why) from error
 
 ATTEMPTS = 3
-"""How often a call is sent before its caller is told that its replica has died."""
+"""Attempts to send a call before the death of its replica becomes an error."""
 
 
 class ResendingIngress(OpenAiIngress):
-    """Ray Serve sends a request again only until a replica has taken it; this goes on until the first token.
+    """An ingress that retries a call until its first token; Ray Serve's own stops once a replica has accepted it.
 
-    A call may be sent again because it changes nothing: what it left in a cache is gone with the replica.
+    Retries are safe because a call changes nothing but a cache, which is lost with its replica.
     """
 
     async def _get_response(self, **call: Any) -> AsyncIterator[Any]:

@@ -11,9 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from kedge.types import AgentId, Completion, Namespace, Receipt, Source, Tokens, WorkflowId
-from kedge.workflow.forecast import RunKey
 
-MOST_AGENTS_OF_A_RUN = 64
 SAMPLES = 64
 """Times to first token by agent and kind; the median is of these."""
 
@@ -47,6 +45,13 @@ class AgentName(NamedTuple):
     agent: AgentId
 
 
+class Time(NamedTuple):
+    """A time to first token, and the most requests in flight until then."""
+
+    ttft_ms: float
+    load: int
+
+
 def kind_of(receipt: Receipt) -> Kind:
     """What a time to first token is to be compared as."""
     if 2 * (receipt.exact + receipt.translated) < receipt.prompt_tokens:
@@ -55,108 +60,31 @@ def kind_of(receipt: Receipt) -> Kind:
 
 
 @dataclass(slots=True)
-class Live:
-    """A request that the engine has."""
-
-    name: AgentName
-    run: RunKey | None
-    has_begun: bool = False
-
-
-@dataclass(slots=True)
 class AgentRecord:
     """What is remembered of an agent over all its runs."""
 
     calls: int = 0
     tokens: Counter[Source] = field(default_factory=Counter)
-    ttft_ms: dict[Kind, deque[float]] = field(
+    times: dict[Kind, deque[Time]] = field(
         default_factory=lambda: {kind: deque(maxlen=SAMPLES) for kind in Kind},
     )
     fixed: tuple[Namespace, Tokens] | None = None
     """The namespace and the beginning that its prompts share, as it was last told."""
 
-    def answered(self, completion: Completion) -> None:
-        """Counts a call; one that was answered without a token has no time to first token."""
+    def answered(self, completion: Completion, load: int) -> None:
+        """Count a call; one that was answered without a token has no time to first token."""
         receipt = completion.receipt
         self.calls += 1
         self.tokens.update(by_source(receipt))
         if completion.tokens:
-            self.ttft_ms[kind_of(receipt)].append(completion.ttft_ms)
+            self.times[kind_of(receipt)].append(Time(completion.ttft_ms, load))
 
     def told(self) -> dict[str, Any]:
         return {
             "calls": self.calls,
             "tokens": plain(self.tokens),
-            "ttft_ms": {kind: _spread(samples) for kind, samples in self.ttft_ms.items()},
+            "ttft_ms": {kind: _medians(times) for kind, times in self.times.items()},
             "fixed": len(self.fixed[1]) if self.fixed else None,
-        }
-
-
-@dataclass(slots=True)
-class RunRecord:
-    """Where a run is; at most `MOST_AGENTS_OF_A_RUN` of its agents."""
-
-    workflow: WorkflowId
-    began: float
-    has_ended: bool = False
-    states: dict[AgentId, AgentState] = field(default_factory=dict)
-    calls: Counter[AgentId] = field(default_factory=Counter)
-    steps: dict[AgentId, float] = field(default_factory=dict)
-    """Steps-to-execution; infinite where nobody can tell."""
-
-    def put(self, agent: AgentId, state: AgentState) -> None:
-        """An agent's state; a call is counted when it is done."""
-        if self._has_room(agent):
-            self.states[agent] = state
-            self.calls[agent] += state is AgentState.DONE
-
-    def expect(self, agent: AgentId, steps: float) -> None:
-        """An agent's steps-to-execution; its state stays as it is."""
-        if self._has_room(agent):
-            self.states.setdefault(agent, AgentState.EXPECTED)
-            self.steps[agent] = steps
-
-    def _has_room(self, agent: AgentId) -> bool:
-        return agent in self.states or len(self.states) < MOST_AGENTS_OF_A_RUN
-
-    def end(self) -> None:
-        self.has_ended = True
-        self.steps.clear()
-
-    def told(self, key: RunKey, now: float) -> dict[str, Any]:
-        agents = {
-            agent: {"state": state, "calls": self.calls[agent], "steps": finite(self.steps.get(agent))}
-            for agent, state in self.states.items()
-        }
-        age = round(now - self.began, 1)
-        return {"id": key.name, "workflow": self.workflow, "age_s": age, "ended": self.has_ended, "agents": agents}
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A finished generation."""
-
-    number: int
-    at: float
-    name: AgentName
-    run: RunKey | None
-    receipt: Receipt
-    ttft_ms: float
-    total_ms: float
-
-    def told(self, now: float) -> dict[str, Any]:
-        """Without the engine's ids: their numbers would tell of other tenants."""
-        return {
-            "number": self.number,
-            "age_s": round(now - self.at, 1),
-            **self.name._asdict(),
-            "run": self.run.name if self.run else "",
-            "mode": self.receipt.mode,
-            "kind": kind_of(self.receipt),
-            "tokens": plain(by_source(self.receipt)),
-            "ttft_ms": self.ttft_ms,
-            "total_ms": self.total_ms,
-            "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in self.receipt.misses],
         }
 
 
@@ -175,5 +103,7 @@ def finite(steps: float | None) -> float | None:
     return steps if steps is not None and isfinite(steps) else None
 
 
-def _spread(samples: deque[float]) -> dict[str, Any]:
-    return {"median": median(samples) if samples else None, "count": len(samples)}
+def _medians(times: deque[Time]) -> dict[str, Any]:
+    """The median of some times, and of the loads that they were measured at."""
+    medians = [median(values) for values in zip(*times, strict=True)] or [None, None]
+    return {"median": medians[0], "load": medians[1], "count": len(times)}

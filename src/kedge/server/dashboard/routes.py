@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +22,7 @@ from kedge import __version__
 from kedge.engine.base import Engine, Inspectable
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
+from kedge.server.dashboard.health import Health, health
 from kedge.server.dashboard.history import History
 from kedge.server.dashboard.records import AgentName
 from kedge.server.http.sse import EventStream, event
@@ -59,8 +60,9 @@ class _Look:
 class Dashboard:
     """What all pages of one server share. The event loop owns it, apart from the history."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.history = History()
+    def __init__(self, engine: Engine, keeps_texts: Callable[[TenantId], bool] = lambda _: False) -> None:
+        """`keeps_texts` says whose prompts and answers may be kept."""
+        self.history = History(keeps_texts=keeps_texts)
         self.engine = WatchedEngine(engine, self.history)
         """What the server is to use, so that there is something to show."""
         self._inspected = engine if isinstance(engine, Inspectable) else None
@@ -89,8 +91,26 @@ class Dashboard:
             look = self._looks[tenant] = _Look(time.monotonic(), service.threads.wait(task))
         await asyncio.wait([asyncio.wrap_future(look.answer)], timeout=PACE)
         if look.answer.done():
-            self._seen[tenant] = look.answer.result()
+            self._seen[tenant] = {**self.last_seen(tenant), **look.answer.result()}
+        return self.last_seen(tenant)
+
+    def last_seen(self, tenant: TenantId) -> Mapping[str, Any]:
+        """What the engine answered last; the figures of one that has closed since stay."""
         return self._seen.get(tenant, {})
+
+    def silent_s(self, tenant: TenantId) -> float:
+        """For how many seconds the engine has owed an answer."""
+        look = self._looks.get(tenant)
+        return 0.0 if look is None or look.answer.done() else time.monotonic() - look.asked
+
+    def health(self, service: Service, tenant: TenantId) -> Health:
+        """The engine's state, as far as it is known without asking it."""
+        return health(
+            service,
+            is_closed="closed" in self.last_seen(tenant),
+            silent_s=self.silent_s(tenant),
+            overload_age_s=self.history.seconds_since_overload(tenant),
+        )
 
 
 def _look(
@@ -160,27 +180,41 @@ def _files() -> dict[str, bytes]:
 
 
 async def _states(dashboard: Dashboard, service: Service, workflows: Workflows, tenant: Tenant) -> AsyncIterator[bytes]:
-    sent, sent_at = -1, 0.0
+    """A state whenever it has changed, and a last one when the server ends: it says why."""
+    sent, sent_at = None, 0.0
     while not service.is_ending:
-        version, now = dashboard.history.version(tenant.id), time.monotonic()
-        if version != sent or now - sent_at >= REST:
-            sent, sent_at = version, now
-            yield event(await _state(dashboard, service, workflows, tenant), name="state")
+        news, now = (dashboard.history.version(tenant.id), dashboard.health(service, tenant.id)), time.monotonic()
+        if news != sent or now - sent_at >= REST:
+            sent, sent_at = news, now
+            engine = await dashboard.seen(service, tenant.id)
+            yield event(_state(dashboard, service, workflows, tenant, engine), name="state")
         await asyncio.sleep(PACE)
+    yield event(_state(dashboard, service, workflows, tenant, dashboard.last_seen(tenant.id)), name="state")
 
 
-async def _state(dashboard: Dashboard, service: Service, workflows: Workflows, tenant: Tenant) -> dict[str, Any]:
-    engine = await dashboard.seen(service, tenant.id)
+def _state(
+    dashboard: Dashboard, service: Service, workflows: Workflows, tenant: Tenant, engine: Mapping[str, Any]
+) -> dict[str, Any]:
     state = dashboard.history.state(tenant.id)
-    statuses = {served.id: served.status for served in workflows.server_runs.all(tenant)}
-    for run in state["runs"]:
-        run["status"] = statuses.get(run["id"], "ended" if run["ended"] else "running")
+    add_outcomes(state["runs"], workflows, tenant)
+    engine_health = dashboard.health(service, tenant.id)._asdict()
     return {
         "server": {"model": service.model_name, "version": __version__, "open": service.keys.is_open},
+        "health": {**engine_health, "silent_s": round(dashboard.silent_s(tenant.id), 1)},
         "workflows": [_drawn(one) for one in workflows.registry.all(tenant.id)],
         "engine": engine,
         **state,
     }
+
+
+def add_outcomes(records: Iterable[dict[str, Any]], workflows: Workflows, tenant: Tenant) -> None:
+    """Complete records of runs by how they stand and why they failed, and what was never submitted by its workflow."""
+    served = {one.id: one for one in workflows.server_runs.all(tenant)}
+    for record in records:
+        known = served.get(record["id"])
+        record["workflow"] = record["workflow"] or (known.workflow if known else "")
+        record["status"] = known.status if known else "ended" if record["ended"] else "running"
+        record["reason"] = known.failure if known else None
 
 
 def _drawn(one: Registered) -> dict[str, Any]:

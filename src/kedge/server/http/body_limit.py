@@ -6,6 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kedge.server.failures import CallFailure
 from kedge.server.http.errors import refusal
 
 MAX_DRAINED = 16
@@ -27,13 +28,13 @@ class BodySizeLimit:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(receive)
         except TimeoutError:
-            await refusal(408, "the body did not come in time", "request_timeout")(scope, receive, send)
+            await _refuse(408, "the body did not come in time", "request_timeout", scope, receive, send)
             return
         if body is None:
             return
         if len(body) > self._max_bytes:
-            too_large = refusal(413, f"a body has at most {self._max_bytes} bytes", "request_too_large")
-            await too_large(scope, receive, send)
+            reason = f"a body has at most {self._max_bytes} bytes"
+            await _refuse(413, reason, "request_too_large", scope, receive, send)
             return
         await self._app(scope, _replayed(body, receive), send)
 
@@ -48,6 +49,12 @@ class BodySizeLimit:
             if not message.get("more_body") or size > MAX_DRAINED * self._max_bytes:
                 return bytes(body)
         return None
+
+
+async def _refuse(status: int, reason: str, code: str, scope: Scope, receive: Receive, send: Send) -> None:
+    route = f"{scope['method']} {scope['path']}"
+    scope["app"].state.service.report_failure(None, CallFailure(status, code, reason, route))
+    await refusal(status, reason, code)(scope, receive, send)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +25,7 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
+from kedge.server.failures import CallFailure
 from kedge.server.http.sse import JSONAnswer
 
 logger = logging.getLogger(__name__)
@@ -171,7 +173,19 @@ async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG00
 def _answer(
     request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
 ) -> JSONAnswer:
-    """Return the answer and count it for the calling tenant, if it is known."""
-    tenant = getattr(request.state, "tenant", None)
-    request.app.state.service.metrics.failed(tenant.id if tenant else "", status)
+    """Return the answer; count it, and report it, for the calling tenant, if it is known."""
+    tenant, service = getattr(request.state, "tenant", None), request.app.state.service
+    path, owner = request.url.path, tenant.id if tenant else None
+    if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
+        service.failed(owner, failure_of(request, body, status))
+    else:
+        service.metrics.failed(owner or "", status)
     return JSONAnswer(body, status, headers=headers)
+
+
+def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
+    """Return the record of a call whose answer tells an error; its agent is known once its hints were read."""
+    error, hints = body["error"], getattr(request.state, "hints", None)
+    route = f"{request.method} {unquote(request.url.path)}"
+    agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}
+    return CallFailure(status, error["code"] or error["type"], error["message"], route, **agent)

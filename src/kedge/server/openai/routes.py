@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from kedge.errors import KedgeError
 from kedge.server.calls import GenerationCall
 from kedge.server.hints import Hints
-from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, problem_of
+from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, failure_of, problem_of
 from kedge.server.http.media_types import TypedRoute
 from kedge.server.http.sse import DONE, EventStream, JSONAnswer, event
 from kedge.server.openai.chunks import ChunkEncoder
@@ -37,7 +37,7 @@ async def chat_completions(
     body: ChatBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
-    hints = _checked_hints(service, tenant, body, request.headers)
+    hints = request.state.hints = _checked_hints(service, tenant, body, request.headers)
     job = chat_job(CallContext(service, workflows, tenant, hints), body)
     form = ChatFormat(
         service.model_name,
@@ -53,7 +53,7 @@ async def completions(
     body: CompletionBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Continue texts or token ids."""
-    hints = _checked_hints(service, tenant, body, request.headers)
+    hints = request.state.hints = _checked_hints(service, tenant, body, request.headers)
     job = completion_job(CallContext(service, workflows, tenant, hints), body)
     form = CompletionFormat(service.model_name, service.engine.tokenizer, echo=bool(body.echo))
     return await _answer(job, form, request)
@@ -86,7 +86,7 @@ def _model(service: Service) -> dict[str, object]:
 async def _answer(job: GenerationJob, form: Format, request: Request) -> Response:
     call = await job.begin()
     if job.body.stream:
-        return EventStream(_chunks(job, call, form), call.end)
+        return EventStream(_chunks(job, call, form, request), call.end)
     try:
         finished = await _unless_gone(call, request)
     finally:
@@ -126,7 +126,7 @@ def _writers(form: Format, call: GenerationCall) -> list[Writer]:
     return [form.writer(at, request) for at, request in enumerate(call.requests)]
 
 
-async def _chunks(job: GenerationJob, call: GenerationCall, form: Format) -> AsyncIterator[bytes]:
+async def _chunks(job: GenerationJob, call: GenerationCall, form: Format, request: Request) -> AsyncIterator[bytes]:
     """Yield a stream's events: the choices' chunks, the usage if it is asked for, and the end mark."""
     encoder = ChunkEncoder(form, **_usage_field(job.body))
     writers, left = _writers(form, call), job.count
@@ -139,8 +139,9 @@ async def _chunks(job: GenerationJob, call: GenerationCall, form: Format) -> Asy
             elif choices:
                 yield b"".join(map(encoder.event, choices))
     except KedgeError as error:
-        job.context.service.metrics.failed(job.context.tenant.id, problem_of(error).status)
-        yield event(error_body(error))
+        body = error_body(error)
+        job.context.service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
+        yield event(body)
     yield DONE
 
 

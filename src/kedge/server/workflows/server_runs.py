@@ -15,7 +15,8 @@ from typing import Any
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.runner.results import EventKind, RunEvent, RunResult
 from kedge.runner.run import check_inputs, run
-from kedge.server.http.errors import BUG, INTERNAL, error_body, problem_body
+from kedge.server.failures import CallFailure
+from kedge.server.http.errors import BUG, INTERNAL, error_body, problem_body, problem_of
 from kedge.server.meters import Ticket
 from kedge.server.receipts import receipt
 from kedge.server.service import Service
@@ -82,6 +83,11 @@ class ServerRun:
                 await asyncio.wait_for(news.wait(), KEEP_ALIVE_SECONDS)
             except TimeoutError:
                 yield None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run failed; None where it did not."""
+        return self.events[-1].data["error"]["message"] if self.status is RunStatus.FAILED else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run's state; of an ended one with its result or error."""
@@ -210,6 +216,14 @@ class _Execution:
         self.service.metrics.runs.labels(self.tenant.id).dec()
         self.service.metrics.run_ended(self.tenant.id, status)
         self.served.add_event(status, data)
+        if status is RunStatus.FAILED:
+            self._report(self.service.engine_error or ended.exception(), data["error"])
+
+    def _report(self, error: BaseException | None, body: Mapping[str, Any]) -> None:
+        status = problem_of(error).status if isinstance(error, KedgeError) else INTERNAL.status
+        place = {"workflow": self.workflow.name, "run": self.served.id}
+        failure = CallFailure(status, body["code"] or body["type"], body["message"], **place)
+        self.service.report_failure(self.tenant.id, failure)
 
     def _outcome(self, ended: Future[RunResult]) -> tuple[RunStatus, dict[str, Any]]:
         error = ended.exception()

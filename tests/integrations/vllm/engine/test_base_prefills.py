@@ -1,4 +1,4 @@
-"""Base prefills: when they are sent, what a request does to them, and what is forgotten. No vLLM is needed."""
+"""Base prefills: their order, interruption by requests, and bound. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prefills:
 
 def ask(wanted: BasePrefills, *prompts: Tokens) -> None:
     for tokens in prompts:
-        wanted.ask(SPACE, tokens)
+        wanted.add(SPACE, tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_one_after_the_other_once_there_is_time() -> None:
         wanted = BasePrefills(prefills)
         ask(wanted, (1,), (2,), (1,))
         await settle()
-        assert not prefills.begun, "nobody said that there is time"
+        assert not prefills.begun, "not before `resume`"
         wanted.resume()
         await settle()
         assert prefills.begun == [(1,)] and len(wanted) == 2, "what was asked for last comes first"
@@ -83,9 +83,9 @@ def test_a_request_that_comes_interrupts_and_nothing_is_lost() -> None:
     asyncio.run(scene())
 
 
-def test_what_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_prompt_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
-        monkeypatch.setattr(bases, "MOST", 2)
+        monkeypatch.setattr(bases, "MAX_PROMPTS", 2)
         prefills = Prefills()
         prefills.go.set()
         wanted = BasePrefills(prefills)

@@ -1,4 +1,4 @@
-"""vLLM as an engine: the conformance suite, the tokens of Transformers, and what the plug-in makes of forecasts."""
+"""vLLM as an engine: the conformance suite, the tokens of Transformers, and prefetches by forecast."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.register_assert_rewrite("kedge.engine.conformance")
 
+from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.engine.conformance import EngineConformance  # noqa: E402
-from kedge.engine.local.build import model_path  # noqa: E402
 from kedge.errors import ConfigError, ForwardFailed, PromptTooLong, RequestError  # noqa: E402
-from kedge.integrations.vllm.engine.answer import Answer  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
+from kedge.integrations.vllm.engine.response import StreamedResponse  # noqa: E402
 from kedge.settings import EngineSettings  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
@@ -66,7 +66,7 @@ def engine(model: Path) -> Iterator[VLLMEngine]:
 
 @pytest.fixture(scope="module")
 def greedy(model: Path) -> Callable[[Tokens, int], Tokens]:
-    """What Transformers answers."""
+    """Greedy answers by Transformers."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -94,7 +94,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def counted(engine: VLLMEngine) -> dict[str, int]:
-    """What the plug-in has counted."""
+    """Return the plug-in's counters."""
     figures: Any = engine.inspect()
     return figures["plugin"]
 
@@ -109,7 +109,7 @@ def test_the_tokens_are_those_of_transformers(engine: VLLMEngine, greedy: Callab
 
 
 def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:
-    """vLLM is told to end the request, and then says nothing of it: the plug-in tells by another way."""
+    """vLLM sends no output for a request that was aborted: the receipt comes with its statistics."""
     tokens = tuple(prompt(4 * BLOCK, 20))
     free = ask(engine, tokens, 12)
     stop = engine.tokenizer.decode(free.tokens[3:5]).strip("\ufffd")
@@ -127,11 +127,11 @@ def test_an_answer_that_others_read_is_as_long_as_it_was_wanted(engine: VLLMEngi
 
 
 def test_a_seed_repeats(engine: VLLMEngine) -> None:
-    said = [ask(engine, (5, 6, 7), 8, sampling={"temperature": 1.0, "seed": seed}).tokens for seed in (1, 1, 2)]
-    assert said[0] == said[1] != said[2]
+    found = [ask(engine, (5, 6, 7), 8, sampling={"temperature": 1.0, "seed": seed}).tokens for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
 
 
-def test_what_vllm_would_refuse_is_refused_at_once(engine: VLLMEngine) -> None:
+def test_requests_that_vllm_would_refuse_are_refused_at_submission(engine: VLLMEngine) -> None:
     for sampling, key in (({"temperature": 9.0}, "temperature"), ({"top_p": 0.0}, "top_p")):
         with pytest.raises(RequestError, match=key):
             ask(engine, (5, 6), sampling=sampling)
@@ -147,18 +147,20 @@ def test_what_vllm_would_refuse_is_refused_at_once(engine: VLLMEngine) -> None:
 
 
 @pytest.mark.parametrize("part", ["take", "end"])
-def test_trouble_with_an_answer_is_its_own(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_an_error_in_a_response_ends_that_request_only(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
     """Whether its text cannot be read, or its completion cannot be put together: its stream ends with a typed error."""
-    real = getattr(Answer, part)
+    real = getattr(StreamedResponse, part)
     marked = RequestId(f"marked-{part}")
 
-    def fails(answer: Answer, *args: Any) -> None:
-        if answer.request.request_id == marked:
+    def fails(response: StreamedResponse, *args: Any) -> None:
+        if response.request.request_id == marked:
             raise UnicodeDecodeError("utf-8", b"x", 0, 1, "a fault")
-        real(answer, *args)
+        real(response, *args)
 
     alone = ask(engine, (5, 6, 7), 12).tokens
-    monkeypatch.setattr(Answer, part, fails)
+    monkeypatch.setattr(StreamedResponse, part, fails)
     sampling = SamplingParams(12, ignore_eos=True)
     requests = [GenerateRequest((Segment((5, 6, 7), "p0"),), sampling, tenant=TENANT) for _ in range(3)]
     streams = [
@@ -175,7 +177,7 @@ def test_trouble_with_an_answer_is_its_own(engine: VLLMEngine, monkeypatch: pyte
 
 def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
     """An agent's fixed prompt is evicted, comes back from the host as its turn comes nearer, and is hit on the device;
-    between two requests, the plug-in has only heard of the forecast."""
+    between the two requests, the plug-in gets nothing but the forecast."""
     tokens = tuple(prompt(FIXED + 40, 30))
     key = AgentKey(Namespace(TENANT), "", RunId("flow"), AgentId("reader"))
     whose = {"run": key.run_id, "agent": key.agent, "fixed": FIXED}

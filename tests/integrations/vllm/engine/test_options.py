@@ -1,4 +1,4 @@
-"""What of an `EngineSettings` reaches vLLM and the plug-in, and what is refused. No vLLM is needed."""
+"""Arguments of vLLM and the plug-in from `EngineSettings`, and refused ones. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def arguments(is_cpu: bool = True, **own: Any) -> dict[str, Any]:
 
 
 def test_vllms_own_arguments_reach_it_over_the_defaults() -> None:
-    told = arguments(max_model_len="512", block_size=64)
-    assert (told["max_model_len"], told["block_size"], told["dtype"], told["model"]) == (512, 64, "float32", "m")
-    assert told["enable_prefix_caching"] is told["skip_tokenizer_init"] is True
+    built = arguments(max_model_len="512", block_size=64)
+    assert (built["max_model_len"], built["block_size"], built["dtype"], built["model"]) == (512, 64, "float32", "m")
+    assert built["enable_prefix_caching"] is built["skip_tokenizer_init"] is True
     assert "dtype" not in arguments(is_cpu=False)
     assert arguments(odd=[1])["odd"] == [1], "what only vLLM can check is passed on"
 
@@ -57,16 +57,16 @@ def test_bad_arguments_are_named(own: dict[str, Any], message: str) -> None:
         arguments(**own)
 
 
-def test_settings_that_cannot_be_meant_are_refused_where_they_were_set() -> None:
+def test_settings_without_a_meaning_are_refused_unless_left_at_their_defaults() -> None:
     refuse_foreign(EngineSettings(backend="vllm", tiers=TierSettings(host_blocks=5)))
     for section, names in FOREIGN.items():
         owner = type(getattr(EngineSettings(), section)) if section else EngineSettings
         for name in names:
             value = getattr(owner(), name)
-            said = {section: {name: value}} if section else {name: value}
+            given = {section: {name: value}} if section else {name: value}
             key = f"engine.{section}.{name}" if section else f"engine.{name}"
             with pytest.raises(ConfigError, match=f"^{key}="):
-                refuse_foreign(EngineSettings(backend="vllm", **said))
+                refuse_foreign(EngineSettings(backend="vllm", **given))
 
 
 def test_the_plugin_gets_its_sections_and_reads_them() -> None:
@@ -74,8 +74,8 @@ def test_the_plugin_gets_its_sections_and_reads_them() -> None:
     from kedge.integrations.vllm.plugin.settings import PluginSettings
 
     config = EngineSettings(backend="vllm", tiers={"host_blocks": 5}, anchors={"capacity": 3}, vllm={"max_captures": 2})
-    told = PluginSettings.model_validate(plugin_settings(config))
-    assert (told.tiers.host_blocks, told.anchors.capacity, told.max_captures) == (5, 3, 2)
+    read = PluginSettings.model_validate(plugin_settings(config))
+    assert (read.tiers.host_blocks, read.anchors.capacity, read.max_captures) == (5, 3, 2)
 
 
 def test_a_variable_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's words as Kedge's: receipts, log-probabilities, and answers from outputs. No vLLM is needed."""
+"""Receipts, log-probabilities and streamed responses from vLLM's data. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
+from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.local.build import model_path
 from kedge.errors import ForwardFailed
-from kedge.integrations.vllm.engine.answer import Answer
-from kedge.integrations.vllm.engine.receipts import UNTOLD, answer_logprobs, own_receipt, prompt_logprobs, told_receipt
+from kedge.integrations.vllm.engine.receipts import (
+    NO_RECEIPT,
+    answer_logprobs,
+    fallback_receipt,
+    plugin_receipt,
+    prompt_logprobs,
+)
+from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
     Completion,
@@ -32,14 +38,14 @@ PROMPT = (Segment(tuple(range(3, 103)), "p0"),)
 EOS = 1
 
 
-def said(**tokens: int) -> dict[str, Any]:
+def receipt_data(**tokens: int) -> dict[str, Any]:
     counts = {source.value: tokens.get(source.value, 0) for source in Source}
     return {"mode": "translate", "tokens": counts, "misses": [{"segment": "q", "reason": "why"}], "base": []}
 
 
 def test_a_receipt_has_its_parts_in_the_order_of_the_prompt() -> None:
     request = GenerateRequest(PROMPT, reuse=ReuseMode.TRANSLATE)
-    receipt = told_receipt(request, said(device=32, host=16, translated=51, computed=1), {"queue": 1.0})
+    receipt = plugin_receipt(request, receipt_data(device=32, host=16, translated=51, computed=1), {"queue": 1.0})
     assert receipt.spans == (
         Span(0, 32, Source.DEVICE),
         Span(32, 48, Source.HOST),
@@ -51,21 +57,21 @@ def test_a_receipt_has_its_parts_in_the_order_of_the_prompt() -> None:
         (Miss("q", "why"),),
         {"queue": 1.0},
     )
-    assert told_receipt(request, said(computed=100), {}).spans == (Span(0, 100, Source.COMPUTED),)
+    assert plugin_receipt(request, receipt_data(computed=100), {}).spans == (Span(0, 100, Source.COMPUTED),)
 
 
 def test_log_probabilities_of_the_prompt_are_a_reason_for_computing_it() -> None:
     request = GenerateRequest(PROMPT, reuse=ReuseMode.EXACT, prompt_logprobs=0)
-    assert told_receipt(request, {**said(computed=100), "misses": []}, {}).misses == (ALL_COMPUTED,)
+    assert plugin_receipt(request, {**receipt_data(computed=100), "misses": []}, {}).misses == (ALL_COMPUTED,)
 
 
-def test_without_the_plugins_receipt_nothing_is_made_up() -> None:
+def test_the_fallback_receipt_has_known_facts_only() -> None:
     exact, translate = (GenerateRequest(PROMPT, reuse=mode) for mode in (ReuseMode.EXACT, ReuseMode.TRANSLATE))
-    assert own_receipt(exact, None, {}).spans == ()
-    assert own_receipt(exact, 32, {}).spans == (Span(0, 32, Source.DEVICE), Span(32, 100, Source.COMPUTED))
-    assert own_receipt(translate, 0, {}).spans == (Span(0, 100, Source.COMPUTED),)
-    unknown = own_receipt(translate, 32, {})
-    assert (unknown.spans, unknown.misses) == ((), (UNTOLD,))
+    assert fallback_receipt(exact, None, {}).spans == ()
+    assert fallback_receipt(exact, 32, {}).spans == (Span(0, 32, Source.DEVICE), Span(32, 100, Source.COMPUTED))
+    assert fallback_receipt(translate, 0, {}).spans == (Span(0, 100, Source.COMPUTED),)
+    unknown = fallback_receipt(translate, 32, {})
+    assert (unknown.spans, unknown.misses) == ((), (NO_RECEIPT,))
 
 
 def chances(*entries: tuple[int, float, int]) -> dict[int, Any]:
@@ -75,8 +81,8 @@ def chances(*entries: tuple[int, float, int]) -> dict[int, Any]:
 def test_the_likeliest_come_first_and_the_drawn_one_is_among_them_only_by_rank() -> None:
     first = chances((7, -3.0, 9), (5, -0.5, 1), (6, -1.0, 2))
     second = chances((5, -0.25, 1), (6, -2.0, 2))
-    told = answer_logprobs((7, 5), (first, second), 2)
-    assert told == (
+    found = answer_logprobs((7, 5), (first, second), 2)
+    assert found == (
         TokenLogprob(7, -3.0, ((5, -0.5), (6, -1.0))),
         TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0))),
     )
@@ -100,11 +106,11 @@ def output(tokens: tuple[int, ...], reason: str | None = None, logprobs: Any = N
 def answered(
     tokenizer: HFTokenizer, request: GenerateRequest, *outputs: Any, room: int = 100
 ) -> tuple[list[TokenDelta], Completion]:
-    answer = Answer(request, tokenizer, None, room)
+    response = StreamedResponse(request, tokenizer, None, room)
     for one in outputs:
-        answer.take(one)
-    answer.end(None)
-    deltas = list(answer.stream)
+        response.take(one)
+    response.end(None)
+    deltas = list(response.stream)
     done = deltas[-1].completion
     assert done and "".join(delta.text for delta in deltas) == done.text
     assert tuple(token for delta in deltas for token in delta.tokens) == done.tokens
@@ -124,7 +130,7 @@ def test_the_token_that_ends_an_answer_is_not_in_it(tokenizer: HFTokenizer) -> N
     assert [entry.token for entry in done.logprobs] == [*three, EOS]
 
 
-def test_what_was_drawn_beyond_the_answer_is_dropped(tokenizer: HFTokenizer) -> None:
+def test_tokens_beyond_the_answer_are_dropped(tokenizer: HFTokenizer) -> None:
     tokens = (*tokenizer.encode("one two three four"),)[:5]
     logprobs = [chances((token, -1.0, 1)) for token in tokens]
     request = ask(logprobs=0, produces=SampleId.parse("s"))
@@ -147,17 +153,17 @@ def test_no_answer_was_wanted(tokenizer: HFTokenizer) -> None:
 
 def test_a_stop_string_ends_the_answer_in_the_middle_of_an_output(tokenizer: HFTokenizer) -> None:
     tokens = tokenizer.encode("one two three")
-    answer = Answer(ask(stop=("two",), max_tokens=50), tokenizer, None, 100)
-    answer.take(output(tokens))
-    assert answer.stopped and answer.finish is FinishReason.STOP
-    answer.end(None)
-    done = answer.stream.result(1)
+    response = StreamedResponse(ask(stop=("two",), max_tokens=50), tokenizer, None, 100)
+    response.take(output(tokens))
+    assert response.stopped and response.finish is FinishReason.STOP
+    response.end(None)
+    done = response.stream.result(1)
     assert done.text == "one " and tokenizer.decode(done.tokens).endswith("two")
 
 
-def test_an_answer_that_vllm_cannot_go_on_with_fails(tokenizer: HFTokenizer) -> None:
+def test_an_answer_that_vllm_gives_up_fails(tokenizer: HFTokenizer) -> None:
     with pytest.raises(ForwardFailed, match="error"):
-        Answer(ask(), tokenizer, None, 100).take(output((), "error"))
+        StreamedResponse(ask(), tokenizer, None, 100).take(output((), "error"))
     _, done = answered(tokenizer, ask(), output((5,)), output((), "abort"))
     assert done.finish_reason is FinishReason.CANCELLED
 

@@ -1,4 +1,4 @@
-"""What vLLM and the plug-in are told of requests, forecasts and runs. No vLLM is needed."""
+"""Sampling arguments, hints and messages from requests and forecasts. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
-    Message,
+    PluginMessage,
     end_of_run,
     request_hints,
     sampling_arguments,
     short,
 )
-from kedge.integrations.vllm.plugin.hints import read_call
+from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.types import (
     AgentId,
     ClientId,
@@ -39,17 +39,17 @@ SEGMENTS = (
 
 
 def request(**more: Any) -> GenerateRequest:
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tenant": TENANT, "client": ClientId("c"), "workflow": WorkflowId("w"), "run": RUN, "agent": AgentId("a"),
         "produces": SampleId.parse("a@0"), "reuse": ReuseMode.TRANSLATE,
     }  # fmt: skip
-    return GenerateRequest(SEGMENTS, **{**said, **more})
+    return GenerateRequest(SEGMENTS, **{**fields, **more})
 
 
 def read(asked: GenerateRequest) -> Any:
-    """What the plug-in understands of it, its own default being another mode."""
+    """The request as the plug-in reads it, with a default mode of its own."""
     params = {"kedge": request_hints(asked)}
-    call = read_call(asked.request_id, asked.tokens, str(asked.namespace), params, ReuseMode.OFF)
+    call = read_hints(asked.request_id, asked.tokens, str(asked.namespace), params, ReuseMode.OFF)
     assert call is not None and call.ignored == 0
     return call.request
 
@@ -63,14 +63,14 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
         assert got.segments == (SEGMENTS if mode is ReuseMode.TRANSLATE else (Segment(asked.tokens, "p0"),))
 
 
-def test_the_fixed_prompt_is_told_where_segments_are_not() -> None:
+def test_the_fixed_length_is_sent_without_segments() -> None:
     assert read(request(reuse=ReuseMode.EXACT)).fixed == 3
     assert read(request(fixed=5)).fixed == 5
     assert read(request(fixed=99)).fixed == 3
     assert "fixed_tokens" not in request_hints(GenerateRequest(SEGMENTS[:1], fixed=-1))
 
 
-def test_names_that_no_log_can_take_stay_apart() -> None:
+def test_names_that_are_not_accepted_stay_distinct() -> None:
     long, longer, line = "x" * 300, "x" * 301, "a\nb\ud800"
     assert short("agent 7") == "agent 7"
     assert len({short(long), short(longer), short(line)}) == 3
@@ -90,16 +90,16 @@ def test_one_token_more_is_drawn_where_others_read_the_answer() -> None:
     assert drawn(sampling=SamplingParams(max_tokens=0), produces=None) == 1, "vLLM draws at least one"
 
 
-def test_a_request_says_how_to_sample() -> None:
+def test_sampling_arguments() -> None:
     sampling = SamplingParams(4, temperature=0.5, top_p=0.9, seed=3, stop=("x",), ignore_eos=True)
-    told = sampling_arguments(request(sampling=sampling, logprobs=2), 100)
+    arguments = sampling_arguments(request(sampling=sampling, logprobs=2), 100)
     expected = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": None}
-    assert {name: told[name] for name in expected} == expected
-    assert "stop" not in told
-    assert told["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
+    assert {name: arguments[name] for name in expected} == expected
+    assert "stop" not in arguments
+    assert arguments["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
 
 
-def test_a_seed_that_means_none_to_vllm_stays_a_seed() -> None:
+def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:
     seeds = [sampling_arguments(request(sampling=SamplingParams(seed=seed)), 9)["seed"] for seed in (-1, -2, 0, None)]
     assert seeds == [2**63 - 1, -2, 0, None]
 
@@ -120,15 +120,15 @@ def test_changes_become_whole_forecasts() -> None:
     [third] = forecasts.messages({key("a"): None, key("b"): None}, {})
     assert third.hints["steps"] == {}
     [fourth] = forecasts.messages({key("b"): NextRun(4.0)}, {})
-    assert fourth.hints["steps"] == {"b": 4.0}, "a run that was over has nothing left"
+    assert fourth.hints["steps"] == {"b": 4.0}, "nothing is left of a run that was over"
 
 
-def test_fixed_prompts_are_told_before_their_agents_steps() -> None:
-    told = list(Forecasts().messages({key("a"): NextRun(1.0)}, {key("a"): (1, 2, 3)}))
-    assert told[0] == Message(
+def test_fixed_prompts_are_sent_before_the_steps_of_their_agents() -> None:
+    messages = list(Forecasts().messages({key("a"): NextRun(1.0)}, {key("a"): (1, 2, 3)}))
+    assert messages[0] == PluginMessage(
         Namespace(TENANT), {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}, (1, 2, 3)
     )
-    assert told[1].hints["steps"] == {"a": 1.0}
+    assert messages[1].hints["steps"] == {"a": 1.0}
 
 
 def test_the_plugin_reads_every_message() -> None:
@@ -137,7 +137,7 @@ def test_the_plugin_reads_every_message() -> None:
         end_of_run(RunKey(Namespace(TENANT), "c", RUN)),
     ]
     calls = [
-        read_call("m", one.tokens, str(one.namespace), {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages
+        read_hints("m", one.tokens, str(one.namespace), {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages
     ]
     assert all(call is not None and call.ignored == 0 for call in calls)
     fixed, steps, end = calls

@@ -1,4 +1,4 @@
-"""What is switched off where vLLM or the model is not as expected. No engine is started."""
+"""Parts that are switched off where vLLM or the model is not as expected. No engine is started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 
 def test_everything_is_on_where_it_fits() -> None:
-    assert compat.features(config(), ONE, 10) == compat.Features(None, None, None)
+    assert compat.find_features(config(), ONE, 10) == compat.Features(None, None, None)
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
@@ -63,21 +63,21 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
     ],
 )
 def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[str, Any], reason: str) -> None:
-    found = compat.features(config(**changes), ONE, 10)
+    found = compat.find_features(config(**changes), ONE, 10)
     assert found.translation and reason in found.translation
     assert found.eviction is None and found.host is None
 
 
 def test_several_groups_keep_the_order_of_eviction_only() -> None:
     window = SlidingWindowSpec(**SPEC, sliding_window=64)
-    found = compat.features(config(), groups(FullAttentionSpec(**SPEC), window), 10)
+    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC), window), 10)
     assert found.eviction is None and found.host and found.translation
-    alone = compat.features(config(), groups(window), 10)
+    alone = compat.find_features(config(), groups(window), 10)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
-    found = compat.features(config(enable_prefix_caching=False), ONE, 10)
+    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10)
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
 
 
@@ -85,16 +85,17 @@ def test_another_version_switches_everything_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", "0.33.1")
-    found = compat.features(config(), ONE, 10)
+    found = compat.find_features(config(), ONE, 10)
     with caplog.at_level(logging.WARNING):
         found.log()
     assert [record.getMessage() for record in caplog.records] == [
-        f"kedge: {part} is off: vLLM 0.33.1 is none of 0.32.x" for part in ("eviction", "host", "translation")
+        f"kedge: {part} is off: vLLM 0.33.1 is not supported; must be one of 0.32.x"
+        for part in ("eviction", "host", "translation")
     ]
 
 
 def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
-    found = compat.features(config(), ONE, 10)
-    assert found.eviction == found.host == "vLLM's free queue has another `popright`"
+    found = compat.find_features(config(), ONE, 10)
+    assert found.eviction == found.host == "vLLM's free queue has a `popright` that Kedge's does not match"
     assert found.translation is None

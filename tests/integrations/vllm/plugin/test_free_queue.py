@@ -1,4 +1,4 @@
-"""The free queue against a naive twin that sorts all blocks, against LRU, and against its own books."""
+"""The free queue against a naive twin that sorts all blocks, against LRU, and its own integrity check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICY = steps_to_execution(virtual_step=2.0)
 
 @dataclass(eq=False)
 class Block:
-    """What the queue knows of a block of vLLM's."""
+    """The fields of vLLM's block that the queue uses."""
 
     block_id: int
     prev_free_block: Any = None
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def follow(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
-        self.queue.follow(chosen)
+        self.queue.mark_suffix(chosen)
         self.twin.varying |= {block for block in chosen if block not in self.twin.owners}
 
     @rule(owner=st.sampled_from(AGENTS), step=st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, None]))
@@ -202,7 +202,7 @@ def test_farthest_agent_first_then_tail_first() -> None:
     queue.on_forecast({"near": (1, 1.0), "far": (9, 1.0), "middle": (4, 1.0)})
     for agent, ids in (("near", [0, 1]), ("far", [2, 3]), ("middle", [4, 5])):
         queue.own(ids, agent)
-    queue.follow([6])
+    queue.mark_suffix([6])
     queue.append_n(held[::-1])
     order = [block.block_id for block in queue.get_all_free_blocks()]
     assert order == [6, 3, 2, 8, 7, 5, 4, 1, 0]

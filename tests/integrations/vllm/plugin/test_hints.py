@@ -1,4 +1,4 @@
-"""Hints become a call; none of them can be an error."""
+"""Hints become a request with hints; none of them can be an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin.hints import Call, read_call, segment_hints
+from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
 from kedge.workflow.steps import NextRun
 
@@ -25,13 +25,13 @@ JSON = st.recursive(
 )
 
 
-def read(kedge: Any, salt: str | None = None) -> Call:
-    call = read_call("r1", TOKENS, salt, {"kedge": kedge}, ReuseMode.TRANSLATE)
+def read(kedge: Any, salt: str | None = None) -> HintedRequest:
+    call = read_hints("r1", TOKENS, salt, {"kedge": kedge}, ReuseMode.TRANSLATE)
     assert call is not None
     return call
 
 
-def test_all_that_can_be_said() -> None:
+def test_all_hints_are_read() -> None:
     call = read(
         {
             "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 3, "steps": {"a": 0, "b": None},
@@ -48,8 +48,8 @@ def test_all_that_can_be_said() -> None:
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": {}}, {"kedge": None}])
-def test_nothing_is_said(params: dict[str, Any] | None) -> None:
-    assert read_call("r1", TOKENS, None, params, ReuseMode.EXACT) is None
+def test_no_hints(params: dict[str, Any] | None) -> None:
+    assert read_hints("r1", TOKENS, None, params, ReuseMode.EXACT) is None
 
 
 @pytest.mark.parametrize("kedge", ["text", 7, [], True])
@@ -67,7 +67,7 @@ def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
         {"segments": [{"name": "q", "length": 5, "sample": "s", "lead_in": ["x"]}]},
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_counted_and_ignored(bad: dict[str, Any]) -> None:
+def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
     call, nothing = read(bad), read({})
     assert call.ignored == 1
     assert (call.request, call.steps, call.seq, call.final) == (nothing.request, None, None, False)
@@ -79,8 +79,8 @@ def test_segments_tile_the_prompt_and_come_back() -> None:
         Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), lead_in=(1, 2), stand_in=(3,)),
         Segment(TOKENS[4:], "p1"),
     )
-    said = segment_hints(GenerateRequest(segments))
-    assert read({"segments": said}).request.segments == segments
+    found = segment_hints(GenerateRequest(segments))
+    assert read({"segments": found}).request.segments == segments
 
 
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""What the plug-in counts and tells, over several of vLLM's steps."""
+"""The plug-in's statistics over several of vLLM's steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, KedgeStats
 
 
-def test_what_was_told_in_several_steps_is_all_there() -> None:
+def test_stats_of_several_steps_are_merged() -> None:
     first = KedgeStats(data={"host_evictions": 1, RECEIPTS: {"a": {}}, NEEDS: [("t", (1, 2))]})
     second = KedgeStats(data={"host_evictions": 2, "blocks_loaded": 5, RECEIPTS: {"b": {}}, NEEDS: [("t", (3,))]})
     both = first.aggregate(second)
@@ -18,7 +18,7 @@ def test_what_was_told_in_several_steps_is_all_there() -> None:
     assert both.data[NEEDS] == [("t", (1, 2)), ("t", (3,))]
 
 
-def test_nothing_told_is_nothing() -> None:
+def test_empty_stats_add_nothing() -> None:
     both = KedgeStats(data={"host_evictions": 1}).aggregate(KedgeStats(data={}))
     assert both.data == {"host_evictions": 1} and not both.is_empty()
     both.reset()

@@ -1,4 +1,4 @@
-"""Pages of several layouts against a plain tensor, and the check that tells whether keys are rotated as Kedge does."""
+"""Pages of several layouts against a plain tensor, and the check of the rotation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> No
             assert torch.equal(now[kept], then[kept])
 
 
-def test_pages_that_hold_something_else_are_refused() -> None:
+def test_pages_with_other_contents_are_refused() -> None:
     lossy = layer_of(lambda pages: (pages[..., :DIM].transpose(1, 2), pages[..., :DIM].transpose(1, 2)))
     with pytest.raises(TranslationRefused, match="does not keep keys"):
         Pages([lossy], SIZE, rotary())
@@ -106,7 +106,7 @@ def test_pages_that_hold_something_else_are_refused() -> None:
         Pages([larger], SIZE, rotary())
 
 
-def test_equal_tokens_tell_whether_the_rotation_is_ours() -> None:
+def test_keys_of_equal_tokens_reveal_another_rotation() -> None:
     tokens = [7, 8, 9, 7, 8, 7]
     by_token = torch.randn(10, 1, HEADS, DIM)
     unrotated = torch.stack([by_token[token] for token in tokens], dim=1)

@@ -22,7 +22,7 @@ def test_sections_are_those_of_the_file() -> None:
     assert settings.translation_only[1].min_translated == 0.9
 
 
-def test_what_vllm_cannot_compute_is_not_planned() -> None:
+def test_nothing_is_recomputed_inside_a_prompt() -> None:
     anchors, planner = PluginSettings(planner=PlannerSettings(recompute_head=2, recompute_tail=True)).translation_only
     assert planner == PlannerSettings(recompute_head=0, recompute_short=0, recompute_tail=False)
     assert anchors.weak_error == math.inf

@@ -12,17 +12,17 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from kedge.engine.common.model_folder import read_config
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.model import masks, probe
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.errors import CorruptWeights, ModelNotFound, UnsupportedModel
+from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec, translation_refusal
 
 MIN_BYTES_WITH_BAR = 1 << 30
@@ -58,16 +58,6 @@ def _progress_bar_for(path: Path) -> Iterator[None]:
         yield
     finally:
         enable_progress_bar()
-
-
-def read_config(path: Path) -> PretrainedConfig:
-    """Return a folder's config. Raises `ModelNotFound`, or `UnsupportedModel` where Transformers cannot read it."""
-    if not (path / "config.json").is_file():
-        raise ModelNotFound("model", str(path), "no such folder, or no config.json in it")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # every family checks its values in a way of its own
-        raise UnsupportedModel("model", str(path), f"its config cannot be read: {error}") from error
 
 
 def require_buildable(config: PretrainedConfig) -> None:

@@ -1,50 +1,47 @@
 """Base prefills that the plug-in asks for, one at a time, while no request waits for its first token.
 
-What was asked for last comes first: the plug-in keeps what it captured of a few prompts only, and base KV of one that
-it has let go teaches nothing. In the order of asking, an engine with more to do than time would never learn.
+The latest is computed first: the plug-in keeps captured KV of a few prompts only, and base KV of a prompt that it has
+dropped teaches nothing. In the order of asking, an engine with a backlog would never learn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, Tokens
 
 GRACE = 0.02
-"""Seconds that they wait: the next agent of a workflow comes within milliseconds."""
-MOST = 1024
-"""Prompts that wait; what was asked for longest ago goes first."""
+"""Seconds of idleness before the first one starts: the next agent of a workflow comes within milliseconds."""
+MAX_PROMPTS = 1024
+"""Prompts that may wait; the one that was asked for longest ago is dropped."""
 
 
 class BasePrefills:
-    """What is wanted, what was asked for last at the end. Belongs to the engine's event loop."""
+    """A stack of prompts to prefill. Owned by the engine's event loop."""
 
     def __init__(self, prefill: Callable[[Namespace, Tokens], Awaitable[None]]) -> None:
-        """`prefill` computes a prompt; cancelled, it gives it up at the next step."""
+        """`prefill` computes a prompt, and stops at the next step when it is cancelled."""
         self._prefill = prefill
-        self._wanted: OrderedDict[tuple[Namespace, Tokens], None] = OrderedDict()
+        self._wanted: BoundedDict[tuple[Namespace, Tokens], None] = BoundedDict(MAX_PROMPTS)
         self._work: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._wanted)
 
-    def ask(self, namespace: Namespace, tokens: Tokens) -> None:
-        """This one is wanted too."""
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Put a prompt on top of the stack."""
         self._wanted[namespace, tokens] = None
-        self._wanted.move_to_end((namespace, tokens))
-        if len(self._wanted) > MOST:
-            self._wanted.popitem(last=False)
 
     def pause(self) -> None:
-        """A request has come: what is under way is given up, and begun again later."""
+        """Cancel the prefill that runs; it starts again after `resume`."""
         if self._work is not None:
             self._work.cancel()
             self._work = None
 
     async def close(self) -> None:
-        """Gives up everything; returns when it has been."""
+        """Drop all prompts, and wait until the prefill that runs has been cancelled."""
         work, self._work = self._work, None
         self._wanted.clear()
         if work is not None:
@@ -52,11 +49,11 @@ class BasePrefills:
             await asyncio.wait([work])
 
     def resume(self) -> None:
-        """There is time."""
+        """Prefill while the engine is idle."""
         if self._work is None and self._wanted:
-            self._work = asyncio.get_running_loop().create_task(self._do())
+            self._work = asyncio.get_running_loop().create_task(self._run())
 
-    async def _do(self) -> None:
+    async def _run(self) -> None:
         await asyncio.sleep(GRACE)
         while self._wanted:
             one = next(reversed(self._wanted))

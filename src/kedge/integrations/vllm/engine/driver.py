@@ -1,7 +1,4 @@
-"""Everything that touches vLLM's `AsyncLLM`: requests, messages to the plug-in, base prefills, figures.
-
-One event loop owns it, and its thread is the only one that calls it.
-"""
+"""Requests, messages to the plug-in and base prefills on vLLM's `AsyncLLM`. One event loop owns it."""
 
 from __future__ import annotations
 
@@ -25,21 +22,21 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
-from kedge.integrations.vllm.engine.answer import Answer
 from kedge.integrations.vllm.engine.base_prefills import BasePrefills
-from kedge.integrations.vllm.engine.requests import Message
+from kedge.integrations.vllm.engine.requests import PluginMessage
+from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS
 from kedge.types import Namespace, RequestId, Tokens
 
 logger = logging.getLogger(__name__)
-LATE = 0.5
-"""Seconds for which the receipt of an answer that was ended from outside is waited for."""
-Receipt = Mapping[str, Any]
-"""The plug-in's"""
+RECEIPT_TIMEOUT = 0.5
+"""Seconds to wait for the receipt of a request that was aborted here."""
+ReceiptData = Mapping[str, Any]
+"""A receipt as the plug-in sends it"""
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's parameters, for an answer that is streamed. Raises `RequestError` for those that it refuses."""
+    """Return vLLM's parameters for a streamed response. Raises `RequestError` for values that vLLM refuses."""
     try:
         return SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
     except VLLMClientError as refusal:
@@ -48,7 +45,7 @@ def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
 
 @dataclass
 class Figures:
-    """What vLLM told last, and what the plug-in has counted since the start."""
+    """vLLM's latest statistics, and the plug-in's counters since the start."""
 
     running: int = 0
     waiting: int = 0
@@ -61,23 +58,24 @@ class Figures:
 
 
 class Driver:
-    """Runs requests in vLLM. What vLLM raises becomes an error of Kedge in the stream of the request."""
+    """Runs requests in vLLM. An error of vLLM's ends the stream of its request as an error of Kedge's."""
 
     def __init__(self) -> None:
         self.figures = Figures()
-        self._answers: dict[RequestId, asyncio.Task[Receipt | None]] = {}
+        self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._unbegun: set[RequestId] = set()
+        self._waiting: set[RequestId] = set()
         """Requests that wait for their first token"""
-        self._late: dict[RequestId, asyncio.Future[Receipt]] = {}
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._receipts: dict[RequestId, asyncio.Future[ReceiptData]] = {}
+        """Receipts that may come without an output"""
+        self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
         self._numbers = itertools.count()
         self.bases = BasePrefills(self._prefill_base)
 
     async def start(self, arguments: Any) -> None:
-        """Starts vLLM with these `AsyncEngineArgs`. Whatever it raises is the caller's to tell."""
-        self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _Listener(self)])
-        self._telling = asyncio.create_task(self._tell_all())
+        """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
+        self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _StatsListener(self)])
+        self._sending = asyncio.create_task(self._send_messages())
 
     @property
     def is_dead(self) -> bool:
@@ -86,91 +84,95 @@ class Driver:
 
     # requests -------------------------------------------------------------------------------------------------------
 
-    def begin(self, answer: Answer) -> None:
-        """Submits a request; its stream ends with a completion or an error, whatever happens."""
+    def begin(self, response: StreamedResponse) -> None:
+        """Submit a request. Its stream always ends, with a completion or an error."""
         self.bases.pause()
-        generating = asyncio.create_task(self._generate(answer))
-        self._answers[answer.request.request_id] = generating
-        self._unbegun.add(answer.request.request_id)
-        serving = asyncio.create_task(self._serve(answer, generating))
+        generating = asyncio.create_task(self._generate(response))
+        self._generating[response.request.request_id] = generating
+        self._waiting.add(response.request.request_id)
+        serving = asyncio.create_task(self._serve(response, generating))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
 
     @property
     def in_flight(self) -> Container[RequestId]:
         """Requests whose streams have not ended."""
-        return self._answers.keys()
+        return self._generating.keys()
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Ends a request at the next step; False where it is not known."""
-        generating = self._answers.get(request_id)
+        """End a request at the next step. Returns False for one that is not in flight."""
+        generating = self._generating.get(request_id)
         return generating is not None and generating.cancel()
 
-    async def _generate(self, answer: Answer) -> Receipt | None:
-        """The plug-in's receipt, where the answer came to its own end."""
-        request = answer.request
+    async def _generate(self, response: StreamedResponse) -> ReceiptData | None:
+        """Generate a response. Returns the plug-in's receipt, None where the response was ended here."""
+        request = response.request
         prompt = tokens_input(list(request.tokens), cache_salt=str(request.namespace))
-        async with aclosing(self.llm.generate(prompt, answer.params, request.request_id)) as outputs:
+        async with aclosing(self.llm.generate(prompt, response.params, request.request_id)) as outputs:
             async for output in outputs:
-                answer.take(output)
-                self._has_begun(request.request_id)
+                response.take(output)
+                self._stop_waiting(request.request_id)
                 if output.finished:
                     return (output.kv_transfer_params or {}).get("kedge")
-                if answer.stopped:
+                if response.stopped:
                     return None
         return None
 
-    def _has_begun(self, request_id: RequestId) -> None:
-        """It waits for its first token no longer."""
-        self._unbegun.discard(request_id)
+    def _stop_waiting(self, request_id: RequestId) -> None:
+        """Note that a request does not wait for its first token any more."""
+        self._waiting.discard(request_id)
         self._resume_bases()
 
     def _resume_bases(self) -> None:
-        """While nobody waits for a first token, base prefills delay none."""
-        if not self._unbegun:
+        """Run base prefills, unless they would delay a first token."""
+        if not self._waiting:
             self.bases.resume()
 
-    async def _serve(self, answer: Answer, generating: asyncio.Task[Receipt | None]) -> None:
-        request_id = answer.request.request_id
-        late = self._late[request_id] = asyncio.get_running_loop().create_future()
+    async def _serve(self, response: StreamedResponse, generating: asyncio.Task[ReceiptData | None]) -> None:
+        """Wait for the end of a request, and end its stream."""
+        request_id = response.request.request_id
+        later = self._receipts[request_id] = asyncio.get_running_loop().create_future()
         await asyncio.wait([generating])
         error = None if generating.cancelled() else generating.exception()
-        said = None if error else await self._said(answer, generating, late)
-        del self._late[request_id], self._answers[request_id]
-        _end(answer, error, said)
-        self._has_begun(request_id)
+        receipt = None if error else await self._receipt(response, generating, later)
+        del self._receipts[request_id], self._generating[request_id]
+        _end(response, error, receipt)
+        self._stop_waiting(request_id)
 
-    async def _said(
-        self, answer: Answer, generating: asyncio.Task[Receipt | None], late: asyncio.Future[Receipt]
-    ) -> Receipt | None:
-        """The plug-in's receipt, which comes with the last output or, where there was none, on a way of its own."""
-        said = None if generating.cancelled() else generating.result()
-        if said is None and answer.has_begun and not self.is_dead:
-            return await _within(late, LATE)
-        return said
+    async def _receipt(
+        self,
+        response: StreamedResponse,
+        generating: asyncio.Task[ReceiptData | None],
+        later: asyncio.Future[ReceiptData],
+    ) -> ReceiptData | None:
+        """Return the plug-in's receipt. For an aborted request it comes with vLLM's statistics, not with an output."""
+        receipt = None if generating.cancelled() else generating.result()
+        if receipt is None and response.has_begun and not self.is_dead:
+            return await _within(later, RECEIPT_TIMEOUT)
+        return receipt
 
-    def needed(self, prompts: Iterable[tuple[Namespace, Tokens]]) -> None:
-        """Base prefills that would help those who call next."""
+    def on_base_needs(self, prompts: Iterable[tuple[str, Tokens]]) -> None:
+        """Take prompts whose prefill would give missing base KV, with the text forms of their namespaces."""
         for namespace, tokens in prompts:
-            self.bases.ask(namespace, tuple(tokens))
+            self.bases.add(Namespace.parse(namespace), tuple(tokens))
         self._resume_bases()
 
-    def heard(self, receipts: Mapping[str, Receipt]) -> None:
-        """Receipts of requests that were ended from outside, by vLLM's ids: ours, a hyphen and something random."""
+    def on_receipts(self, receipts: Mapping[str, ReceiptData]) -> None:
+        """Take receipts of aborted requests by vLLM's ids, which are ours with a hyphen and a random suffix."""
         for name, receipt in receipts.items():
-            future = self._late.get(RequestId(name.rpartition("-")[0]))
+            future = self._receipts.get(RequestId(name.rpartition("-")[0]))
             if future is not None and not future.done():
                 future.set_result(receipt)
 
-    # the plug-in ----------------------------------------------------------------------------------------------------
+    # messages to the plug-in ----------------------------------------------------------------------------------------
 
-    def tell(self, messages: Iterable[Message]) -> None:
-        """Messages to the plug-in, in this order; one that is dead needs none."""
+    def send(self, messages: Iterable[PluginMessage]) -> None:
+        """Send messages to the plug-in in this order, unless vLLM has died."""
         for message in messages if not self.is_dead else ():
             self._messages.put_nowait(message)
 
-    async def _tell_all(self) -> None:
-        """As `AsyncLLM.notify_kv_transfer_request_rejected`, with a prompt and with the salt that names the tenant."""
+    async def _send_messages(self) -> None:
+        """Send messages as `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt."""
         while True:
             message = await self._messages.get()
             try:
@@ -178,7 +180,7 @@ class Driver:
             except EngineDeadError:
                 return
 
-    def _as_request(self, message: Message) -> EngineCoreRequest:
+    def _as_request(self, message: PluginMessage) -> EngineCoreRequest:
         return EngineCoreRequest(
             request_id=f"kedge-message-{next(self._numbers)}",
             prompt_token_ids=list(message.tokens),
@@ -204,18 +206,18 @@ class Driver:
     # the end --------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Cancels what runs and ends vLLM's processes."""
+        """Cancel all requests and end vLLM's processes."""
         await self.bases.close()
-        for generating in self._answers.values():
+        for generating in self._generating.values():
             generating.cancel()
         await asyncio.gather(*self._serving)
-        await self.bases.close()  # what has ended just now may have asked for some
-        self._telling.cancel()
+        await self.bases.close()  # requests that have just ended may have asked for some
+        self._sending.cancel()
         self.llm.shutdown()
 
 
-class _Listener(StatLoggerBase):
-    """vLLM's logger of what its scheduler says of a step."""
+class _StatsListener(StatLoggerBase):
+    """A logger of vLLM's statistics, which carry the plug-in's counters and messages."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -229,17 +231,17 @@ class _Listener(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        figures, told = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
-        self._driver.heard(told.pop(RECEIPTS, {}))
-        self._driver.needed(told.pop(NEEDS, ()))
-        figures.plugin.update(told)
+        figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
+        self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
+        self._driver.on_base_needs(plugin_stats.pop(NEEDS, ()))
+        figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
         figures.usage = scheduler_stats.kv_cache_usage
         figures.prefix_queries += scheduler_stats.prefix_cache_stats.queries
         figures.prefix_hits += scheduler_stats.prefix_cache_stats.hits
 
     def log_engine_initialized(self) -> None:
-        """vLLM has a log of its own."""
+        """Do nothing: vLLM has a log of its own."""
 
 
 def _params(hints: Mapping[str, Any]) -> SamplingParams:
@@ -247,27 +249,27 @@ def _params(hints: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
 
 
-async def _within(future: asyncio.Future[Receipt], seconds: float) -> Receipt | None:
+async def _within(future: asyncio.Future[ReceiptData], seconds: float) -> ReceiptData | None:
     done, _ = await asyncio.wait([future], timeout=seconds)
     return future.result() if done else None
 
 
-def _end(answer: Answer, error: BaseException | None, said: Receipt | None) -> None:
-    """Put the last item into an answer's stream: a completion, or an error of Kedge.
+def _end(response: StreamedResponse, error: BaseException | None, receipt: ReceiptData | None) -> None:
+    """Put the last item into a stream: a completion, or an error of Kedge's.
 
-    Whatever goes wrong while the completion is put together (the text's end, the receipt) is the request's own error:
-    its reader must not wait for ever.
+    An error while the completion is built (the text's end, the receipt) is the request's own: its reader must not wait
+    for ever.
     """
     try:
         if error is not None:
             raise error
-        answer.end(said)
+        response.end(receipt)
     except Exception as failure:
-        answer.fail(_told(failure, answer.request.request_id))
+        response.fail(_kedge_error(failure, response.request.request_id))
 
 
-def _told(error: Exception, request_id: RequestId) -> KedgeError:
-    """Return an error of vLLM's, or of what is done with its output, as one of Kedge's."""
+def _kedge_error(error: Exception, request_id: RequestId) -> KedgeError:
+    """Return an error of vLLM's, or from handling its output, as one of Kedge's."""
     if isinstance(error, KedgeError):
         return error
     if isinstance(error, EngineDeadError):
@@ -276,4 +278,4 @@ def _told(error: Exception, request_id: RequestId) -> KedgeError:
         return RequestError("request", request_id, str(error))
     cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
     logger.error("request %s failed", request_id, exc_info=error)
-    return ForwardFailed("request", request_id, f"vLLM failed, or what is done with its output: {cause!r}")
+    return ForwardFailed("request", request_id, f"vLLM failed, or handling its output did: {cause!r}")

@@ -1,8 +1,8 @@
 """vLLM as an `Engine`: its `AsyncLLM` with the plug-in, in this process, behind the same server as the embedded one.
 
-vLLM's own processes run the model; here are an event loop on a thread of its own, the tokenizer and the streams. What
-is known of workflows goes to the plug-in: with a request, who calls and what the prompt is made of; between requests,
-forecasts, fixed prompts and the end of runs. Base prefills are sent while no request waits for its first token.
+vLLM's own processes run the model; here are an event loop on a thread of its own, the tokenizer and the streams. The
+plug-in gets hints: with a request, its agent and the parts of its prompt; between requests, forecasts, fixed prompts
+and the ends of runs. Base prefills are sent while no request waits for its first token.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kedge.engine.common.model_folder import model_path, read_config
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
-from kedge.engine.local.build import model_path
-from kedge.engine.local.model.loading import read_config
-from kedge.engine.local.sequence import LocalStream
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
-from kedge.integrations.vllm.engine.answer import Answer
 from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
-from kedge.integrations.vllm.engine.requests import Forecasts, Message, end_of_run, sampling_arguments
+from kedge.integrations.vllm.engine.requests import Forecasts, PluginMessage, end_of_run, sampling_arguments
+from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, Tokens
@@ -36,7 +35,7 @@ T = TypeVar("T")
 class VLLMEngine:
     """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
 
-    Raises `ConfigError` where vLLM is not installed or a setting cannot be meant with it, `ModelNotFound` or
+    Raises `ConfigError` where vLLM is not installed or a setting has no meaning for it, `ModelNotFound` or
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
     """
 
@@ -51,13 +50,13 @@ class VLLMEngine:
         self._lock, self._is_closed = threading.Lock(), False
         self._failure: EngineClosed | None = None
         self._has_loop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="kedge-vllm", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run_loop()), name="kedge-vllm", daemon=True)
         self._thread.start()
         self._has_loop.wait()
         self._start(path, arguments)
 
-    async def _live(self) -> None:
-        """The thread's whole life; what is left of vLLM's tasks at its end is cancelled."""
+    async def _run_loop(self) -> None:
+        """Run the event loop until the engine is closed; vLLM's remaining tasks are cancelled then."""
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         self._has_loop.set()
         await self._over.wait()
@@ -74,57 +73,60 @@ class VLLMEngine:
         except RuntimeError as error:
             self._end_loop()
             raise EngineClosed("engine", str(path), f"vLLM did not start: {error}") from error
-        known = self._driver.llm.model_config
-        self._longest: int = known.max_model_len
-        self._vocab_size: int = known.get_vocab_size()
-        self._most_logprobs: int = known.max_logprobs
+        model = self._driver.llm.model_config
+        self._max_model_len: int = model.max_model_len
+        self._vocab_size: int = model.get_vocab_size()
+        self._max_logprobs: int = model.max_logprobs
 
     # any thread -------------------------------------------------------------------------------------------------------
 
     @property
     def failure(self) -> EngineClosed | None:
-        """That vLLM's engine core has died; None while it works, and where only `close` ended it."""
+        """The error that vLLM's engine core has died; None while it works, and where `close` ended it."""
         if self._failure is None and not self._is_closed and self._driver.is_dead:
             self._failure = _died()
         return self._failure
 
-    def submit(self, request: GenerateRequest) -> LocalStream:
-        """Queues a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
         self._validate(request)
         request = with_trails(request, self.config.planner.trail, of_answers=False)
-        room = self._longest - request.prompt_tokens
-        answer = Answer(request, self.tokenizer, self._params(sampling_arguments(request, room)), room)
-        self._ask(partial(self._begin, answer))
-        return answer.stream
+        room = self._max_model_len - request.prompt_tokens
+        params = self._params(sampling_arguments(request, room))
+        response = StreamedResponse(request, self.tokenizer, params, room)
+        self._call(partial(self._begin, response))
+        return response.stream
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self._vocab_size)
-        if request.prompt_tokens >= self._longest:
-            why = f"vLLM serves less than {self._longest} (max_model_len)"
+        if request.prompt_tokens >= self._max_model_len:
+            why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
             raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
         for key in ("logprobs", "prompt_logprobs"):
-            if (getattr(request, key) or 0) > self._most_logprobs >= 0:
-                raise RequestError(key, getattr(request, key), f"at most {self._most_logprobs} (max_logprobs)")
+            if (getattr(request, key) or 0) > self._max_logprobs >= 0:
+                raise RequestError(
+                    key, getattr(request, key), f"must be at most {self._max_logprobs}, vLLM's max_logprobs"
+                )
 
-    def _begin(self, answer: Answer) -> None:
-        require_new_id(answer.request.request_id, self._driver.in_flight)
-        self._driver.begin(answer)
+    def _begin(self, response: StreamedResponse) -> None:
+        require_new_id(response.request.request_id, self._driver.in_flight)
+        self._driver.begin(response)
 
     def cancel(self, request_id: RequestId) -> bool:
-        return self._ask(lambda: self._driver.cancel(request_id))
+        return self._call(lambda: self._driver.cancel(request_id))
 
     def end_run(self, run: RunKey) -> None:
-        """Forgets what the run shared between its agents."""
-        self._tell(lambda: [end_of_run(run)])
+        """Forget what the run shared between its agents."""
+        self._send(lambda: [end_of_run(run)])
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Takes a hint: who runs how soon. A closed engine needs none, so that is no error."""
+        """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
-        self._tell(lambda: list(self._forecasts.messages(changes, prompts)))
+        self._send(lambda: list(self._forecasts.messages(changes, prompts)))
 
     def inspect(self) -> dict[str, object]:
-        """What vLLM and the plug-in count. Of single tenants, and of what is held for whom, they tell nothing."""
-        return self._ask(self._figures)
+        """Return the counters of vLLM and the plug-in. They have none for single tenants or agents."""
+        return self._call(self._figures)
 
     def _figures(self) -> dict[str, object]:
         figures, cache = self._driver.figures, self._driver.llm.vllm_config.cache_config
@@ -158,25 +160,25 @@ class VLLMEngine:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Asked on the loop's thread. Raises `EngineClosed` where the engine was closed, or vLLM's has died."""
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call a function on the loop's thread. Raises `EngineClosed` where the engine is closed, or vLLM has died."""
 
-        async def ask() -> T:
+        async def call() -> T:
             if self.failure is not None:
                 raise _died()
-            return question()
+            return function()
 
-        with self._lock:  # so that nothing is asked after the loop's end
+        with self._lock:  # so that nothing is called after the loop's end
             if self._is_closed:
                 raise EngineClosed("engine", "vllm", "it was closed")
-            asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
-        return asked.result()
+            called = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        return called.result()
 
-    def _tell(self, messages: Callable[[], list[Message]]) -> None:
-        """A hint: nobody waits for it, and a closed engine needs none."""
+    def _send(self, messages: Callable[[], list[PluginMessage]]) -> None:
+        """Send messages to the plug-in without waiting. A closed engine ignores them."""
         with self._lock:
             if not self._is_closed:
-                self._loop.call_soon_threadsafe(lambda: self._driver.tell(messages()))
+                self._loop.call_soon_threadsafe(lambda: self._driver.send(messages()))
 
 
 def _died() -> EngineClosed:
@@ -184,7 +186,7 @@ def _died() -> EngineClosed:
 
 
 def _engine_arguments(config: EngineSettings, path: Path) -> Any:
-    """`AsyncEngineArgs` with the connector. Raises `ConfigError`."""
+    """Return `AsyncEngineArgs` with the connector. Raises `ConfigError` for values that vLLM refuses."""
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 
     prepare_environment()

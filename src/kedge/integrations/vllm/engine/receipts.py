@@ -1,4 +1,4 @@
-"""What vLLM and the plug-in say of a request, as Kedge tells it: receipts and log-probabilities. Plain data."""
+"""Receipts and log-probabilities of a request, from the data of vLLM and the plug-in. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -7,38 +7,44 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from kedge.reuse.plan import ALL_COMPUTED
+from kedge.reuse.reasons import with_reasons
 from kedge.types import GenerateRequest, Miss, Receipt, ReuseMode, Source, Span, TokenLogprob, Tokens
 
 ORDER = (Source.DEVICE, Source.HOST, Source.TRANSLATED, Source.COMPUTED)
-"""Of the parts of a prompt: vLLM accepts a computed prefix only, and the plug-in adds to its end."""
-UNTOLD = Miss("*", "the answer ended before vLLM had told where its prompt came from")
+"""The order of sources in a prompt: vLLM reuses a prefix only, and the plug-in adds to its end."""
+NO_RECEIPT = Miss("*", "the request ended before vLLM reported where its prompt came from")
 
 
-class Chance(Protocol):
-    """vLLM's `Logprob`."""
+class RankedLogprob(Protocol):
+    """vLLM's `Logprob`: of one token in one place, with its rank from 1."""
 
     logprob: float
     rank: int | None
 
 
-def told_receipt(request: GenerateRequest, said: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
-    """The plug-in's receipt of a request, as ours."""
-    counts = [said["tokens"][source.value] for source in ORDER]
-    misses = tuple(Miss(one["segment"], one["reason"]) for one in said["misses"])
+def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
+    """Return the receipt that the plug-in sent for a request as `data`."""
+    counts = [data["tokens"][source.value] for source in ORDER]
+    misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
     if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
         misses = (ALL_COMPUTED,)
-    return Receipt(request.request_id, request.reuse, _spans(counts), misses, parts_ms)
+    spans = _spans(counts)
+    return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, misses), parts_ms)
 
 
-def own_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
-    """Where the plug-in's is not there: the answer was ended from outside. vLLM says only how much of the prompt it did
-    not compute: `cached` tokens, None where it had not begun. They are exact, or nobody knows."""
+def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
+    """Return the receipt of an aborted request, for which the plug-in sent none.
+
+    vLLM reports only the number of prompt tokens that it did not compute: `cached`, None where it had not begun.
+    Whether they are exact is known only where nothing could be translated.
+    """
     mode, computed = request.reuse, request.prompt_tokens - (cached or 0)
     if cached is None:
         return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
     if cached and mode is ReuseMode.TRANSLATE:
-        return Receipt(request.request_id, mode, (), (UNTOLD,), parts_ms)
-    return Receipt(request.request_id, mode, _spans([cached, 0, 0, computed]), parts_ms=parts_ms)
+        return Receipt(request.request_id, mode, (), (NO_RECEIPT,), parts_ms)
+    spans = _spans([cached, 0, 0, computed])
+    return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
 
 
 def _spans(counts: Iterable[int]) -> tuple[Span, ...]:
@@ -47,22 +53,22 @@ def _spans(counts: Iterable[int]) -> tuple[Span, ...]:
 
 
 def answer_logprobs(
-    tokens: Iterable[int], positions: Iterable[Mapping[int, Chance]], top: int
+    tokens: Iterable[int], positions: Iterable[Mapping[int, RankedLogprob]], top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Of drawn tokens, each with the `top` likeliest in its place."""
-    return tuple(_logprob(token, chances, top) for token, chances in zip(tokens, positions, strict=True))
+    """Return the log-probabilities of drawn tokens, each with those of the `top` likeliest in its place."""
+    return tuple(_logprob(token, ranked, top) for token, ranked in zip(tokens, positions, strict=True))
 
 
 def prompt_logprobs(
-    tokens: Tokens, positions: Iterable[Mapping[int, Chance] | None], top: int
+    tokens: Tokens, positions: Iterable[Mapping[int, RankedLogprob] | None], top: int
 ) -> tuple[TokenLogprob | None, ...]:
-    """Of a prompt's tokens; None for the first, which nothing comes before."""
+    """Return the log-probabilities of a prompt's tokens; None for the first, which has no context."""
     pairs = zip(tokens, positions, strict=True)
-    return tuple(None if chances is None else _logprob(token, chances, top) for token, chances in pairs)
+    return tuple(None if ranked is None else _logprob(token, ranked, top) for token, ranked in pairs)
 
 
-def _logprob(token: int, chances: Mapping[int, Chance], top: int) -> TokenLogprob:
-    """vLLM gives the token's own besides the likeliest, with its rank (from 1)."""
-    ranked = sorted(chances.items(), key=lambda one: one[1].rank or 0)
-    likeliest = [(other, chance.logprob) for other, chance in ranked if 1 <= (chance.rank or 0) <= top]
-    return TokenLogprob(token, chances[token].logprob, tuple(likeliest))
+def _logprob(token: int, ranked: Mapping[int, RankedLogprob], top: int) -> TokenLogprob:
+    """Return a token's own log-probability, which vLLM gives beside the likeliest, and those of the `top` likeliest."""
+    by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
+    likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
+    return TokenLogprob(token, ranked[token].logprob, tuple(likeliest))

@@ -1,4 +1,4 @@
-"""From a `GenerateRequest`, a forecast and the end of a run to what vLLM and the plug-in are told. Plain data."""
+"""Sampling arguments, hints and messages for vLLM and the plug-in, from requests and forecasts. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kedge.workflow.steps import NextRun
 Hints = dict[str, Any]
 """The `kedge` field of `kv_transfer_params`."""
 NO_SEED, LAST_SEED = -1, 2**63 - 1
-"""The seed that vLLM takes for none, and the one that stands in for it: a seeded answer repeats."""
-NOTHING: Tokens = (0,)
-"""The prompt of a message: vLLM knows no request without one."""
+"""The seed that vLLM takes for none, and the one that is used instead, so that a seeded answer repeats."""
+NO_PROMPT: Tokens = (0,)
+"""The prompt of a message without one: vLLM accepts no empty prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """What the plug-in is told without a request: vLLM takes it for one that was given up at once, and runs nothing."""
+class PluginMessage:
+    """Hints for the plug-in without a prompt to run. For vLLM it is a request that is aborted at once."""
 
     namespace: Namespace
     hints: Hints
-    tokens: Tokens = NOTHING
+    tokens: Tokens = NO_PROMPT
 
 
 def request_hints(request: GenerateRequest) -> Hints:
-    """Whose call a request is and what its prompt is made of. Without values that say nothing."""
-    said = {
+    """Return the hints for a request: its run and agent, and the parts of its prompt. Empty values are left out."""
+    hints = {
         "reuse": request.reuse.value,
         "workflow": short(request.workflow),
         "run": short(request.run),
@@ -44,18 +44,18 @@ def request_hints(request: GenerateRequest) -> Hints:
         "fixed_tokens": _fixed(request),
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE else None,
     }
-    return {name: value for name, value in said.items() if value not in (None, "")}
+    return {name: value for name, value in hints.items() if value not in (None, "")}
 
 
 def short(name: str) -> str:
-    """A name as the plug-in takes it; one that is too long, or not fit for a line of a log, by its digest."""
+    """Return a name that the plug-in accepts: a digest for one that is too long or has unprintable characters."""
     if len(name) <= MAX_NAME_LENGTH and name.isprintable():
         return name
     return "#" + hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _fixed(request: GenerateRequest) -> int | None:
-    """What the request says; else its first prefix segment, which the plug-in sees only where segments are told."""
+    """Return the request's fixed length, else that of its first prefix segment: not every request sends segments."""
     if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
         return request.fixed
     first, *others = request.segments
@@ -63,15 +63,15 @@ def _fixed(request: GenerateRequest) -> int | None:
 
 
 def _segments(request: GenerateRequest) -> list[Hints]:
-    told = segment_hints(request)
-    return [{**one, "sample": short(one["sample"])} if one["sample"] is not None else one for one in told]
+    hints = segment_hints(request)
+    return [{**one, "sample": short(one["sample"])} if one["sample"] is not None else one for one in hints]
 
 
 def sampling_arguments(request: GenerateRequest, room: int) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams`; `room` is how many tokens the model can add to the prompt.
+    """Return arguments of vLLM's `SamplingParams`; `room` is the number of tokens that the model can add to the prompt.
 
-    Stop strings are not among them: who turns tokens into text looks for them. vLLM draws at least one token; one more
-    than is wanted where others are going to read the answer, so that its last token leaves KV behind too.
+    Stop strings are not among them, as they are matched where tokens become text. vLLM draws at least one token, and
+    one more than is wanted of an answer that other agents read, so that its last token has KV too.
     """
     sampling = request.sampling
     wanted = sampling.max_tokens + (request.produces is not None)
@@ -89,25 +89,27 @@ def sampling_arguments(request: GenerateRequest, room: int) -> dict[str, Any]:
 
 
 class Forecasts:
-    """Keeps the forecast of every run, which the plug-in wants whole, from changes. One thread owns it."""
+    """The forecast of every run, merged from changes: the plug-in takes whole forecasts only. Owned by one thread."""
 
     def __init__(self) -> None:
         self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
         self._seq = itertools.count()
 
-    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[Message]:
-        """Fixed prompts first: the plug-in adopts them with the forecast that names their agents."""
+    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
+        """Yield fixed prompts, then forecasts: the plug-in adopts a prompt with the forecast that names its agent."""
         for key, tokens in prompts.items():
-            fixed = {**_whose(key.run), "agent": short(key.agent), "fixed_tokens": len(tokens)}
-            yield Message(key.namespace, fixed, tokens)
+            fixed = {**_run_hints(key.run), "agent": short(key.agent), "fixed_tokens": len(tokens)}
+            yield PluginMessage(key.namespace, fixed, tokens)
         by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
         for key, next_run in changes.items():
             by_run.setdefault(key.run, {})[key.agent] = next_run
         for run, changed in by_run.items():
-            yield Message(run.namespace, {**_whose(run), "seq": next(self._seq), "steps": self._steps(run, changed)})
+            yield PluginMessage(
+                run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": self._steps(run, changed)}
+            )
 
     def _steps(self, run: RunKey, changed: Mapping[AgentId, NextRun | None]) -> dict[str, float | None]:
-        """Of all agents of a run; None, as JSON has no infinity, for who never comes."""
+        """Return the steps of all agents of a run; None, as JSON has no infinity, for one that is never reached."""
         merged = {**self._runs.pop(run, {}), **changed}
         known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
         if known:
@@ -115,11 +117,11 @@ class Forecasts:
         return {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
 
 
-def end_of_run(run: RunKey) -> Message:
-    """Return the message that a run has ended."""
-    return Message(run.namespace, {**_whose(run), "final": True})
+def end_of_run(run: RunKey) -> PluginMessage:
+    """Return the message that a run is over."""
+    return PluginMessage(run.namespace, {**_run_hints(run), "final": True})
 
 
-def _whose(run: RunKey) -> Hints:
+def _run_hints(run: RunKey) -> Hints:
     client = {"client": short(run.client_id)} if run.client_id else {}
     return {"run": short(run.run_id), **client}

@@ -1,7 +1,7 @@
-"""Which parts of the plug-in fit the vLLM that is installed and the model that it serves.
+"""Checks which parts of the plug-in fit the installed vLLM and the model that it serves.
 
-Three internals of vLLM are touched. Where one of them is not as it was in the versions that Kedge was run with, the
-part that needs it is switched off, and the log says so.
+Three internals of vLLM are used. Where one of them differs from the versions that Kedge is tested with, the part that
+needs it is switched off, with a line in the log.
 """
 
 from __future__ import annotations
@@ -30,71 +30,73 @@ NOT_CONFIGURED = "no host memory is configured"
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """None where a part is on, else why it is off."""
+    """The parts of the plug-in: None for one that is on, else the reason why it is off."""
 
     eviction: str | None
-    """Workflow-aware order of the free blocks"""
+    """Workflow-aware order of eviction"""
     host: str | None
-    """Host tier, write-through and prefetch"""
+    """Host tier with backups, loads and prefetches"""
     translation: str | None
 
     def log(self) -> None:
-        """One line for each part that is off."""
+        """Log one line for each part that is off."""
         for name in ("eviction", "host", "translation"):
             if reason := getattr(self, name):
                 level = logging.INFO if reason == NOT_CONFIGURED else logging.WARNING
                 logger.log(level, "kedge: %s is off: %s", name, reason)
 
 
-def features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
-    """What can be on; scheduler and workers come to the same answer."""
-    eviction = _version() or _queue_differs() or _no_prefix_cache(config)
-    shape = _odd_groups(config, kv_cache)
-    host = (eviction or shape or _insert_differs()) if host_blocks else NOT_CONFIGURED
-    translation = _version() or shape or _coordinator_differs() or _untranslatable(config)
+def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
+    """Return which parts can be on. Scheduler and workers find the same."""
+    eviction = _version_refusal() or _queue_refusal() or _prefix_cache_refusal(config)
+    groups = _groups_refusal(config, kv_cache)
+    host = (eviction or groups or _insert_refusal()) if host_blocks else NOT_CONFIGURED
+    translation = _version_refusal() or groups or _coordinator_refusal() or _model_refusal(config)
     return Features(eviction, host, translation)
 
 
 def block_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block on one rank, all layers together."""
+    """Return the bytes of one block on one rank, all layers together."""
     return sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in kv_cache.kv_cache_groups)
 
 
-def _version() -> str | None:
+def _version_refusal() -> str | None:
     if vllm.__version__.startswith(VERSIONS):
         return None
-    return f"vLLM {vllm.__version__} is none of {', '.join(version + 'x' for version in VERSIONS)}"
+    return (
+        f"vLLM {vllm.__version__} is not supported; must be one of {', '.join(version + 'x' for version in VERSIONS)}"
+    )
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def _queue_differs() -> str | None:
+def _queue_refusal() -> str | None:
     names = [name for name, value in vars(FreeKVCacheBlockQueue).items() if callable(value) and name[0] != "_"]
     for name in names:
         ours = getattr(StepFreeQueue, name, None)
         if ours is None or _parameters(ours) != _parameters(getattr(FreeKVCacheBlockQueue, name)):
-            return f"vLLM's free queue has another `{name}`"
+            return f"vLLM's free queue has a `{name}` that Kedge's does not match"
     return None
 
 
-def _insert_differs() -> str | None:
+def _insert_refusal() -> str | None:
     found = _parameters(BlockPool._insert_block_hash)
     expected = ["self", "block_hash_with_group_id", "block", "num_tokens"]
     return None if found == expected else f"BlockPool._insert_block_hash takes {found}"
 
 
-def _coordinator_differs() -> str | None:
+def _coordinator_refusal() -> str | None:
     found = _parameters(KVCacheCoordinator.cache_blocks)
     return None if found == ["self", "request", "num_computed_tokens"] else f"cache_blocks takes {found}"
 
 
-def _no_prefix_cache(config: VllmConfig) -> str | None:
+def _prefix_cache_refusal(config: VllmConfig) -> str | None:
     return None if config.cache_config.enable_prefix_caching else "prefix caching is off"
 
 
-def _odd_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
+def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     if len(kv_cache.kv_cache_groups) != 1:
         return f"the model has {len(kv_cache.kv_cache_groups)} KV cache groups"
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
@@ -105,7 +107,7 @@ def _odd_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     return "sliding-window attention" if spec.sliding_window else None
 
 
-def _untranslatable(config: VllmConfig) -> str | None:
+def _model_refusal(config: VllmConfig) -> str | None:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: a rank does not see the first layer"
@@ -116,7 +118,7 @@ def _untranslatable(config: VllmConfig) -> str | None:
     if config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         return f"the KV cache is kept in {config.cache_config.cache_dtype}"
     if config.model_config.use_mla:
-        return "multi-head latent attention (MLA) keeps no per-head KV"
+        return "multi-head latent attention (MLA) has no per-head KV"
     if config.model_config.uses_mrope:
         return "M-RoPE: a position is not one number"
     return translation_refusal(config.model_config.hf_text_config)

@@ -1,6 +1,6 @@
-"""What a caller says of a request in `kv_transfer_params.kedge`, over HTTP or in process, and what is made of it.
+"""Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
-A hint is never an error: one that is unknown, or has a value that cannot be meant, is ignored and counted. The names
+A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
 are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `base` are for callers who assemble prompts.
 """
 
@@ -32,19 +32,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One request, normalised."""
+class HintedRequest:
+    """A request with what its hints say."""
 
     request: GenerateRequest
     steps: Mapping[AgentId, NextRun] | None = None
-    """The forecast of its run from now on."""
+    """The forecast of its run"""
     seq: int | None = None
     final: bool = False
-    """Nothing more comes in this run."""
+    """Whether the run ends with this request"""
     is_base: bool = False
-    """A prefill for base KV that a verdict asked for."""
+    """Whether it is a prefill of base KV that a verdict asked for"""
     ignored: int = 0
-    """Hints that could not be meant."""
+    """Number of hints that were ignored"""
 
     @property
     def run(self) -> RunKey:
@@ -55,18 +55,18 @@ class Call:
         return self.request.agent_key
 
 
-def read_call(
+def read_hints(
     request_id: str, tokens: Tokens, salt: str | None, params: Mapping[str, Any] | None, reuse: ReuseMode
-) -> Call | None:
-    """The call that `kv_transfer_params` describe; None where they say nothing to Kedge.
+) -> HintedRequest | None:
+    """Return a request with the hints in its `kv_transfer_params`, None where they have none for Kedge.
 
-    `salt` is vLLM's `cache_salt`: KV is shared only among requests with the same one, so it names the tenant. `reuse`
-    is what holds where the caller does not say.
+    `salt` is vLLM's `cache_salt`: KV is shared only among requests with the same one, so it is the namespace.
+    `reuse` is the mode of a request whose hints have none.
     """
-    said = params.get("kedge") if params else None
-    if said is None:
+    hints = params.get("kedge") if params else None
+    if hints is None:
         return None
-    reader = _Reader(said if isinstance(said, Mapping) else {}, int(not isinstance(said, Mapping)))
+    reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
     namespace = Namespace.parse(salt or "default")
     segments = reader.take("segments", lambda value: _segments(value, tokens), None)
     request = GenerateRequest(
@@ -82,7 +82,7 @@ def read_call(
         produces=reader.take("produces", _sample, None),
         fixed=reader.take("fixed_tokens", read_whole, None),
     )
-    return Call(
+    return HintedRequest(
         request,
         steps=reader.take("steps", _steps, None),
         seq=reader.take("seq", read_whole, None),
@@ -93,10 +93,10 @@ def read_call(
 
 
 class _Reader:
-    """Takes one hint after the other; counts those that cannot be meant."""
+    """A reader of hints by name, which counts those with values that are not accepted."""
 
-    def __init__(self, said: Mapping[str, Any], ignored: int) -> None:
-        self.left, self.ignored = dict(said), ignored
+    def __init__(self, hints: Mapping[str, Any], ignored: int) -> None:
+        self.left, self.ignored = dict(hints), ignored
 
     def take(self, name: str, read: Callable[[Any], T], default: T) -> T:
         value = self.left.pop(name, None)
@@ -126,7 +126,7 @@ def _steps(value: Any) -> dict[AgentId, NextRun] | None:
 
 
 def _step(value: Any) -> float:
-    """JSON has no infinity: null is what never comes as far as the caller knows."""
+    """Read a number of steps. JSON has no infinity: null stands for an agent that is never reached."""
     if value is None:
         return math.inf
     if type(value) not in (int, float) or not value >= 0:
@@ -135,7 +135,7 @@ def _step(value: Any) -> float:
 
 
 def _segments(value: Any, tokens: Tokens) -> tuple[Segment, ...] | None:
-    """`[{"name", "length", "sample", "lead_in", "stand_in"}, …]`, whose lengths tile the prompt."""
+    """Read `[{"name", "length", "sample", "lead_in", "stand_in"}, …]`, whose lengths must sum to the prompt's."""
     if not isinstance(value, list | tuple):
         raise ValueError
     segments, start = [], 0
@@ -170,7 +170,7 @@ def _tokens(value: Any) -> Tokens:
 
 
 def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
-    """A request's segments as the hint `segments`, for callers who have a `GenerateRequest`."""
+    """Return a request's segments as the hint `segments`."""
     return [
         {
             "name": segment.name,

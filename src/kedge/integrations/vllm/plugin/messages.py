@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other, once per step: plain data that pickles."""
+"""Messages between the scheduler and the workers, one each way per step: plain data that pickles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """May this prompt be translated from `exact` tokens on? Answered by a `Verdict`."""
+class TranslationQuery:
+    """A question to the workers, answered by a `TranslationVerdict`: may this prompt be translated from `exact` on?"""
 
     request: GenerateRequest
     exact: int
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """Translate positions [start, stop) of a prompt into these blocks, before the pass of this step."""
+class TranslationWrite:
+    """An order to translate positions [start, stop) of a prompt into these blocks, before the pass of this step."""
 
     request_id: RequestId
     blocks: tuple[int, ...]
@@ -30,51 +30,51 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """The KV of a prompt, and of a response that follows it, is complete once this step's pass is over."""
+    """An order to read the KV of a prompt, or of a response that follows it, after the pass of this step."""
 
     request: GenerateRequest
     blocks: tuple[int, ...]
     response: Tokens = ()
     """Generated tokens whose KV is there"""
     exact: bool = True
-    """Whether the prompt was computed as if nothing could be translated"""
+    """Whether no token of the prompt was translated"""
     capture_id: int | None = None
-    """Set where the blocks are held until the capture is reported."""
+    """Set if the scheduler holds the blocks until the capture is reported"""
 
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Scheduler to workers."""
+    """The scheduler's message to the workers."""
 
     scheduled: int = 0
-    """Tokens of this step's pass"""
+    """Number of tokens in this step's pass"""
     copies: tuple[Copy, ...] = ()
-    asks: tuple[Ask, ...] = ()
-    writes: tuple[Write, ...] = ()
+    queries: tuple[TranslationQuery, ...] = ()
+    writes: tuple[TranslationWrite, ...] = ()
     captures: tuple[Capture, ...] = ()
     dropped: tuple[RequestId, ...] = ()
-    """Requests that will not be translated, whatever the verdict was."""
+    """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()
-    """Runs of which what their agents shared may be forgotten."""
+    """Runs whose agents' shared KV may be evicted"""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How many leading tokens of a prompt are there without computing: those that are exact, or translatable."""
+class TranslationVerdict:
+    """The number of leading tokens of a prompt that need no computing, since they are exact or can be translated."""
 
     tokens: int
     misses: tuple[Miss, ...] = ()
     needs: tuple[Tokens, ...] = ()
-    """Prompts whose prefill would give base KV that is missing"""
+    """Prompts whose prefill would give missing base KV"""
 
-    def merged(self, other: Verdict) -> Verdict:
-        """What two ranks agree on."""
+    def merged(self, other: TranslationVerdict) -> TranslationVerdict:
+        """Return what holds on both ranks."""
         less = self if self.tokens <= other.tokens else other
-        return Verdict(less.tokens, less.misses, self.needs or other.needs)
+        return TranslationVerdict(less.tokens, less.misses, self.needs or other.needs)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CopyResult:
     """The end of a copy on some ranks."""
 
     ranks: int
@@ -82,38 +82,40 @@ class Ended:
     seconds: float
 
     @classmethod
-    def of(cls, copied: Copied) -> Ended:
+    def of(cls, copied: Copied) -> CopyResult:
+        """Return the end of a copy on one rank."""
         return cls(1, copied.ok, copied.seconds)
 
-    def merged(self, other: Ended) -> Ended:
-        return Ended(self.ranks + other.ranks, self.ok and other.ok, max(self.seconds, other.seconds))
+    def merged(self, other: CopyResult) -> CopyResult:
+        """Return the end on both groups of ranks."""
+        return CopyResult(self.ranks + other.ranks, self.ok and other.ok, max(self.seconds, other.seconds))
 
 
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
-    """Workers to scheduler. The ranks' reports of one step are merged into one."""
+    """The workers' message to the scheduler. The reports of all ranks for one step are merged into one."""
 
-    copies: dict[int, Ended] = field(default_factory=dict)
-    verdicts: dict[RequestId, Verdict] = field(default_factory=dict)
-    """All ranks judge in the same step, so merged they are final"""
+    copies: dict[int, CopyResult] = field(default_factory=dict)
+    verdicts: dict[RequestId, TranslationVerdict] = field(default_factory=dict)
+    """All ranks answer a query in the same step, so the merged verdict is final"""
     captured: dict[int, int] = field(default_factory=dict)
-    """Capture -> how many ranks have read the blocks"""
+    """Capture id -> number of ranks that have read the blocks"""
     computed: tuple[int, float] = (0, 0.0)
-    """Tokens of a pass that was long enough to tell something, and its seconds"""
+    """Tokens and seconds of a pass that was long enough for a measurement"""
     learning: bool = False
-    """Whether a prompt is being learned from"""
+    """Whether a captured prompt is still being learned from"""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """Whether there is nothing to report."""
         return not (self.copies or self.verdicts or self.captured or self.computed[0] or self.learning)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
-        """Takes in another rank's reports."""
+        """Merge another rank's reports into these."""
         assert isinstance(other, Reports)
-        for copy_id, ended in other.copies.items():
+        for copy_id, result in other.copies.items():
             mine = self.copies.get(copy_id)
-            self.copies[copy_id] = mine.merged(ended) if mine else ended
+            self.copies[copy_id] = mine.merged(result) if mine else result
         for request_id, verdict in other.verdicts.items():
             self.verdicts[request_id] = self.verdicts.get(request_id, verdict).merged(verdict)
         for capture_id, ranks in other.captured.items():

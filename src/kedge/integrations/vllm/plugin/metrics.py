@@ -1,4 +1,4 @@
-"""What the plug-in counts, for vLLM's log line and its `/metrics`."""
+"""The plug-in's counters, for vLLM's log line and its `/metrics`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTERS = {
     "host_evictions": "Host blocks evicted.",
     "blocks_loaded": "Blocks copied from the host to the device.",
     "blocks_offloaded": "Blocks copied from the device to the host.",
-    "prefetches_completed": "Prefetches that landed before anybody waited.",
+    "prefetches_completed": "Prefetches that landed before a request waited for them.",
     "prefetches_late": "Prefetches that a request waited for.",
     "prefetches_failed": "Prefetches whose copy failed.",
     "failed_copies": "Copies that failed; their blocks were computed.",
@@ -29,19 +29,19 @@ COUNTERS = {
     "skipped_backups": "Fixed prompts that found no room on the host.",
     "loads_that_do_not_pay": "Loads that would have taken longer than computing.",
     "translated_tokens": "Prompt tokens whose KV was translated.",
-    "ignored_hints": "Hints that could not be meant.",
-    "ignored_labels": "Fixed prompts of agents that no forecast knows.",
-    "ignored_forecasts": "Forecasts, or what they say of an agent, that were ignored.",
+    "ignored_hints": "Hints with a name or value that is not accepted.",
+    "ignored_labels": "Fixed prompts of agents without a forecast.",
+    "ignored_forecasts": "Forecasts, or their entries for single agents, that were ignored.",
 }
 RECEIPTS = "receipts"
-"""Where no count but receipts are told: those of requests that were ended from outside, by vLLM's ids."""
+"""Key of the receipts of aborted requests, by vLLM's request ids: the outputs of those carry none."""
 NEEDS = "needs"
-"""And base prefills that are wanted: pairs of a tenant and tokens. The receipt would tell of them when the answer ends,
-which is when the next agent calls that they would have been of use to."""
+"""Key of the base prefills that are wanted, as pairs of a namespace and tokens. A receipt carries them too, but comes
+with the end of the answer, when the next agent already calls."""
 
 
 class KedgeStats(KVConnectorStats):
-    """What was counted since the last report: names of `COUNTERS` to numbers; and `RECEIPTS` and `NEEDS`."""
+    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS` and `NEEDS`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -50,12 +50,12 @@ class KedgeStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        told = {
+        others = {
             RECEIPTS: {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})},
             NEEDS: [*self.data.get(NEEDS, ()), *other.data.get(NEEDS, ())],
         }
         self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
-        self.data.update({name: value for name, value in told.items() if value})
+        self.data.update({name: value for name, value in others.items() if value})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -63,7 +63,7 @@ class KedgeStats(KVConnectorStats):
 
 
 class KedgePromMetrics(KVConnectorPromMetrics):
-    """The same as `vllm:kedge_…` counters, one series for each engine."""
+    """The counters as `vllm:kedge_…` in Prometheus, one series for each engine."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """vLLM's own pages as KV that Kedge can read and write, whatever the attention backend's layout.
 
-Written is with the model's own op. How that op lays out a block is found by writing numbered tokens into a scratch
-block, so nothing here knows a backend by its name.
+KV is written with the model's own op. How that op lays out a block is found by writing numbered tokens into a scratch
+block, so no backend is recognised by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable, add_offsets
 
 _BASE = 128
-"""Digits up to here are exact in every dtype that is served"""
+"""Base of the digits that number the places in a block: smaller integers are exact in every dtype that is served"""
 
 
 class Layer(NamedTuple):
@@ -29,22 +29,23 @@ class Layer(NamedTuple):
     pages: Tensor
 
     def store(self, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
-        """The model's own op: rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""
+        """Write rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens] with the model's own op."""
         self.layer.impl.do_kv_cache_update(self.layer, keys, values, pages, slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where in a block, as a flat row, the numbers of its keys lie, or those of its values."""
+    """Positions of a block's keys, or of its values, in the block as a flat row."""
 
     index: Tensor
     """int64 [block_size, kv_heads, head_dim]"""
     first: int
     strides: tuple[int, ...] | None
-    """Of the view of a row, from `first` on, that has the same numbers, if there is one: read four times as fast"""
+    """Strides of a view of the row, from `first` on, with the same numbers, if there is one: four times as fast"""
 
     @classmethod
     def of(cls, index: Tensor) -> Places:
+        """Return places from their index, as a strided view where that is possible."""
         first, regular = int(index[0, 0, 0]), torch.zeros_like(index)
         strides = []
         for axis, size in enumerate(index.shape):
@@ -54,7 +55,7 @@ class Places:
         return cls(index, first, tuple(strides) if is_view else None)
 
     def read(self, rows: Tensor) -> Tensor:
-        """What lies there in `rows` [blocks, numbers of a block]: [blocks, block_size, kv_heads, head_dim]."""
+        """Return the numbers of `rows` [blocks, numbers of a block] as [blocks, block_size, kv_heads, head_dim]."""
         if self.strides is None:
             return rows[:, self.index]
         return rows.as_strided((len(rows), *self.index.shape), (rows.stride(0), *self.strides), self.first)
@@ -62,19 +63,21 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How a backend keeps a block."""
+    """The places of keys and values in a block of one attention backend."""
 
     keys: Places
     values: Places
 
     @classmethod
     def probe(cls, layer: Layer, block_size: int) -> BlockLayout:
-        """Raises `TranslationRefused` where a block does not hold exactly its tokens' numbers."""
+        """Find the layout of a layer. Raises `TranslationRefused` where a block is more than its tokens' numbers."""
         shape = (2, block_size, layer.layer.num_kv_heads, layer.layer.head_size)
         scratch = torch.zeros_like(layer.pages[:1])
         numbers = torch.arange(scratch.numel(), device=scratch.device)
         if scratch.numel() != torch.Size(shape).numel() or not scratch.dtype.is_floating_point:
-            raise TranslationRefused("pages", tuple(scratch.shape), f"a block is not {shape} numbers of its tokens")
+            raise TranslationRefused(
+                "pages", tuple(scratch.shape), f"a block must be the {shape} numbers of its tokens"
+            )
         slots, found, power = torch.arange(block_size, device=scratch.device), torch.zeros_like(numbers), 1
         while power < len(numbers):
             keys, values = (numbers // power % _BASE).to(scratch.dtype).view(shape)
@@ -82,12 +85,14 @@ class BlockLayout:
             found += scratch.reshape(-1).long() * power
             power *= _BASE
         if not torch.equal(found.sort().values, numbers):
-            raise TranslationRefused("pages", tuple(scratch.shape), "the backend does not keep keys and values as such")
+            raise TranslationRefused(
+                "pages", tuple(scratch.shape), "the backend does not keep keys and values as given"
+            )
         keys, values = found.argsort().view(shape)
         return cls(Places.of(keys), Places.of(values))
 
     def read(self, pages: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys (rotated) and values of `blocks`, each [blocks, block_size, kv_heads, head_dim]."""
+        """Return the keys (rotated) and values of `blocks`, each [blocks, block_size, kv_heads, head_dim]."""
         rows = pages[blocks].reshape(len(blocks), -1)
         return self.keys.read(rows), self.values.read(rows)
 
@@ -96,37 +101,37 @@ class Pages:
     """The KV of one rank. Reads and writes as `kedge.kv.storage.PagedStorage` does."""
 
     def __init__(self, layers: Sequence[Layer], block_size: int, rotary: Rotary) -> None:
-        """`layers` from the first to the last, all with the same shape. Raises `TranslationRefused` as `probe`."""
+        """`layers` are in the model's order and have the same shape. Raises `TranslationRefused` as `probe` does."""
         self._layers, self._block_size, self._rotary = layers, block_size, rotary
         self._layout = BlockLayout.probe(layers[0], block_size)
         self._device = layers[0].pages.device
 
     def table(self, blocks: Sequence[int]) -> SlotTable:
-        """The slots of a request with these blocks."""
+        """Return the slots of a request with these blocks."""
         return SlotTable.of(blocks, self._block_size)
 
     def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
-        """A copy of positions [start, stop) of a request, keys unrotated."""
+        """Return a copy of positions [start, stop) of a request, keys unrotated."""
         size = self._block_size
         first = start // size
         blocks = (table.slots[first * size : stop : size] // size).to(self._device)
         part = slice(start - first * size, stop - first * size)
         shape = (2, len(self._layers), len(blocks), *self._layout.keys.index.shape)
-        read = self._layers[0].pages.new_empty(shape)  # torch.stack would hand on the strides of what it is given
+        read = self._layers[0].pages.new_empty(shape)  # torch.stack would keep the strides of its arguments
         for number, layer in enumerate(self._layers):
             read[0, number], read[1, number] = self._layout.read(layer.pages, blocks)
         keys, values = read.flatten(2, 3)[:, :, part]
         return KVSegment(self._rotary.unrotate(keys, slice(start, stop)), values.contiguous())
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
-        """Writes `base` plus `offsets` (of all layers but the first) to the positions from `start` on, keys rotated."""
+        """Write `base` plus `offsets` (of all layers but the first) to the positions from `start` on, keys rotated."""
         keys, values = torch.empty_like(base.keys), torch.empty_like(base.values)
         add_offsets(base.keys, offsets.keys, out=keys)
         add_offsets(base.values, offsets.values, out=values)
         self.put(table, start, KVSegment(keys, values))
 
     def put(self, table: SlotTable, start: int, kv: KVSegment) -> None:
-        """Writes `kv` to the positions from `start` on, keys rotated."""
+        """Write `kv` to the positions from `start` on, keys rotated."""
         self._rotary.rotate(kv.keys, slice(start, start + kv.tokens), out=(rotated := torch.empty_like(kv.keys)))
         slots = table.slots[start : start + kv.tokens].to(self._device)
         for number, layer in enumerate(self._layers):
@@ -134,24 +139,24 @@ class Pages:
 
 
 class RopeModule(nn.Module):
-    """vLLM's table of cosines and sines, asked as Transformers' rotary modules are."""
+    """vLLM's table of cosines and sines with the interface of Transformers' rotary modules."""
 
     def __init__(self, table: Tensor) -> None:
-        """`table` [positions, rotary_dim]: cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
+        """`table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
         super().__init__()
         self._table = table
 
     def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[1, positions, rotary_dim] each, in the dtype of `probe`."""
+        """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`."""
         cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
-    """How much the unrotated keys [tokens, kv_heads, head_dim] of equal tokens differ, relative to their size.
+    """Return how much the unrotated keys [tokens, kv_heads, head_dim] of equal tokens differ, relative to their norm.
 
     In the first layer a key depends on nothing but its token and its position. So this is zero, up to rounding, if
-    keys were rotated back as the model rotates them; None where no token comes twice.
+    keys were rotated back as the model rotates them. None if no token occurs twice.
     """
     seen: dict[int, int] = {}
     pairs = [(seen.setdefault(token, at), at) for at, token in enumerate(tokens)]
@@ -165,7 +170,7 @@ def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
 
 
 def memory_order(pages: Tensor) -> Tensor:
-    """A view of pages [blocks, …] whose dimensions are in the order in which they lie in memory, blocks first."""
+    """Return a view of pages [blocks, …] with its dimensions in the order of their strides, blocks first."""
     strides = pages.stride()
     inner = sorted(range(1, pages.ndim), key=strides.__getitem__, reverse=True)
     return pages.permute(0, *inner)

@@ -20,11 +20,11 @@ class PluginSettings(SettingsSection):
     section = "kv_connector_extra_config"
 
     reuse: ReuseMode = ReuseMode.TRANSLATE
-    """How far a request that does not choose itself relies on KV computed for others."""
+    """Reuse mode of requests whose hints have none"""
     forecast_ttl: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds for which a forecast is believed."""
+    """Seconds after which a forecast is dropped"""
     tiers: TierSettings = TierSettings()
-    """`host_memory` counts for each rank."""
+    """`host_memory` is per rank."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
     """Only `min_translated` is used: vLLM computes nothing in the middle of a prompt."""

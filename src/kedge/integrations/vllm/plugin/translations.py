@@ -1,78 +1,90 @@
-"""The scheduler's half of translation: which prompts are asked about, what vLLM is told is there, what is captured.
+"""The scheduler's half of translation: what the workers are asked, what they translate, and what they capture.
 
-The anchors are with the workers, so a request is asked about in one step and admitted in a later one. Its translated
-blocks never get a hash: nobody finds them, and they are never copied to the host.
+Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one. Its
+translated blocks never get a hash: lookups miss them, and they are never copied to the host.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.hints import Call
-from kedge.integrations.vllm.plugin.messages import Ask, Capture, Orders, Reports, Verdict, Write
-from kedge.types import Miss, Namespace, RequestId, ReuseMode, Tokens
-from kedge.workflow.forecast import RunKey
+from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
+from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.messages import (
+    Capture,
+    Orders,
+    Reports,
+    TranslationQuery,
+    TranslationVerdict,
+    TranslationWrite,
+)
+from kedge.types import Miss, RequestId, ReuseMode, RunKey, Tokens
 
 CacheBlocks = Callable[[Request, int], None]
-Need = tuple[Namespace, Tokens]
-"""A base prefill: for whom, and of what"""
-MOST_ASKS = 3
-"""Times that a request is asked about, as its exact prefix was evicted meanwhile; then it is prefilled densely."""
+BasePrompt = tuple[str, Tokens]
+"""A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
+MAX_QUERIES = 3
+"""Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
-    """What a receipt says of translation."""
+class TranslationOutcome:
+    """The part of a receipt that concerns translation."""
 
     misses: tuple[Miss, ...] = ()
     needs: tuple[Tokens, ...] = ()
+    """Prompts whose prefill would give missing base KV"""
 
 
 @dataclass(eq=False, slots=True)
-class _Case:
+class _Candidate:
     """A request that may be translated, or that is learned from."""
 
-    call: Call
+    hinted: HintedRequest
     request: Request
     refusal: str | None
     exact: int = 0
-    """Leading tokens that were exact when it was asked about"""
-    asked: int = 0
-    waits: bool = False
-    """A verdict is on its way"""
-    verdict: Verdict | None = None
+    """Leading tokens that were exact at the last query"""
+    queries: int = 0
+    is_pending: bool = False
+    """Whether a query has not been answered yet"""
+    verdict: TranslationVerdict | None = None
     preemptions: int = 0
     translated: bool = False
-    """Some of its blocks hold translated KV, or will"""
+    """Whether some of its blocks hold translated KV, or will"""
     captured: bool = False
 
     @property
-    def learns(self) -> bool:
-        return self.call.request.reuse is ReuseMode.TRANSLATE and self.refusal is None
+    def request_id(self) -> RequestId:
+        return self.hinted.request.request_id
+
+    @property
+    def may_learn(self) -> bool:
+        return self.hinted.request.reuse is ReuseMode.TRANSLATE and self.refusal is None
 
     @property
     def has_placeholders(self) -> bool:
-        return any(segment.is_placeholder for segment in self.call.request.segments)
+        return any(segment.is_placeholder for segment in self.hinted.request.segments)
 
 
 @dataclass(slots=True)
 class _Outbox:
-    asks: list[Ask] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
+    """Orders to the workers that are collected during a step."""
+
+    queries: list[TranslationQuery] = field(default_factory=list)
+    writes: list[TranslationWrite] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
     dropped: list[RequestId] = field(default_factory=list)
     ended_runs: list[RunKey] = field(default_factory=list)
 
-    def sealed(self) -> Orders:
+    def to_orders(self) -> Orders:
         return Orders(
-            asks=tuple(self.asks),
+            queries=tuple(self.queries),
             writes=tuple(self.writes),
             captures=tuple(self.captures),
             dropped=tuple(self.dropped),
@@ -81,157 +93,158 @@ class _Outbox:
 
 
 class Translations:
-    """One case for each request with hints. `refusal` says why nothing can be translated at all."""
+    """All requests with hints that are translated or learned from. Owned by the scheduler."""
 
     def __init__(self, refusal: str | None, ranks: int) -> None:
-        self._refusal, self._ranks = refusal, ranks
-        self._cases: dict[str, _Case] = {}
+        """`refusal`: the reason why nothing can be translated with this model, if there is one."""
+        self._refusal = refusal
+        self._candidates: dict[str, _Candidate] = {}
         self._outbox = _Outbox()
-        self._pool: BlockPool | None = None
-        self._capture_ids = itertools.count()
-        self._held: dict[int, tuple[int, list[KVCacheBlock]]] = {}
-        self._learning = False
-        self._needed: list[Need] = []
+        self._held = HeldBlocks(ranks)
+        self._is_learning = False
+        self._needed: list[BasePrompt] = []
 
     def bind(self, pool: BlockPool) -> None:
-        self._pool = pool
+        """Set the pool of device blocks."""
+        self._held.pool = pool
 
-    def guarded(self, cache_blocks: CacheBlocks) -> CacheBlocks:
-        """vLLM's `coordinator.cache_blocks`, which gives hashes to full blocks, but for translated requests."""
+    def guard(self, cache_blocks: CacheBlocks) -> CacheBlocks:
+        """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated requests are skipped."""
 
-        def guard(request: Request, num_computed_tokens: int) -> None:
-            case = self._cases.get(request.request_id)
-            if case is None or not case.translated:
+        def guarded(request: Request, num_computed_tokens: int) -> None:
+            candidate = self._candidates.get(request.request_id)
+            if candidate is None or not candidate.translated:
                 cache_blocks(request, num_computed_tokens)
 
-        return guard
+        return guarded
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests with hints that have not finished."""
+        return len(self._candidates)
 
     # requests -------------------------------------------------------------------------------------------------
 
-    def arrived(self, call: Call, request: Request) -> None:
-        self._cases[request.request_id] = _Case(call, request, self._refusal or why_not(request))
+    def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
+        """Take a new request."""
+        refusal = self._refusal or request_refusal(request)
+        self._candidates[request.request_id] = _Candidate(hinted, request, refusal)
 
-    def matched(self, request: Request, computed: int) -> int | None:
-        """Tokens after the first `computed` that the workers can translate; None while they are asked."""
-        case = self._cases[request.request_id]
-        case.translated = False
-        if not case.learns or not case.has_placeholders:
+    def match(self, request: Request, computed: int) -> int | None:
+        """Return how many tokens after the first `computed` can be translated; None until the workers have answered."""
+        candidate = self._candidates[request.request_id]
+        candidate.translated = False
+        if not candidate.may_learn or not candidate.has_placeholders:
             return 0
-        if case.verdict and (case.preemptions != request.num_preemptions or computed < case.exact):
-            self._drop(case)
-        if case.verdict is None:
-            return self._ask(case, computed)
-        there = max(0, min(case.verdict.tokens, request.num_prompt_tokens - 1) - computed)
-        case.translated = there > 0
-        return there
+        if candidate.verdict and (candidate.preemptions != request.num_preemptions or computed < candidate.exact):
+            self._drop(candidate)
+        if candidate.verdict is None:
+            return self._query(candidate, computed)
+        tokens = max(0, min(candidate.verdict.tokens, request.num_prompt_tokens - 1) - computed)
+        candidate.translated = tokens > 0
+        return tokens
 
-    def _ask(self, case: _Case, computed: int) -> int | None:
-        if case.waits:
+    def _query(self, candidate: _Candidate, computed: int) -> int | None:
+        """Ask the workers about a request. Returns 0 where they have been asked too often, None otherwise."""
+        if candidate.is_pending:
             return None
-        if case.asked == MOST_ASKS + case.request.num_preemptions:
+        if candidate.queries == MAX_QUERIES + candidate.request.num_preemptions:
             return 0
-        case.asked += 1
-        case.exact, case.preemptions, case.waits = computed, case.request.num_preemptions, True
-        self._outbox.asks.append(Ask(case.call.request, computed))
+        candidate.queries += 1
+        candidate.exact, candidate.preemptions = computed, candidate.request.num_preemptions
+        candidate.is_pending = True
+        self._outbox.queries.append(TranslationQuery(candidate.hinted.request, computed))
         return None
 
-    def _drop(self, case: _Case) -> None:
-        """The verdict is of no use any more."""
-        case.verdict = None
-        self._outbox.dropped.append(case.call.request.request_id)
+    def _drop(self, candidate: _Candidate) -> None:
+        """Withdraw a verdict that holds no longer."""
+        candidate.verdict = None
+        self._outbox.dropped.append(candidate.request_id)
 
-    def allocated(self, request: Request, blocks: tuple[int, ...], external: int) -> None:
-        """The request is admitted; the last `external` of what is there are to be written before this step's pass."""
-        case = self._cases[request.request_id]
-        if external:
-            assert case.verdict is not None
-            stop = min(case.verdict.tokens, request.num_prompt_tokens - 1)
-            write = Write(case.call.request.request_id, blocks, stop - external, stop)
-            self._outbox.writes.append(write)
-        elif case.verdict:
-            self._outbox.dropped.append(case.call.request.request_id)
+    def on_admission(self, request: Request, blocks: tuple[int, ...], translated: int) -> None:
+        """Order the translation of an admitted request's `translated` tokens before this step's pass."""
+        candidate = self._candidates[request.request_id]
+        if translated:
+            assert candidate.verdict is not None
+            stop = min(candidate.verdict.tokens, request.num_prompt_tokens - 1)
+            self._outbox.writes.append(TranslationWrite(candidate.request_id, blocks, stop - translated, stop))
+        elif candidate.verdict:
+            self._outbox.dropped.append(candidate.request_id)
 
-    def finished(self, call: Call, request: Request, block_ids: list[int]) -> None:
-        """A response that others read is captured; its blocks are held until it has been."""
-        case = self._cases[request.request_id]
-        if case.waits or case.verdict:
-            self._outbox.dropped.append(call.request.request_id)
+    def on_finish(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
+        """Order the capture of a response that other agents read; its blocks are held until then."""
+        candidate = self._candidates[request.request_id]
+        if candidate.is_pending or candidate.verdict:
+            self._outbox.dropped.append(candidate.request_id)
         count = request.num_computed_tokens - request.num_prompt_tokens
         response = tuple(request.output_token_ids[:count]) if count > 0 else ()
-        if call.request.produces is None or not response or not case.learns or self._pool is None:
+        if hinted.request.produces is None or not response or not candidate.may_learn or self._held.pool is None:
             return
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-        self._pool.touch(blocks)
-        capture_id = next(self._capture_ids)
-        self._held[capture_id] = (0, blocks)
-        capture = Capture(call.request, tuple(block_ids), response, not case.translated, capture_id)
+        capture_id = self._held.hold(block_ids)
+        capture = Capture(hinted.request, tuple(block_ids), response, not candidate.translated, capture_id)
         self._outbox.captures.append(capture)
 
-    def notes(self, request_id: str) -> Notes:
-        """What is to be said of a request that has finished; forgets it."""
-        case = self._cases.pop(request_id)
-        if case.call.request.reuse is not ReuseMode.TRANSLATE or not case.has_placeholders:
-            return Notes()
-        if case.refusal:
-            return Notes((Miss("*", case.refusal),))
-        return Notes(case.verdict.misses, case.verdict.needs) if case.verdict else Notes()
+    def take_outcome(self, request_id: str) -> TranslationOutcome:
+        """Return the outcome of a finished request, and forget the request."""
+        candidate = self._candidates.pop(request_id)
+        if candidate.hinted.request.reuse is not ReuseMode.TRANSLATE or not candidate.has_placeholders:
+            return TranslationOutcome()
+        if candidate.refusal:
+            return TranslationOutcome((Miss("*", candidate.refusal),))
+        verdict = candidate.verdict
+        return TranslationOutcome(verdict.misses, verdict.needs) if verdict else TranslationOutcome()
 
     def end_run(self, run: RunKey) -> None:
+        """Let the workers forget what the agents of a run shared."""
         self._outbox.ended_runs.append(run)
 
-    # once per step ----------------------------------------------------------------------------------------------
+    # once per step --------------------------------------------------------------------------------------------
 
-    def orders(self, output: SchedulerOutput) -> Orders:
+    def take_orders(self, output: SchedulerOutput) -> Orders:
+        """Return the orders for this step, with captures of the prompts that it completes."""
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            case = self._cases.get(request_id)
-            if case is None or case.captured:
+            candidate = self._candidates.get(request_id)
+            if candidate is None or candidate.captured:
                 continue
-            if case.request.num_computed_tokens + scheduled >= case.request.num_prompt_tokens:
-                case.captured = True
-                self._capture_prompt(case, output)
-        orders, self._outbox = self._outbox.sealed(), _Outbox()
+            if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
+                candidate.captured = True
+                self._capture_prompt(candidate, output)
+        orders, self._outbox = self._outbox.to_orders(), _Outbox()
         return orders
 
-    def _capture_prompt(self, case: _Case, output: SchedulerOutput) -> None:
-        """The prompt is complete with this step: what it teaches is read after the pass."""
-        wanted = case.call.is_base or (case.learns and case.has_placeholders and not case.translated)
+    def _capture_prompt(self, candidate: _Candidate, output: SchedulerOutput) -> None:
+        """Order the capture of a prompt that this step completes, if it can be learned from."""
+        is_lesson = candidate.may_learn and candidate.has_placeholders and not candidate.translated
         state = output.kv_connector_block_state
-        if not wanted or self._refusal or state is None:
+        if not (candidate.hinted.is_base or is_lesson) or self._refusal or state is None:
             return
-        block_ids = state.get_block_ids(case.request.request_id)
+        block_ids = state.get_block_ids(candidate.request.request_id)
         assert block_ids is not None
-        self._outbox.captures.append(Capture(case.call.request, tuple(block_ids[0])))
+        self._outbox.captures.append(Capture(candidate.hinted.request, tuple(block_ids[0])))
 
-    def reported(self, reports: Reports) -> None:
-        self._learning = reports.learning
+    def on_reports(self, reports: Reports) -> None:
+        """Take the workers' verdicts, and free what they have captured."""
+        self._is_learning = reports.learning
         for request_id, verdict in reports.verdicts.items():
-            if case := self._cases.get(request_id):
-                case.verdict, case.waits = verdict, False
-                self._needed += [(case.call.request.namespace, tokens) for tokens in verdict.needs]
+            if candidate := self._candidates.get(request_id):
+                candidate.verdict, candidate.is_pending = verdict, False
+                self._needed += [(str(candidate.hinted.request.namespace), tokens) for tokens in verdict.needs]
         for capture_id, ranks in reports.captured.items():
-            self._count(capture_id, ranks)
+            self._held.on_captured(capture_id, ranks)
 
-    def take_needed(self) -> list[Need]:
-        """The base prefills that verdicts since the last call asked for."""
+    def take_needed(self) -> list[BasePrompt]:
+        """Return the base prefills that verdicts since the last call asked for."""
         needed, self._needed = self._needed, []
         return needed
 
-    def _count(self, capture_id: int, ranks: int) -> None:
-        done, blocks = self._held[capture_id]
-        self._held[capture_id] = (done + ranks, blocks)
-        if done + ranks == self._ranks:
-            del self._held[capture_id]
-            assert self._pool is not None
-            self._pool.free_blocks(reversed(blocks))
-
     @property
     def busy(self) -> bool:
-        """Whether something is to be captured or learned."""
-        return bool(self._held) or self._learning
+        """Whether a capture is pending or workers are learning."""
+        return bool(self._held) or self._is_learning
 
 
-def why_not(request: Request) -> str | None:
-    """Why this request is prefilled densely, whatever the model."""
+def request_refusal(request: Request) -> str | None:
+    """Return the reason why this request is prefilled densely with any model, or None."""
     if request.lora_request is not None:
         return "a LoRA adapter has KV of its own"
     if request.mm_features:

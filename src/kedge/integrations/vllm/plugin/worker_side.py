@@ -1,4 +1,4 @@
-"""A rank's half of the plug-in: it copies, translates, captures and learns, as the scheduler orders."""
+"""The worker's half of the plug-in: it copies, translates, captures and learns on one rank, as the scheduler orders."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kedge.cache import Direction
 from kedge.errors import KedgeError, TranslationRefused
 from kedge.integrations.vllm.plugin.learner import Learner
-from kedge.integrations.vllm.plugin.messages import Ended, Orders, Reports, Verdict, Write
+from kedge.integrations.vllm.plugin.messages import (
+    CopyResult,
+    Orders,
+    Reports,
+    TranslationQuery,
+    TranslationVerdict,
+    TranslationWrite,
+)
 from kedge.integrations.vllm.plugin.pages import memory_order
 from kedge.kv.copy import PoolCopier
 from kedge.types import Miss
 
 logger = logging.getLogger(__name__)
-MEASURED = 64
-"""Tokens of a pass from which it tells what computing costs"""
+MIN_MEASURED = 64
+"""Tokens of the smallest pass whose time is reported as the cost of computing."""
 
 
 class WorkerSide:
-    """What of it is switched off was never given."""
+    """One rank's copies and translations. Parts that are off were never opened."""
 
     def __init__(self, block_size: int, throttle: float) -> None:
         self._block_size, self._throttle = block_size, throttle
@@ -31,43 +39,43 @@ class WorkerSide:
         self._refusal = "translation is off"
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
-        self._began = 0.0
-        self._measures = False
-        """Whether a pass is over when vLLM says so: on a GPU it has only been started"""
-        self._told_learning = False
+        self._step_began = 0.0
+        self._measures_passes = False
+        """Whether a pass has ended when vLLM returns from it: on a GPU it has only been started"""
+        self._reported_learning = False
 
-    def open_host(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> None:
-        """Allocates the host tier: for every layer as many blocks, each as it lies on the device."""
+    def open_host_tier(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> None:
+        """Allocate the host tier: `num_blocks` blocks for every layer, each in the device's memory order."""
         pools = []
         for pages in kv_caches.values():
             device = memory_order(pages)[None]
             shape = (1, num_blocks + 1, *device.shape[2:])
             pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
-        self._measures = not any(device.is_cuda for _, device in pools)
+        self._measures_passes = not any(device.is_cuda for _, device in pools)
 
     def open_translation(self, learner: Learner | TranslationRefused) -> None:
-        """Answers what is asked of this rank, or says why it cannot."""
+        """Answer queries with `learner` from now on, or with the reason why this rank cannot translate."""
         if isinstance(learner, Learner):
             self._learner = learner
         else:
             self._refusal = learner.why
 
-    # the steps of a pass, in vLLM's order -------------------------------------------------------------------------
+    # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
-    def before(self) -> None:
-        """A step begins."""
-        self._began = time.monotonic()
+    def begin_step(self) -> None:
+        """Note the time at which a step begins."""
+        self._step_began = time.monotonic()
 
-    def load(self, orders: Orders) -> None:
-        """Writes translations, and starts copies towards the device. Before the pass where something is translated."""
+    def before_pass(self, orders: Orders) -> None:
+        """Write translations and start loads."""
         if self._learner:
             for write in orders.writes:
                 self._write(self._learner, write)
-        self._submit(orders, is_load=True)
+        self._submit(orders, Direction.LOAD)
 
-    def _write(self, learner: Learner, order: Write) -> None:
-        """What cannot be written is reported: vLLM computes it, or fails the request, as it is configured."""
+    def _write(self, learner: Learner, order: TranslationWrite) -> None:
+        """Write a translation. On failure its blocks are reported: vLLM computes them or fails the request."""
         try:
             learner.write(order)
         except KedgeError:
@@ -75,21 +83,20 @@ class WorkerSide:
             first, last = order.start // self._block_size, -(-order.stop // self._block_size)
             self._bad_blocks.update(order.blocks[first:last])
 
-    def save(self, orders: Orders) -> None:
-        """After the pass: starts copies to the host, captures, learns and judges."""
-        if self._measures and orders.scheduled >= MEASURED:
-            self._reports.computed = (orders.scheduled, time.monotonic() - self._began)
-        self._submit(orders, is_load=False)
+    def after_pass(self, orders: Orders) -> None:
+        """Start offloads, learn from captured prompts, and answer queries."""
+        if self._measures_passes and orders.scheduled >= MIN_MEASURED:
+            self._reports.computed = (orders.scheduled, time.monotonic() - self._step_began)
+        self._submit(orders, Direction.OFFLOAD)
         if self._learner:
-            self._attend(self._learner, orders)
+            self._learn_from_step(self._learner, orders)
         for capture in orders.captures:
             if capture.capture_id is not None:
                 self._reports.captured[capture.capture_id] = 1
-        for ask in orders.asks:
-            refused = Verdict(0, (Miss("*", self._refusal),))
-            self._reports.verdicts[ask.request.request_id] = self._learner.judge(ask) if self._learner else refused
+        for query in orders.queries:
+            self._reports.verdicts[query.request.request_id] = self._verdict(query)
 
-    def _attend(self, learner: Learner, orders: Orders) -> None:
+    def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
         for request_id in orders.dropped:
             learner.drop(request_id)
         for capture in orders.captures:
@@ -97,27 +104,33 @@ class WorkerSide:
         for run in orders.ended_runs:
             learner.end_run(run)
         learner.learn()
-        self._reports.learning = learner.learning
+        self._reports.learning = learner.is_learning
 
-    def _submit(self, orders: Orders, is_load: bool) -> None:
+    def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
+        if self._learner is None:
+            return TranslationVerdict(0, (Miss("*", self._refusal),))
+        return self._learner.judge(query)
+
+    def _submit(self, orders: Orders, direction: Direction) -> None:
         for copy in orders.copies:
-            if self._copier and (copy.direction == "load") is is_load:
+            if self._copier and copy.direction is direction:
                 self._copier.submit(copy)
 
     def take_reports(self) -> Reports | None:
-        """What there is to tell of a step."""
+        """Return the reports of a step, None where nothing has changed."""
         for copied in self._copier.drain() if self._copier else ():
-            self._reports.copies[copied.copy_id] = Ended.of(copied)
+            self._reports.copies[copied.copy_id] = CopyResult.of(copied)
         reports, self._reports = self._reports, Reports()
-        news = not reports.is_empty or self._told_learning != reports.learning
-        self._told_learning = reports.learning
-        return reports if news else None
+        has_news = not reports.is_empty or self._reported_learning != reports.learning
+        self._reported_learning = reports.learning
+        return reports if has_news else None
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks that should have been translated and were not."""
+        """Return the blocks whose translation has failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def close(self) -> None:
+        """End the copier's thread."""
         if self._copier:
             self._copier.close()

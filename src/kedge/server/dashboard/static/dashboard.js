@@ -1,14 +1,19 @@
 // The page: one state after the other, from the stream into the panels.
 
 import { columns } from "./charts.js";
+import { follow as followDetail } from "./details.js";
 import { find, h, render } from "./dom.js";
 import { graph, statesOf } from "./graph.js";
+import * as header from "./header.js";
 import * as panels from "./panels.js";
+import { failures, receipts as receiptTable } from "./receipts.js";
 import { follow, key } from "./stream.js";
 
 const ORDER = ["device", "host", "preassembled", "translated", "computed"];
+const RUNS_SHOWN = 6;
+const FAILURES_SHOWN = 5;
 const THEME = "kedge.theme";
-const receipts = panels.receipts();
+const receipts = receiptTable();
 let stream = null;
 let latest = null;
 let chosen = null;
@@ -17,19 +22,17 @@ let chosen = null;
 
 function connect() {
   stream?.stop();
-  tell("connecting", "connecting");
-  stream = follow("/v1/dashboard/events", { event: take, status: tell, refused: askForKey });
+  stream = follow("/v1/dashboard/events", { event: take, status: connection, refused: askForKey });
 }
 
-function tell(state, text) {
-  const place = find("status");
-  place.dataset.state = state;
+function connection(state, text) {
   if (state === "live") receipts.update([]); // their numbers begin anew with a server, and with another key
-  if (place.textContent !== text) place.textContent = text;
+  header.connection(state, text);
 }
 
 function take(state) {
   latest = state;
+  header.arrived(state);
   find("key").hidden = true;
   find("forget").hidden = !key.get();
   show(state);
@@ -37,7 +40,8 @@ function take(state) {
 
 function askForKey(message) {
   latest = null;
-  tell("lost", "needs a key");
+  header.forget();
+  header.connection("refused", "needs a key");
   for (const id of ["board", "empty", "forget"]) find(id).hidden = true;
   find("key").hidden = false;
   find("key-error").textContent = key.get() ? message : "";
@@ -47,7 +51,7 @@ function askForKey(message) {
 // the panels ----------------------------------------------------------------------------------------------------------
 
 function show(state) {
-  const isEmpty = !state.requests && !state.running && !state.waiting && !state.workflows.length;
+  const isEmpty = !state.requests && !state.running && !state.waiting && !state.workflows.length && !state.failures.list.length;
   find("empty").hidden = !isEmpty;
   find("board").hidden = isEmpty;
   find("model").textContent = `${state.server.model}, version ${state.server.version}`;
@@ -65,12 +69,12 @@ function explain(server) {
 
 function fill(state) {
   const sources = ORDER.filter((source) => source in state.tokens);
-  find("closed").hidden = !state.engine.closed;
   const agents = inOrder(state.agents, state.workflows);
   const put = (id, data, build) => render(find(id), data, build);
-  put("figures", [state.requests, state.running, state.waiting, state.tokens, state.runs], () => panels.figures(state));
+  put("figures", [state.requests, state.running, state.waiting, state.tokens, state.runs, state.failures], () => panels.figures(state));
   flows(state);
   put("runs", state.runs, () => panels.runs(state.runs));
+  find("all-runs").hidden = state.runs.length <= RUNS_SHOWN;
   put("series", [state.series, find("series").clientWidth], () => columns(state.series, sources, find("series").clientWidth));
   put("series-legend", state.tokens, () => panels.legend(state.tokens));
   put("series-table", state.series, () => panels.seriesTable(state.series, sources));
@@ -79,7 +83,11 @@ function fill(state) {
   put("cached", [agents, state.engine.cached], () => panels.cached(agents, state.engine.cached));
   put("anchors", state.engine.pools, () => panels.anchors(state.engine.pools));
   put("prefetch", [state.engine.prefetch, state.engine.tiers], () => panels.prefetch(state.engine));
+  find("failures-panel").hidden = !state.failures.list.length;
+  find("all-failures").hidden = state.failures.list.length <= FAILURES_SHOWN;
+  put("failures", state.failures.list.map((one) => ({ ...one, age_s: 0 })), () => failures(state.failures.list));
   receipts.update(state.receipts);
+  followDetail(state.runs);
 }
 
 /** Agents in the order in which they speak, those of no registered workflow last. */
@@ -131,15 +139,26 @@ find("key").addEventListener("submit", (event) => {
   event.preventDefault();
   key.set(find("key-input").value.trim());
   find("key-input").value = "";
+  header.forget();
+  header.connection("connecting", "connecting");
   connect();
 });
-find("all-receipts").addEventListener("click", () => {
-  const isShort = find("receipts").classList.toggle("short");
-  find("all-receipts").textContent = isShort ? "Show all" : "Show fewer";
-  find("all-receipts").setAttribute("aria-expanded", String(!isShort));
+for (const name of ["runs", "receipts", "failures"]) {
+  const button = find(`all-${name}`);
+  button.addEventListener("click", () => {
+    const isShort = find(name).classList.toggle("short");
+    button.textContent = isShort ? "Show all" : "Show fewer";
+    button.setAttribute("aria-expanded", String(!isShort));
+  });
+}
+find("detail-close").addEventListener("click", () => {
+  history.pushState(null, "", location.pathname);
+  followDetail([]);
 });
+addEventListener("hashchange", () => latest && followDetail(latest.runs));
 find("forget").addEventListener("click", () => {
   key.forget();
+  header.forget();
   connect();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme());

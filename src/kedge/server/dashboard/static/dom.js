@@ -14,7 +14,7 @@ function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter((child) => child !== null));
+  element.append(...children.flat(Infinity).filter((child) => child !== null));
   return element;
 }
 
@@ -41,6 +41,25 @@ export function table(caption, columns, rows, kind = "") {
   );
 }
 
+/** A table whose rows are made by `row` from `groups`, pairs of a name and its items; each name heads its rows. */
+export function grouped(caption, columns, groups, row, kind = "") {
+  const made = table(caption, columns, [], kind);
+  made.tBodies[0].remove();
+  for (const [name, items] of groups) {
+    const body = table("", columns, items.map(row)).tBodies[0];
+    body.prepend(h("tr", { class: "group" }, h("th", { scope: "rowgroup", colspan: columns.length }, name)));
+    made.append(body);
+  }
+  return made;
+}
+
+/** Columns of a table. */
+export const right = (name) => ({ name, kind: "right" });
+export const left = (name) => ({ name });
+
+export const muted = (text) => h("span", { class: "muted" }, text);
+export const hint = (text) => h("p", { class: "hint" }, text);
+
 /** A bar of parts with widths by their amounts; decoration, the same numbers stand beside it. */
 export function bar(parts, total = parts.reduce((sum, part) => sum + part.amount, 0)) {
   const made = h("span", { class: "bar", "aria-hidden": "true" });
@@ -53,27 +72,36 @@ export function bar(parts, total = parts.reduce((sum, part) => sum + part.amount
   return made;
 }
 
-export const number = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u2009");
+export const number = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
 
-export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u2009%` : "\u2013");
+export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u202f%` : "\u2013");
 
 export function milliseconds(value) {
   if (value === null || value === undefined) return "\u2013";
-  if (value >= 10_000) return `${(value / 1000).toFixed(0)}\u2009s`;
-  if (value >= 1000) return `${(value / 1000).toFixed(1)}\u2009s`;
-  return `${value.toFixed(value < 10 ? 1 : 0)}\u2009ms`;
+  if (value >= 10_000) return `${(value / 1000).toFixed(0)}\u202fs`;
+  if (value >= 1000) return `${(value / 1000).toFixed(1)}\u202fs`;
+  return `${value.toFixed(value < 10 ? 1 : 0)}\u202fms`;
 }
 
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB"];
   const at = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
   const scaled = value / 1024 ** at;
-  return `${scaled.toFixed(at && scaled < 10 ? 1 : 0)}\u2009${units[at]}`;
+  return `${scaled.toFixed(at && scaled < 10 ? 1 : 0)}\u202f${units[at]}`;
 }
 
 export function seconds(value) {
-  if (value < 60) return `${Math.round(value)}\u2009s`;
-  return value < 3600 ? `${Math.round(value / 60)}\u2009min` : `${Math.round(value / 3600)}\u2009h`;
+  if (value < 60) return `${Math.round(value)}\u202fs`;
+  return value < 3600 ? `${Math.round(value / 60)}\u202fmin` : `${Math.round(value / 3600)}\u202fh`;
+}
+
+/** How many requests were in flight, this one included. */
+export const load = (count) => (Math.round(count) <= 1 ? "alone" : `${number(count)} at once`);
+
+/** The time of day `age` seconds ago. */
+export function clock(age) {
+  const at = new Date(Date.now() - 1000 * age);
+  return h("time", { datetime: at.toISOString() }, at.toLocaleTimeString("en-GB"));
 }
 
 export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;

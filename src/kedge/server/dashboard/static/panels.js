@@ -1,6 +1,6 @@
 // What each panel shows of a state.
 
-import { bar, bytes, h, median, milliseconds, number, percent, plural, seconds, table } from "./dom.js";
+import { bar, bytes, grouped, h, hint, left, load, median, milliseconds, muted, number, percent, plural, right, seconds, table } from "./dom.js";
 
 const SOURCE_NAMES = {
   device: "exact, device",
@@ -9,17 +9,12 @@ const SOURCE_NAMES = {
   translated: "translated",
   computed: "computed",
 };
-const MARKS = { running: "\u25cf", waiting: "\u25cb", done: "\u2713", expected: "\u00b7", stopped: "\u00d7" };
-const RUNS_SHOWN = 6;
-
-const right = (name) => ({ name, kind: "right" });
-const left = (name) => ({ name });
-const muted = (text) => h("span", { class: "muted" }, text);
-const hint = (text) => h("p", { class: "hint" }, text);
+const LOADS_ALIKE = 1.5;
+export const MARKS = { running: "\u25cf", waiting: "\u25cb", done: "\u2713", expected: "\u00b7", stopped: "\u00d7" };
 
 export const sourceName = (source) => SOURCE_NAMES[source] ?? source;
 
-const partsOf = (tokens) => Object.entries(tokens).map(([name, amount]) => ({ name, amount }));
+export const partsOf = (tokens) => Object.entries(tokens).map(([name, amount]) => ({ name, amount }));
 const sum = (tokens) => Object.values(tokens).reduce((total, one) => total + one, 0);
 
 /** An agent as text; a request that names none is a plain one. */
@@ -30,17 +25,21 @@ export function figures(state) {
   const whole = sum(state.tokens);
   const exact = device + host;
   const reused = exact + sum(others);
-  const ttft = (kinds) => median(state.receipts.filter((one) => kinds.includes(one.kind)).map((one) => one.ttft_ms));
+  const of = (kinds) => state.receipts.filter((one) => kinds.includes(one.kind));
+  const ttft = (kinds) => median(of(kinds).map((one) => one.ttft_ms));
+  const at = (kinds) => (of(kinds).length ? `, ${load(median(of(kinds).map((one) => one.ttft_load)))}` : "");
+  const [reuse, none] = [["exact", "translated"], ["computed"]];
   const live = state.runs.filter((run) => run.status === "running").length;
   return [
     figure("Requests", number(state.requests), `${state.running} running, ${state.waiting} waiting`),
     figure("Prompt tokens reused", percent(reused, whole), `${percent(exact, whole)} exact, ${percent(reused - exact, whole)} translated`),
     figure(
       "Time to first token",
-      milliseconds(ttft(["exact", "translated"])),
-      `with reuse; ${milliseconds(ttft(["computed"]))} where computed`,
+      milliseconds(ttft(reuse)),
+      `with reuse${at(reuse)}; ${milliseconds(ttft(none))} where computed${at(none)}`,
     ),
     figure("Runs going on", number(live), `of the last ${state.runs.length}`),
+    figure("Refused or failed", number(state.failures.refused + state.failures.failed), `${number(state.failures.refused)} refused, ${number(state.failures.failed)} failed`),
   ];
 }
 
@@ -50,7 +49,7 @@ const figure = (name, value, text) => h("div", {}, h("dt", {}, name), h("dd", {}
 
 export function runs(list) {
   if (!list.length) return hint("No run yet. A call belongs to a run when it says so: kedge.run in its body.");
-  return h("ul", { class: "runs" }, list.slice(0, RUNS_SHOWN).map(run));
+  return h("ul", { class: "runs" }, list.map(run));
 }
 
 function run(one) {
@@ -58,13 +57,14 @@ function run(one) {
   return h(
     "li",
     {},
-    h("p", {}, h("code", {}, shortened(one.id)), h("span", { class: `status ${one.status}` }, one.status), muted(story(one, wentWell))),
+    h("p", {}, h("a", { href: `#run=${one.number}`, title: one.id }, h("code", {}, shortened(one.id))), h("span", { class: `status ${one.status}` }, one.status), muted(story(one, wentWell))),
+    one.reason ? h("p", { class: "reason" }, one.reason) : null,
     wentWell ? null : places(one),
   );
 }
 
 function story(one, wentWell) {
-  const began = `began ${seconds(one.age_s)} ago`;
+  const began = `${one.workflow ? `${one.workflow}, ` : ""}began ${seconds(one.age_s)} ago`;
   const calls = Object.values(one.agents).reduce((all, at) => all + at.calls, 0);
   return wentWell ? `${plural(calls, "call")}, ${began}` : began;
 }
@@ -85,7 +85,7 @@ function places(one) {
 }
 
 /** A run's id without what is the same in all of them, and not longer than a line. */
-function shortened(id) {
+export function shortened(id) {
   const name = id.replace(/^\//, "");
   return name.length > 20 ? `${name.slice(0, 16)}\u2026` : name;
 }
@@ -117,24 +117,29 @@ export function ttft(agents) {
   if (!timed.length) return hint("Nothing has been answered yet.");
   const longest = Math.max(...timed.flatMap((one) => Object.values(one.ttft_ms).map((kind) => kind.median ?? 0)));
   const kinds = ["computed", "exact", "translated"];
-  const rows = timed.map((one) => [named(one), ...kinds.map((kind) => timeCell(one.ttft_ms[kind], kind, longest)), gain(one.ttft_ms)]);
+  const row = (one) => [agentName(one), ...kinds.map((kind) => timeCell(one.ttft_ms[kind], kind, longest)), gain(one.ttft_ms)];
   const names = [left("Agent"), ...["Computed", "Exact", "Translated", "Gain"].map(right)];
-  return table("Median time to first token by agent", names, rows, "times");
+  return grouped("Median time to first token by agent, with the requests in flight", names, byWorkflow(timed), row, "times");
 }
 
-function timeCell({ median: value, count }, kind, longest) {
+function timeCell({ median: value, count, load: inFlight }, kind, longest) {
   if (!count) return muted("\u2013");
   const fill = { exact: "device" }[kind] ?? kind;
   const parts = [{ name: fill, amount: value }];
-  return h("span", { class: "time", title: plural(count, "request") }, milliseconds(value), bar(parts, longest));
+  return h("span", { class: "time", title: plural(count, "request") }, milliseconds(value), bar(parts, longest), h("small", {}, load(inFlight)));
 }
 
+/** How many times faster reuse is; times at very different loads are not compared. */
 function gain(kinds) {
   const reused = [kinds.translated, kinds.exact].find((kind) => kind.count);
-  return kinds.computed.count && reused ? `${(kinds.computed.median / reused.median).toFixed(1)}\u00d7` : muted("\u2013");
+  if (!kinds.computed.count || !reused) return muted("\u2013");
+  const [less, more] = [kinds.computed.load, reused.load].sort((a, b) => a - b);
+  if (more > LOADS_ALIKE * less) return h("small", { title: "Times at different loads are not compared." }, "other load");
+  return `${(kinds.computed.median / reused.median).toFixed(1)}\u00d7`;
 }
 
-const named = (one) => h("span", { title: one.workflow || null }, agentName(one));
+/** Rows by the workflow that they belong to, in the order in which the workflows come. */
+const byWorkflow = (rows) => [...Map.groupBy(rows, (one) => one.workflow || "no workflow")];
 
 // the cache -----------------------------------------------------------------------------------------------------------
 
@@ -156,20 +161,15 @@ export function tiers(engine) {
 
 export function cached(agents, held) {
   const known = held ?? [];
-  const rows = agents
-    .filter((one) => one.fixed)
-    .map((one) => {
-      const at = known.find((other) => other.agent === one.agent && other.workflow === one.workflow);
-      return [
-        named(one),
-        nextRun(one),
-        number(one.fixed),
-        tokensCell(at?.device, "device", one.fixed),
-        tokensCell(at?.host, "host", one.fixed),
-      ];
-    });
-  if (!rows.length) return hint("No agent with a fixed prompt has called yet.");
-  return table("Where the fixed prompts of agents are cached", [left("Agent"), left("Next run"), ...["Tokens", "Device", "Host"].map(right)], rows);
+  const fixed = agents.filter((one) => one.fixed);
+  if (!fixed.length) return hint("No agent with a fixed prompt has called yet.");
+  const row = (one) => {
+    const at = known.find((other) => other.agent === one.agent && other.workflow === one.workflow);
+    const tiers = ["device", "host"].map((tier) => tokensCell(at?.[tier], tier, one.fixed));
+    return [agentName(one), nextRun(one), number(one.fixed), ...tiers];
+  };
+  const names = [left("Agent"), left("Next run"), ...["Tokens", "Device", "Host"].map(right)];
+  return grouped("Where the fixed prompts of agents are cached", names, byWorkflow(fixed), row);
 }
 
 function nextRun(one) {
@@ -187,12 +187,12 @@ function tokensCell(amount, tier, whole) {
 // anchors and prefetches ----------------------------------------------------------------------------------------------
 
 export function anchors(pools) {
-  if (!pools) return hint("The engine has told nothing of its anchors.");
+  if (!pools) return hint("This engine does not report its anchors.");
   if (!pools.length) return hint("No anchors yet. They are made from dense prefills of agents that translate.");
-  const rows = [...pools]
-    .sort((a, b) => b.uses - a.uses)
-    .map((pool) => [h("span", { title: pool.workflow || null }, breakable(pool.placeholder)), ...[pool.anchors, pool.slots, pool.uses].map(number), bytes(pool.nbytes)]);
-  return table("Anchor pools", [left("Placeholder"), ...["Anchors", "Readers", "Uses", "Memory"].map(right)], rows);
+  const row = (pool) => [h("span", {}, breakable(pool.placeholder)), ...[pool.anchors, pool.slots, pool.uses].map(number), bytes(pool.nbytes)];
+  const sorted = [...pools].sort((a, b) => b.uses - a.uses);
+  const names = [left("Placeholder"), ...["Anchors", "Readers", "Uses", "Memory"].map(right)];
+  return grouped("Anchor pools by workflow", names, byWorkflow(sorted), row);
 }
 
 /** A name that may go on in the next line behind an underscore. */
@@ -211,54 +211,4 @@ export function prefetch(engine) {
       ? h("ul", { class: "legend" }, outcomes.map(([name, count]) => h("li", {}, h("span", { class: `swatch fill-outcome-${name}`, "aria-hidden": "true" }), `${name} `, muted(number(count)))))
       : null,
   ];
-}
-
-// receipts ------------------------------------------------------------------------------------------------------------
-
-/** A table whose rows stay where they are: `update` adds what is new and drops what is old. */
-export function receipts() {
-  const names = [left("Time"), left("Agent"), left("Reuse"), left("Prompt tokens"), right("First token"), left("Why not better")];
-  const made = table("Recent receipts", names, [], "receipts");
-  const body = made.tBodies[0];
-  const rows = new Map();
-  const update = (list) => {
-    const kept = new Set(list.map((one) => one.number));
-    for (const [number_, row] of rows) {
-      if (kept.has(number_)) continue;
-      row.remove();
-      rows.delete(number_);
-    }
-    for (const one of [...list].reverse().filter((other) => !rows.has(other.number))) {
-      rows.set(one.number, receipt(one));
-      body.prepend(rows.get(one.number));
-    }
-  };
-  return { element: made, update };
-}
-
-function receipt(one) {
-  const at = new Date(Date.now() - 1000 * one.age_s);
-  const counts = Object.entries(one.tokens).filter(([, amount]) => amount);
-  const said = counts.map(([source, amount]) => `${number(amount)} ${sourceName(source)}`).join(", ");
-  return h(
-    "tr",
-    {},
-    h("th", { scope: "row" }, h("time", { datetime: at.toISOString() }, at.toLocaleTimeString("en-GB"))),
-    h("td", {}, h("span", { title: [one.workflow, one.run].filter(Boolean).join(", ") || null }, agentName(one))),
-    h("td", {}, one.mode),
-    h("td", { class: "sources" }, bar(partsOf(one.tokens)), h("span", {}, said)),
-    h("td", { class: "right" }, milliseconds(one.ttft_ms)),
-    h("td", { class: "misses" }, misses(one.misses)),
-  );
-}
-
-/** Reasons, each with the segments that it holds for. */
-function misses(list) {
-  const by = Map.groupBy(list, (miss) => miss.reason);
-  const lines = [...by].map(([reason, some]) => {
-    const names = some.map((miss) => (miss.segment === "*" ? "whole prompt" : miss.segment));
-    const shown = names.length > 3 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : names.join(", ");
-    return h("li", {}, h("code", {}, shown), ` ${reason}`);
-  });
-  return lines.length ? h("ul", {}, lines) : muted("\u2013");
 }

@@ -40,8 +40,15 @@ async function run(path, on, signal) {
   }
 }
 
-async function open(path, signal) {
-  const headers = { Accept: "text/event-stream" };
+/** What a path answers as JSON: its `data`, or the `problem` that there is. */
+export async function load(path) {
+  const answer = await open(path, undefined, "application/json");
+  if (!answer) return { problem: "The server does not answer." };
+  return answer.ok ? { data: await answer.json() } : { problem: await complaint(answer) };
+}
+
+async function open(path, signal, kind = "text/event-stream") {
+  const headers = { Accept: kind };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   try {
     return await fetch(path, { headers, signal, cache: "no-store" });

@@ -1,4 +1,4 @@
-"""One request's answer, from vLLM's outputs to the deltas of a stream."""
+"""The stream of one request, from vLLM's outputs to deltas of text, tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.local.sequence import LocalStream
 from kedge.errors import ForwardFailed
-from kedge.integrations.vllm.engine.receipts import answer_logprobs, own_receipt, prompt_logprobs, told_receipt
-from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from kedge.integrations.vllm.engine.receipts import answer_logprobs, fallback_receipt, plugin_receipt, prompt_logprobs
+from kedge.types import Completion, FinishReason, GenerateRequest, Receipt, TokenDelta, TokenLogprob
 
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
-"""vLLM's reasons. Here it stops for a token that ends every answer only: stop strings are looked for here."""
+"""vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
 
 
-class Answer:
-    """Takes vLLM's outputs, `end`s with a completion or `fail`s. Belongs to the engine's event loop."""
+class StreamedResponse:
+    """The response to one request, which ends with a completion or an error. Owned by the engine's event loop."""
 
     def __init__(self, request: GenerateRequest, tokenizer: HFTokenizer, params: Any, room: int) -> None:
-        """`params`: vLLM's `SamplingParams`; `room`: how many tokens the model can add to the prompt."""
+        """`params` are vLLM's `SamplingParams`; `room` is the number of tokens that the model can add to the prompt."""
         self.request, self.params = request, params
-        self.stream = LocalStream(request.request_id)
+        self.stream = TokenStream(request.request_id)
         self.finish: FinishReason | None = None
-        """Set once nothing that vLLM draws matters any more."""
+        """Set once the response is complete: later tokens are dropped."""
         self._arrived = time.perf_counter()
         self._first_token: float | None = None
         self._text = TextStream(tokenizer, request.sampling.stop)
@@ -33,50 +33,50 @@ class Answer:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-        self._news = TokenDelta("", ())
+        self._pending = TokenDelta("", ())
+        """What has not been put into the stream yet"""
         self._cached: int | None = None
         self._stats: Any = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether vLLM has computed its prompt."""
+        """Whether vLLM has computed the prompt."""
         return self._first_token is not None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met: vLLM knows nothing of it."""
+        """Whether a stop string was matched, in which case vLLM does not end the request by itself."""
         return self._text.stopped
 
     def take(self, output: Any) -> None:
-        """Takes a `RequestOutput`, which has what came since the one before. Raises `ForwardFailed` where vLLM could
-        not go on."""
+        """Take a `RequestOutput` with the tokens since the one before. Raises `ForwardFailed` if vLLM gave up."""
         if self._first_token is None:
             self._begin(output)
         self._cached, self._stats = output.num_cached_tokens, output.metrics
         if self.finish is None:
             self._read(output.outputs[0])
         if not (output.finished or self.stopped):
-            self._tell()
+            self._flush()
 
     def _begin(self, output: Any) -> None:
         self._first_token = time.perf_counter()
         top = self.request.prompt_logprobs
         if top is not None:
             self._prompt_logprobs = prompt_logprobs(self.request.tokens, output.prompt_logprobs, top)
-            self._news = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
+            self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
 
-    def _read(self, news: Any) -> None:
-        reason = news.finish_reason
+    def _read(self, output: Any) -> None:
+        reason = output.finish_reason
         if reason is not None and reason not in REASONS:
             raise ForwardFailed("request", self.request.request_id, f"vLLM ended it: {reason}")
-        drawn = list(news.token_ids)[: self._max_tokens - len(self._tokens)]
-        ends = reason == "stop" and len(drawn) == len(news.token_ids)
+        drawn = list(output.token_ids)[: self._max_tokens - len(self._tokens)]
+        ends = reason == "stop" and len(drawn) == len(output.token_ids)
         pushed = self._push(drawn[:-1] if ends else drawn)
-        self._note_logprobs(drawn if ends and not self.stopped else drawn[:pushed], news.logprobs)
+        self._add_logprobs(drawn if ends and not self.stopped else drawn[:pushed], output.logprobs)
         self.finish = self._finish(ends, reason)
 
     def _finish(self, ends: bool, reason: str | None) -> FinishReason | None:
-        """`ends`: the last token that was drawn ends the answer, and is not in it."""
+        """Return the reason to finish, if there is one. `ends`: the last token drawn was an end-of-sequence token."""
         if ends or self.stopped:
             return FinishReason.STOP
         if len(self._tokens) >= self._max_tokens:
@@ -84,7 +84,7 @@ class Answer:
         return None if reason is None else REASONS[reason]
 
     def _push(self, tokens: Sequence[int]) -> int:
-        """Turns tokens into text; how many there are up to the end of a stop string."""
+        """Append tokens and their text. Returns how many there are up to the end of a stop string."""
         for number, token in enumerate(tokens, 1):
             self._tokens.append(token)
             self._add(TokenDelta(self._text.push(token), (token,)))
@@ -92,28 +92,28 @@ class Answer:
                 return number
         return len(tokens)
 
-    def _note_logprobs(self, tokens: Sequence[int], positions: Any) -> None:
+    def _add_logprobs(self, tokens: Sequence[int], positions: Any) -> None:
         if self.request.logprobs is not None:
-            news = answer_logprobs(tokens, list(positions)[: len(tokens)], self.request.logprobs)
-            self._logprobs += news
-            self._add(TokenDelta("", (), logprobs=news))
+            added = answer_logprobs(tokens, list(positions)[: len(tokens)], self.request.logprobs)
+            self._logprobs += added
+            self._add(TokenDelta("", (), logprobs=added))
 
     def _add(self, more: TokenDelta) -> None:
-        was = self._news
-        self._news = TokenDelta(
-            was.text + more.text,
-            was.tokens + more.tokens,
-            logprobs=was.logprobs + more.logprobs,
-            prompt_logprobs=was.prompt_logprobs + more.prompt_logprobs,
+        pending = self._pending
+        self._pending = TokenDelta(
+            pending.text + more.text,
+            pending.tokens + more.tokens,
+            logprobs=pending.logprobs + more.logprobs,
+            prompt_logprobs=pending.prompt_logprobs + more.prompt_logprobs,
         )
 
-    def _tell(self) -> None:
-        if self._news != TokenDelta("", ()):
-            self.stream.put(self._news)
-        self._news = TokenDelta("", ())
+    def _flush(self) -> None:
+        if self._pending != TokenDelta("", ()):
+            self.stream.put(self._pending)
+        self._pending = TokenDelta("", ())
 
-    def end(self, said: Mapping[str, Any] | None) -> None:
-        """The last delta. `said`: the plug-in's receipt, if there is one."""
+    def end(self, receipt: Mapping[str, Any] | None) -> None:
+        """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
         now = time.perf_counter()
         self._add(TokenDelta(self._text.flush(), ()))
         ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
@@ -123,17 +123,22 @@ class Answer:
             text=self._text.text,
             tokens=tuple(self._tokens),
             finish_reason=self.finish or FinishReason.CANCELLED,
-            receipt=told_receipt(self.request, said, parts) if said else own_receipt(self.request, self._cached, parts),
+            receipt=self._receipt(receipt, parts),
             ttft_ms=ttft_ms,
             total_ms=1e3 * (now - self._arrived),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self._prompt_logprobs,
         )
-        last = self._news
+        last = self._pending
         self.stream.put(TokenDelta(last.text, last.tokens, done, last.logprobs, last.prompt_logprobs))
 
+    def _receipt(self, receipt: Mapping[str, Any] | None, parts: Mapping[str, float]) -> Receipt:
+        if receipt:
+            return plugin_receipt(self.request, receipt, parts)
+        return fallback_receipt(self.request, self._cached, parts)
+
     def _parts_ms(self, ttft_ms: float) -> dict[str, float]:
-        """By the clock of vLLM's own process: waiting, then all up to the first token; the rest is the way there."""
+        """Return the parts of the TTFT: queue and compute by the clock of vLLM's process, the rest as `other`."""
         if self._stats is None or not self._stats.first_token_ts:
             return {"queue": ttft_ms}
         queue = 1e3 * (self._stats.scheduled_ts - self._stats.queued_ts)
@@ -141,5 +146,5 @@ class Answer:
         return {"queue": queue, "compute": compute, "other": max(0.0, ttft_ms - queue - compute)}
 
     def fail(self, error: BaseException) -> None:
-        """Whoever reads the stream gets this error."""
+        """End the stream with an error."""
         self.stream.put(error)

@@ -1,0 +1,136 @@
+"""The fixed prompts of agents by forecast: the blocks of both tiers that hold one belong to its agent (KVFlow, 3.3)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import Request
+
+from kedge.integrations.vllm.plugin.block_pools import own_prefix
+from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.policies.fixed_prompts import FixedLengths
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentKey, Namespace, RunKey
+from kedge.workflow.forecast import Changes, ForecastBoard
+from kedge.workflow.steps import NextRun
+
+AgentTemplate = tuple[Namespace, str, str, str]
+"""(namespace, client, workflow, agent): the fixed prompt of an agent is the same in all its runs."""
+BlockHashes = tuple[BlockHash, ...]
+MAX_TEMPLATES = 4096
+"""Agents whose fixed prompts are remembered from one run to the next; the one that called longest ago is dropped."""
+
+
+class AgentPrompts:
+    """The forecast of every agent with the block hashes of its fixed prompt. Owned by the scheduler."""
+
+    def __init__(self, block_size: int, forecast_ttl: float) -> None:
+        self._block_size = block_size
+        self._board = ForecastBoard(forecast_ttl)
+        self._lengths = FixedLengths()
+        self.steps: dict[AgentKey, NextRun] = {}
+        self.prompts: dict[AgentKey, BlockHashes] = {}
+        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(MAX_TEMPLATES)
+        self._template_of: dict[AgentKey, AgentTemplate] = {}
+        self._pools: tuple[BlockPool, ...] = ()
+        self.changed = False
+        """Whether forecasts or fixed prompts have changed since the last look for prefetches"""
+        self._ignored_labels = 0
+
+    def bind(self, *pools: BlockPool) -> None:
+        """Set the pools whose blocks are owned by agents, the device's first. They have a `StepFreeQueue` each."""
+        self._pools = pools
+
+    @property
+    def agents(self) -> set[AgentKey]:
+        """All agents that something is remembered of."""
+        return {*self.steps, *self.prompts, *self._template_of}
+
+    def counters(self) -> Counter[str]:
+        """Return what was ignored since the start."""
+        ignored = sum(self._board.ignored.values())
+        return Counter(ignored_labels=self._ignored_labels, ignored_forecasts=ignored)
+
+    # forecasts ------------------------------------------------------------------------------------------------
+
+    def forecast(self, hinted: HintedRequest, steps: Mapping[Any, NextRun]) -> None:
+        """Take the forecast of a run. One without a sequence number is newer than the one before it."""
+        known = self._board.forecast(hinted.run)
+        newer = known.seq + 1 if known else 0
+        seq = newer if hinted.seq is None else hinted.seq
+        changes = self._board.update(hinted.run, seq, steps, time.monotonic())
+        for key in changes:
+            if key.run == hinted.run and key not in self._template_of:
+                self._template_of[key] = (*hinted.run[:2], hinted.request.workflow, key.agent)
+        self._apply(changes)
+
+    def end_run(self, run: RunKey) -> None:
+        """Drop the forecast of a run that is over."""
+        self._apply(self._board.done(run, time.monotonic()))
+
+    def expire(self) -> None:
+        """Drop the forecasts that are too old."""
+        if changes := self._board.expire(time.monotonic()):
+            self._apply(changes)
+
+    def _apply(self, changes: Changes) -> None:
+        for key, next_run in changes.items():
+            if next_run is None:
+                self.steps.pop(key, None)
+                self.prompts.pop(key, None)
+                self._template_of.pop(key, None)
+            else:
+                self.steps[key] = next_run
+        for pool in self._pools:
+            pool.free_block_queue.on_forecast(changes)
+        for key in changes:
+            if key in self.steps and key not in self.prompts:
+                self._adopt(key)
+        self.changed = True
+
+    def _adopt(self, key: AgentKey) -> None:
+        """Give an agent that has not called in this run the fixed prompt that it had in other runs."""
+        template = self._template_of.get(key)
+        hashes = self._templates.get(template) if template else None
+        if hashes is None or not self._pools:
+            return
+        self.prompts[key] = hashes
+        for pool in self._pools:
+            own_prefix(pool, hashes, key)
+
+    # prompts --------------------------------------------------------------------------------------------------
+
+    def label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> AgentKey | None:
+        """Give the blocks of a finished request to its agent, while the request holds them.
+
+        Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
+        was labelled.
+        """
+        length = self._lengths.of(hinted.request, time.monotonic())
+        if not length or not self._pools:
+            return None
+        fixed = length // self._block_size
+        template: AgentTemplate = (*hinted.run[:2], hinted.request.workflow, hinted.request.agent)
+        hashes = tuple(request.block_hashes[:fixed])
+        self._templates[template] = hashes
+        if request.abort_immediately:
+            return None  # a message without a pass: the forecast that follows it adopts the prompt
+        queue = self._pools[0].free_block_queue
+        if not queue.has_step(hinted.key):
+            self._ignored_labels += 1
+            return None
+        self.prompts[hinted.key], self._template_of[hinted.key] = hashes, template
+        queue.own(block_ids[:fixed], hinted.key)
+        queue.mark_suffix(block_ids[fixed:])
+        self.changed = True
+        return hinted.key
+
+    def clear(self) -> None:
+        """Forget all fixed prompts. Forecasts stay."""
+        self.prompts.clear()
+        self._templates.clear()

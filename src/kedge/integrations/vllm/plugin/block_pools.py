@@ -1,0 +1,43 @@
+"""Helpers for vLLM's block pools, which find blocks by hash and evict them in the order of their free queue."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.owner_sets import Owner
+from kedge.policies.eviction import StepPolicy
+
+GROUP = 0
+"""The only KV cache group."""
+
+
+def replace_queue(pool: BlockPool, policy: StepPolicy) -> StepFreeQueue:
+    """Give a pool a queue with this policy. The pool must have handed out nothing but its null block."""
+    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy)
+    pool.free_block_queue = queue
+    return queue
+
+
+def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
+    """Return a block of `pool` with this hash, if there is one."""
+    found = pool.get_cached_block(block_hash, [GROUP])
+    return found[0] if found else None
+
+
+def leading_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
+    """Return the blocks of the longest prefix of `hashes` that `pool` has."""
+    return list(itertools.takewhile(lambda block: block is not None, (cached_block(pool, one) for one in hashes)))
+
+
+def own_prefix(pool: BlockPool, hashes: Sequence[BlockHash], owner: Owner) -> None:
+    """Mark what `pool` has of a fixed prompt as owned by `owner`."""
+    queue = pool.free_block_queue
+    blocks = leading_blocks(pool, hashes)
+    pool.touch(blocks)
+    queue.own([block.block_id for block in blocks], owner)
+    pool.free_blocks(reversed(blocks))

@@ -1,0 +1,31 @@
+"""The receipt of a finished request: which of its prompt tokens came from where, as plain data for vLLM's output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
+from kedge.reuse.plan import spans_of
+from kedge.types import Miss, Receipt, Source, Tokens
+
+
+def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...]) -> Receipt:
+    """Return the receipt of a request. `misses` give the reasons why tokens were not translated."""
+    total = tracked.request.num_prompt_tokens
+    device = min(tracked.device, total)
+    reused = min(tracked.device + tracked.translated, total)
+    sources = [Source.HOST if i in tracked.host else Source.DEVICE for i in range(device)]
+    sources += [Source.TRANSLATED] * (reused - device) + [Source.COMPUTED] * (total - reused)
+    request = tracked.hinted.request
+    return Receipt(request.request_id, request.reuse, spans_of(sources), misses)
+
+
+def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens]) -> dict[str, Any]:
+    """Return a receipt as JSON data. `needs` are prompts whose prefill would give missing base KV."""
+    return {
+        "mode": receipt.mode.value,
+        "tokens": {source.value: receipt.tokens(source) for source in Source},
+        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
+        "base": [list(tokens) for tokens in needs],
+    }

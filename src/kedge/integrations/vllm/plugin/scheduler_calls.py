@@ -1,0 +1,92 @@
+"""vLLM's calls to the connector in its scheduler, passed on to `SchedulerSide`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from kedge.integrations.vllm.plugin.feature_checks import Features
+from kedge.integrations.vllm.plugin.messages import Reports
+from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, KedgeStats
+from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
+from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.integrations.vllm.plugin.translations import Translations
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class SchedulerCalls(KVConnectorBase_V1):
+    """The scheduler's half of a connector."""
+
+    _features: Features
+    _host_blocks: int
+
+    def _open_scheduler(self, config: VllmConfig, settings: PluginSettings) -> None:
+        self._features.log()
+        self._reported: Counter[str] = Counter()
+        ranks = config.parallel_config.world_size
+        translations = Translations(self._features.translation, ranks)
+        self._scheduler = SchedulerSide(settings, config.cache_config.block_size, ranks, translations)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._features.translation is None:
+            coordinator: Any = kv_cache_manager.coordinator
+            coordinator.cache_blocks = self._scheduler.translations.guard(coordinator.cache_blocks)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.translations.bind(gpu_block_pool)
+        if self._features.eviction is None:
+            self._scheduler.bind(gpu_block_pool, self._host_blocks)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_arrival(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.on_admission(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.build_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, Reports):
+            self._scheduler.on_reports(reports)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        receipt = self._scheduler.on_finish(request, block_ids)
+        return False, None if receipt is None else {"kedge": receipt}
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.busy
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.clear()
+
+    def _take_stats(self) -> KVConnectorStats | None:
+        """Return what was counted since the last call, with receipts and base prefills that no output carries."""
+        totals = Counter(self._scheduler.totals())
+        news, self._reported = totals - self._reported, totals
+        data: dict[str, Any] = dict(news)
+        if unsent := self._scheduler.take_unsent_receipts():
+            data[RECEIPTS] = unsent
+        if needed := self._scheduler.translations.take_needed():
+            data[NEEDS] = needed
+        return KedgeStats(data=data) if data else None

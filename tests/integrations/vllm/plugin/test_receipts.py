@@ -1,0 +1,44 @@
+"""The receipt of a finished request, as it leaves vLLM. No vLLM is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
+from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
+from kedge.types import Miss, ReuseMode
+
+PROMPT = tuple(range(3, 103))
+
+
+def tracked(**state: Any) -> TrackedRequest:
+    hinted = read_hints("r1", PROMPT, None, {"kedge": {}}, ReuseMode.TRANSLATE)
+    assert hinted is not None
+    request: Any = SimpleNamespace(num_prompt_tokens=len(PROMPT))
+    return TrackedRequest(hinted, request, **state)
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens"),
+    [
+        ({}, {"device": 0, "host": 0, "translated": 0, "computed": 100}),
+        ({"device": 64, "host": range(32, 100)}, {"device": 32, "host": 32, "translated": 0, "computed": 36}),
+        ({"device": 32, "translated": 67}, {"device": 32, "host": 0, "translated": 67, "computed": 1}),
+        ({"device": 128, "translated": 5}, {"device": 100, "host": 0, "translated": 0, "computed": 0}),
+    ],
+    ids=["computed", "loaded", "translated", "device tokens include the answer's"],
+)
+def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
+    data = receipt_to_dict(receipt_of(tracked(**state), ()), ())
+    assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
+
+
+def test_misses_and_needs_are_json() -> None:
+    data = receipt_to_dict(receipt_of(tracked(), (Miss("q", "too far"),)), [(5, 6)])
+    assert data["mode"] == "translate"
+    assert data["misses"] == [{"segment": "q", "reason": "too far"}]
+    assert data["base"] == [[5, 6]]
