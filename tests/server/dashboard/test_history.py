@@ -18,9 +18,9 @@ from kedge.engine.echo import EchoEngine
 from kedge.server.dashboard.failures import MAX_FAILURES
 from kedge.server.dashboard.health import HealthState
 from kedge.server.dashboard.history import History
-from kedge.server.dashboard.records import SAMPLES, AgentState, Kind, kind_of
-from kedge.server.dashboard.runs import MAX_CALLS_OF_A_RUN, MOST_AGENTS_OF_A_RUN
-from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MOST_AGENTS, MOST_RECEIPTS, MOST_RUNS
+from kedge.server.dashboard.records import SAMPLES, AgentState, PromptKind, kind_of
+from kedge.server.dashboard.runs import MAX_CALLS_OF_A_RUN, MAX_AGENTS_OF_A_RUN
+from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MAX_AGENTS, MAX_RECEIPTS, MAX_RUNS
 from kedge.server.dashboard.texts import CallTexts
 from kedge.server.failures import MAX_REASON, CallFailure
 from kedge.types import (
@@ -47,7 +47,7 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import UNKNOWN, NextRun
 
 ACME = TenantId("acme")
-COMPUTED, EXACT, TRANSLATED = (Kind.COMPUTED, Kind.EXACT, Kind.TRANSLATED)
+COMPUTED, EXACT, TRANSLATED = (PromptKind.COMPUTED, PromptKind.EXACT, PromptKind.TRANSLATED)
 
 
 @dataclass
@@ -108,7 +108,7 @@ def agent_of(state: dict[str, Any], name: str = "solver") -> dict[str, Any]:
         (receipt(device=2, translated=4, computed=4), TRANSLATED),
     ],
 )
-def test_a_time_counts_as_what_most_of_the_prompt_was(said: Receipt, kind: Kind) -> None:
+def test_a_time_counts_as_what_most_of_the_prompt_was(said: Receipt, kind: PromptKind) -> None:
     assert kind_of(said) is kind
 
 
@@ -126,7 +126,7 @@ def test_a_request_waits_runs_and_ends() -> None:
     assert [numbers for *numbers, _ in seen] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert [place["state"] for *_, place in seen] == ["waiting", "running", "done"]
     assert [place["calls"] for *_, place in seen] == [0, 0, 1]
-    assert history.fixed_prompts(ACME) == {("flow", "solver"): (ACME, (1, 2, 3))}
+    assert history.fixed_prompts(ACME) == {("flow", "solver"): (Namespace(ACME), (1, 2, 3))}
 
 
 def test_what_a_receipt_tells() -> None:
@@ -140,7 +140,7 @@ def test_what_a_receipt_tells() -> None:
             "age_s": 4.0,
             "workflow": "flow",
             "agent": "solver",
-            "run": "r",
+            "run": "c/r",
             "state": "done",
             "mode": "translate",
             "kind": "computed",
@@ -322,7 +322,7 @@ def test_tokens_over_time() -> None:
 def test_nothing_grows() -> None:
     clock = Clock()
     history = History(clock)
-    for number in range(3 * MOST_AGENTS):
+    for number in range(3 * MAX_AGENTS):
         clock.now += BUCKET_SECONDS
         answer(history, request(number, f"a{number}", run=f"r{number}"), receipt(computed=1))
         answer(history, request(-1 - number, "same", run="same"), receipt(computed=1))
@@ -332,12 +332,12 @@ def test_nothing_grows() -> None:
         history.failed(ACME, CallFailure(400, "bad", "why", agent=f"a{number}"))
     state = history.state(ACME)
     sizes = [len(state[name]) for name in ("agents", "runs", "receipts")]
-    assert sizes == [MOST_AGENTS, MOST_RUNS, MOST_RECEIPTS]
+    assert sizes == [MAX_AGENTS, MAX_RUNS, MAX_RECEIPTS]
     assert len(state["failures"]["list"]) == MAX_FAILURES
-    (same,) = [run for run in state["runs"] if run["id"] == "same"]
-    assert len(same["agents"]) == MOST_AGENTS_OF_A_RUN
+    (same,) = [run for run in state["runs"] if run["id"] == "c/same"]
+    assert len(same["agents"]) == MAX_AGENTS_OF_A_RUN
     ((_, record),) = [(key, run) for key, run in history._tenants[ACME].runs.items() if key.run_id == "same"]
-    assert max(len(record.calls), len(record.steps)) <= MOST_AGENTS_OF_A_RUN
+    assert max(len(record.calls), len(record.steps)) <= MAX_AGENTS_OF_A_RUN
     assert len(record.log) == MAX_CALLS_OF_A_RUN
     assert agent_of(state, "same")["ttft_ms"]["computed"]["count"] == SAMPLES
     mine = history._tenants[ACME]
@@ -441,4 +441,4 @@ def test_the_page_knows_every_state_source_and_kind() -> None:
     assert all(f'"{state.replace(" ", "-")}"' in style for state in HealthState)
     assert all(f".{state}" in style or state == "expected" for state in AgentState)
     assert all(f"  {source.value}:" in script and f".fill-{source.value}" in style for source in Source)
-    assert all(f'"{kind}"' in script for kind in Kind)
+    assert all(f'"{kind}"' in script for kind in PromptKind)

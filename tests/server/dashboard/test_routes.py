@@ -20,7 +20,7 @@ from kedge.errors import ConfigError
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.health import OVERLOAD_SECONDS, SILENT_SECONDS, health
 from kedge.server.dashboard.records import AgentName
-from kedge.server.dashboard.routes import MOST_WATCHERS
+from kedge.server.dashboard.routes import MAX_WATCHERS
 from kedge.server.tenancy import KeyRing, _of_section, hashed, load_keys
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import AgentId, Namespace, TenantId, WorkflowId
@@ -330,7 +330,7 @@ def test_with_keys_everyone_sees_what_is_theirs_and_no_totals() -> None:
 
 def test_a_tenant_may_open_only_so_many_pages_and_gone_ones_do_not_count() -> None:
     with EchoEngine() as engine, serving(engine) as running:
-        opened = [running.http() for _ in range(MOST_WATCHERS)]
+        opened = [running.http() for _ in range(MAX_WATCHERS)]
         answers = [http.send(http.build_request("GET", EVENTS), stream=True) for http in opened]
         assert {answer.status_code for answer in answers} == {200}
         with running.http() as http:
@@ -340,7 +340,7 @@ def test_a_tenant_may_open_only_so_many_pages_and_gone_ones_do_not_count() -> No
             answers.pop().close()
             opened.pop().close()
             watchers = running.app.state.dashboard._watchers
-            wait_until(lambda: watchers["default"] == MOST_WATCHERS - 1)
+            wait_until(lambda: watchers["default"] == MAX_WATCHERS - 1)
             assert state(http)["requests"] == 0
         for answer in answers:
             answer.close()
