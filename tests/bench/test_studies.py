@@ -248,7 +248,7 @@ def test_resuming_needs_a_file() -> None:
     assert "--json" in ran.output
 
 
-@pytest.mark.parametrize(("held", "said"), [("{", "is not valid JSON"), ("[]", "holds results of another study")])
+@pytest.mark.parametrize(("held", "said"), [("{", "is no JSON"), ("[]", "holds results of another study")])
 def test_a_file_that_cannot_be_resumed_is_named(held: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(held)
@@ -283,7 +283,7 @@ def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"machine": {}}')
-    with pytest.raises(ConfigError, match="holds no results"):
+    with pytest.raises(ConfigError, match="contains no results"):
         write_report(tmp_path)
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ConfigError, match=r"broken\.json"):
