@@ -19,7 +19,7 @@ from kedge.server.dashboard.failures import MAX_FAILURES
 from kedge.server.dashboard.health import HealthState
 from kedge.server.dashboard.history import History
 from kedge.server.dashboard.records import SAMPLES, AgentState, PromptKind, kind_of
-from kedge.server.dashboard.runs import MAX_CALLS_OF_A_RUN, MAX_AGENTS_OF_A_RUN
+from kedge.server.dashboard.runs import MAX_AGENTS_OF_A_RUN, MAX_CALLS_OF_A_RUN
 from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MAX_AGENTS, MAX_RECEIPTS, MAX_RUNS
 from kedge.server.dashboard.texts import CallTexts
 from kedge.server.failures import MAX_REASON, CallFailure
