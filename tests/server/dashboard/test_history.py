@@ -18,11 +18,10 @@ from kedge.engine.echo import EchoEngine
 from kedge.server.dashboard.failures import MAX_FAILURES
 from kedge.server.dashboard.health import HealthState
 from kedge.server.dashboard.history import History
-from kedge.server.dashboard.records import SAMPLES, AgentState, Kind, kind_of
-from kedge.server.dashboard.runs import MAX_CALLS_OF_A_RUN, MOST_AGENTS_OF_A_RUN
-from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MOST_AGENTS, MOST_RECEIPTS, MOST_RUNS
-from kedge.server.dashboard.texts import CallTexts
-from kedge.server.failures import MAX_REASON, CallFailure
+from kedge.server.dashboard.records import SAMPLES, AgentState, PromptKind, kind_of
+from kedge.server.dashboard.runs import MAX_AGENTS_OF_A_RUN, MAX_CALLS_OF_A_RUN
+from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MAX_AGENTS, MAX_RECEIPTS, MAX_RUNS
+from kedge.server.failures import CallFailure
 from kedge.types import (
     AgentId,
     ClientId,
@@ -47,7 +46,7 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import UNKNOWN, NextRun
 
 ACME = TenantId("acme")
-COMPUTED, EXACT, TRANSLATED = (Kind.COMPUTED, Kind.EXACT, Kind.TRANSLATED)
+COMPUTED, EXACT, TRANSLATED = (PromptKind.COMPUTED, PromptKind.EXACT, PromptKind.TRANSLATED)
 
 
 @dataclass
@@ -108,7 +107,7 @@ def agent_of(state: dict[str, Any], name: str = "solver") -> dict[str, Any]:
         (receipt(device=2, translated=4, computed=4), TRANSLATED),
     ],
 )
-def test_a_time_counts_as_what_most_of_the_prompt_was(said: Receipt, kind: Kind) -> None:
+def test_a_time_counts_as_what_most_of_the_prompt_was(said: Receipt, kind: PromptKind) -> None:
     assert kind_of(said) is kind
 
 
@@ -126,7 +125,7 @@ def test_a_request_waits_runs_and_ends() -> None:
     assert [numbers for *numbers, _ in seen] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert [place["state"] for *_, place in seen] == ["waiting", "running", "done"]
     assert [place["calls"] for *_, place in seen] == [0, 0, 1]
-    assert history.fixed_prompts(ACME) == {("flow", "solver"): (ACME, (1, 2, 3))}
+    assert history.fixed_prompts(ACME) == {("flow", "solver"): (Namespace(ACME), (1, 2, 3))}
 
 
 def test_what_a_receipt_tells() -> None:
@@ -140,7 +139,7 @@ def test_what_a_receipt_tells() -> None:
             "age_s": 4.0,
             "workflow": "flow",
             "agent": "solver",
-            "run": "r",
+            "run": "c/r",
             "state": "done",
             "mode": "translate",
             "kind": "computed",
@@ -186,86 +185,6 @@ def test_a_request_that_fails_or_is_cancelled_leaves_no_receipt() -> None:
     state = history.state(ACME)
     assert (state["waiting"], state["running"], state["requests"], state["receipts"]) == (0, 0, 0, [])
     assert state["runs"][0]["agents"]["solver"]["state"] == "stopped"
-
-
-def test_a_time_is_told_with_the_most_requests_in_flight_meanwhile() -> None:
-    history = History(Clock())
-    for number in (1, 2):
-        history.submitted(request(number))
-    history.begun(ACME, RequestId("r1"))
-    history.submitted(request(3))
-    for number in (1, 2, 3):
-        history.ended(ACME, RequestId(f"r{number}"), completion(receipt(computed=5)))
-    answer(history, request(4), receipt(computed=5))
-    state = history.state(ACME)
-    loads = {one["number"]: (one["ttft_load"], one["total_load"]) for one in state["receipts"]}
-    assert loads == {1: (2, 3), 2: (3, 3), 3: (3, 3), 4: (1, 1)}
-    assert agent_of(state)["ttft_ms"]["computed"]["load"] == 2.5
-
-
-def test_a_run_has_its_calls_wherever_they_are() -> None:
-    history = History(Clock())
-    answer(history, request(1, "a", run="r"), receipt(device=2, computed=3))
-    history.submitted(request(2, "b", run="r"))
-    history.ended(ACME, RequestId("r2"))
-    history.submitted(request(3, "c", run="r"))
-    answer(history, request(4, "other", run="s"), receipt(computed=5))
-    first, second = (run["number"] for run in reversed(history.state(ACME)["runs"]))
-    found = history.run(ACME, first)
-    assert found is not None
-    assert [(one["agent"], one["state"], "tokens" in one) for one in found["calls"]] == [
-        ("a", "done", True),
-        ("b", "stopped", False),
-        ("c", "waiting", False),
-    ]
-    assert found["calls"][0]["parts_ms"] == {}
-    assert [one["agent"] for one in (history.run(ACME, second) or {})["calls"]] == ["other"]
-    assert history.run(ACME, 99) is None
-    assert history.run(TenantId("other"), first) is None
-
-
-def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget() -> None:
-    history = History(Clock(), keeps_texts=lambda tenant: tenant == ACME)
-    for tenant in (ACME, TenantId("other")):
-        answer(history, request(1, tenant=tenant), receipt(device=2, computed=3))
-    (_, mine), (_, theirs) = history.call(ACME, 1) or (), history.call(TenantId("other"), 1) or ()
-    assert theirs is None
-    assert mine is not None
-    with EchoEngine() as engine:
-        text = mine.to_dict(engine.tokenizer)
-    assert text["answer"] == "a"
-    pieces = [(one["segment"], one["source"], len(one["text"])) for one in text["prompt"]]
-    assert pieces == [("p0", "device", 2), ("p0", "computed", 1), ("p1", "computed", 2)]
-    texts = CallTexts(max_tokens=20)
-    for number in range(6):
-        texts.add(number, request(number), completion(receipt(computed=5)))
-    assert [texts.get(number) is not None for number in range(6)] == [False, False, False, True, True, True]
-
-
-def test_failures_are_counted_and_like_ones_share_a_line() -> None:
-    clock = Clock()
-    history = History(clock)
-    for number in range(3):
-        history.failed(ACME, CallFailure(429, "rate_limit_exceeded", f"tokens_per_minute={number}", "POST /v1/x"))
-        clock.now += 1
-    history.failed(ACME, CallFailure(503, "engine_closed", "x" * 2 * MAX_REASON, run="r"))
-    told = history.state(ACME)["failures"]
-    assert (told["refused"], told["failed"]) == (3, 1)
-    failed, refused = told["list"]
-    assert (refused["count"], refused["age_s"], refused["reason"]) == (3, 1.0, "tokens_per_minute=2")
-    assert (failed["kind"], failed["run"], len(failed["reason"])) == ("failed", "r", MAX_REASON + 1)
-    assert history.state(TenantId("other"))["failures"] == {"refused": 0, "failed": 0, "list": []}
-
-
-def test_only_a_refusal_for_want_of_room_is_overload() -> None:
-    clock = Clock()
-    history = History(clock)
-    history.failed(ACME, CallFailure(429, "rate_limit_exceeded", "…"))
-    assert history.seconds_since_overload(ACME) is None
-    history.failed(ACME, CallFailure(503, "overloaded", "…"))
-    clock.now += 4
-    assert history.seconds_since_overload(ACME) == 4
-    assert history.state(ACME)["failures"]["refused"] == 2
 
 
 def test_tenants_see_their_own_with_all_their_salts() -> None:
@@ -322,7 +241,7 @@ def test_tokens_over_time() -> None:
 def test_nothing_grows() -> None:
     clock = Clock()
     history = History(clock)
-    for number in range(3 * MOST_AGENTS):
+    for number in range(3 * MAX_AGENTS):
         clock.now += BUCKET_SECONDS
         answer(history, request(number, f"a{number}", run=f"r{number}"), receipt(computed=1))
         answer(history, request(-1 - number, "same", run="same"), receipt(computed=1))
@@ -332,12 +251,12 @@ def test_nothing_grows() -> None:
         history.failed(ACME, CallFailure(400, "bad", "why", agent=f"a{number}"))
     state = history.state(ACME)
     sizes = [len(state[name]) for name in ("agents", "runs", "receipts")]
-    assert sizes == [MOST_AGENTS, MOST_RUNS, MOST_RECEIPTS]
+    assert sizes == [MAX_AGENTS, MAX_RUNS, MAX_RECEIPTS]
     assert len(state["failures"]["list"]) == MAX_FAILURES
-    (same,) = [run for run in state["runs"] if run["id"] == "same"]
-    assert len(same["agents"]) == MOST_AGENTS_OF_A_RUN
-    ((_, record),) = [(key, run) for key, run in history._tenants[ACME].runs.items() if key.run_id == "same"]
-    assert max(len(record.calls), len(record.steps)) <= MOST_AGENTS_OF_A_RUN
+    (same,) = [run for run in state["runs"] if run["id"] == "c/same"]
+    assert len(same["agents"]) == MAX_AGENTS_OF_A_RUN
+    ((_, record),) = [(key, run) for key, run in history._tenants[ACME].runs.items() if key.name == "c/same"]
+    assert max(len(record.calls), len(record.steps)) <= MAX_AGENTS_OF_A_RUN
     assert len(record.log) == MAX_CALLS_OF_A_RUN
     assert agent_of(state, "same")["ttft_ms"]["computed"]["count"] == SAMPLES
     mine = history._tenants[ACME]
@@ -441,4 +360,4 @@ def test_the_page_knows_every_state_source_and_kind() -> None:
     assert all(f'"{state.replace(" ", "-")}"' in style for state in HealthState)
     assert all(f".{state}" in style or state == "expected" for state in AgentState)
     assert all(f"  {source.value}:" in script and f".fill-{source.value}" in style for source in Source)
-    assert all(f'"{kind}"' in script for kind in Kind)
+    assert all(f'"{kind}"' in script for kind in PromptKind)

@@ -316,7 +316,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
         segment = served.engine.requests[-1].segments[3]
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
-        assert served.engine.requests[-1].run == "c/r"
+        assert served.engine.requests[-1].run == "r"
         run = RunKey(first.namespace, "c", first.run)
         served.workflows.client_runs._of(first.namespace)[run].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
@@ -372,8 +372,8 @@ def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: 
     register(http)
     call(http, "first", {"user_question": "x"}, run="r", client="c")
     served.wait_quiet()
-    request, key = served.engine.requests[-1], ("default", "c", "c/r")
-    assert (request.client, request.run) == ("c", "c/r")
+    request, key = served.engine.requests[-1], (Namespace(TenantId("default")), "c", "r")
+    assert (request.client, request.run) == ("c", "r")
     assert request.fixed == len(request.segments[0].tokens)
     changes, begins = served.engine.forecasts[0]
     assert {agent: one.steps for agent, one in changes.items()} == {(*key, "first"): 0, (*key, "last"): 1}

@@ -1,4 +1,4 @@
-"""What the dashboard remembers, record by record, and how each is told to the page."""
+"""What the dashboard remembers, record by record, and its JSON form for the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = 64
 """Times to first token by agent and kind; the median is of these."""
 
 
-class Kind(StrEnum):
+class PromptKind(StrEnum):
     """What most of a prompt's tokens were, for comparing times to first token."""
 
     COMPUTED = "computed"
@@ -52,11 +52,11 @@ class Time(NamedTuple):
     load: int
 
 
-def kind_of(receipt: Receipt) -> Kind:
+def kind_of(receipt: Receipt) -> PromptKind:
     """What a time to first token is to be compared as."""
     if 2 * (receipt.exact + receipt.translated) < receipt.prompt_tokens:
-        return Kind.COMPUTED
-    return Kind.TRANSLATED if receipt.translated > receipt.exact else Kind.EXACT
+        return PromptKind.COMPUTED
+    return PromptKind.TRANSLATED if receipt.translated > receipt.exact else PromptKind.EXACT
 
 
 @dataclass(slots=True)
@@ -65,11 +65,11 @@ class AgentRecord:
 
     calls: int = 0
     tokens: Counter[Source] = field(default_factory=Counter)
-    times: dict[Kind, deque[Time]] = field(
-        default_factory=lambda: {kind: deque(maxlen=SAMPLES) for kind in Kind},
+    times: dict[PromptKind, deque[Time]] = field(
+        default_factory=lambda: {kind: deque(maxlen=SAMPLES) for kind in PromptKind},
     )
     fixed: tuple[Namespace, Tokens] | None = None
-    """The namespace and the beginning that its prompts share, as it was last told."""
+    """The namespace and the beginning that its prompts share, as of its last call."""
 
     def answered(self, completion: Completion, load: int) -> None:
         """Count a call; one that was answered without a token has no time to first token."""
@@ -79,7 +79,7 @@ class AgentRecord:
         if completion.tokens:
             self.times[kind_of(receipt)].append(Time(completion.ttft_ms, load))
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "calls": self.calls,
             "tokens": plain(self.tokens),

@@ -37,7 +37,7 @@ PACE, REST = 0.5, 5.0
 """Seconds between two states: at least, and at most."""
 LOOK_SECONDS = 2.0
 """How old what was seen in the engine may be."""
-MOST_WATCHERS = 16
+MAX_WATCHERS = 16
 """Pages of a tenant that are open at once."""
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 PAGE_HEADERS = {
@@ -72,8 +72,8 @@ class Dashboard:
 
     def enter(self, tenant: TenantId) -> None:
         """A page opens. Raises `LimitReached` for too many of one tenant."""
-        if self._watchers[tenant] >= MOST_WATCHERS:
-            raise LimitReached("dashboard", self._watchers[tenant], f"at most {MOST_WATCHERS} pages may be open")
+        if self._watchers[tenant] >= MAX_WATCHERS:
+            raise LimitReached("dashboard", self._watchers[tenant], f"at most {MAX_WATCHERS} pages may be open")
         self._watchers[tenant] += 1
 
     def leave(self, tenant: TenantId) -> None:

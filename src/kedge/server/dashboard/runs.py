@@ -11,13 +11,13 @@ from kedge.server.dashboard.records import AgentState, finite
 from kedge.types import AgentId, WorkflowId
 from kedge.workflow.forecast import RunKey
 
-MOST_AGENTS_OF_A_RUN = 64
+MAX_AGENTS_OF_A_RUN = 64
 MAX_CALLS_OF_A_RUN = 128
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """Where a run is; at most `MOST_AGENTS_OF_A_RUN` of its agents, and its last `MAX_CALLS_OF_A_RUN` calls."""
+    """Where a run is; at most `MAX_AGENTS_OF_A_RUN` of its agents, and its last `MAX_CALLS_OF_A_RUN` calls."""
 
     number: int
     workflow: WorkflowId
@@ -42,7 +42,7 @@ class RunRecord:
             self.steps[agent] = steps
 
     def _has_room(self, agent: AgentId) -> bool:
-        return agent in self.states or len(self.states) < MOST_AGENTS_OF_A_RUN
+        return agent in self.states or len(self.states) < MAX_AGENTS_OF_A_RUN
 
     def end(self) -> None:
         self.has_ended = True

@@ -18,7 +18,7 @@ from kedge.workflow.forecast import AgentKey, RunKey
 
 K = TypeVar("K")
 V = TypeVar("V")
-MOST_AGENTS, MOST_RUNS, MOST_RECEIPTS = 128, 24, 40
+MAX_AGENTS, MAX_RUNS, MAX_RECEIPTS = 128, 24, 40
 """Of a tenant; those that were heard of longest ago go first."""
 BUCKET_SECONDS, BUCKETS = 5, 60
 """Tokens by source are summed over so many seconds, so many times."""
@@ -34,12 +34,12 @@ class TenantHistory:
         self.live: dict[RequestId, CallRecord] = {}
         self.agents: OrderedDict[AgentName, AgentRecord] = OrderedDict()
         self.runs: OrderedDict[RunKey, RunRecord] = OrderedDict()
-        self.receipts: deque[CallRecord] = deque(maxlen=MOST_RECEIPTS)
+        self.receipts: deque[CallRecord] = deque(maxlen=MAX_RECEIPTS)
         self.series: deque[tuple[int, Counter[Source]]] = deque(maxlen=BUCKETS)
         self.failures = FailureLog()
         self.texts = CallTexts()
 
-    # being told -----------------------------------------------------------------------------------------------
+    # recording -------------------------------------------------------------------------------------------------
 
     def submitted(self, request: GenerateRequest, now: float) -> None:
         name = AgentName(request.workflow, request.agent)
@@ -102,10 +102,10 @@ class TenantHistory:
             run.end()
 
     def _agent(self, name: AgentName) -> AgentRecord:
-        return _newest(self.agents, name, AgentRecord, MOST_AGENTS)
+        return _newest(self.agents, name, AgentRecord, MAX_AGENTS)
 
     def _run(self, key: RunKey, now: float) -> RunRecord:
-        return _newest(self.runs, key, lambda: self._new_run(now), MOST_RUNS)
+        return _newest(self.runs, key, lambda: self._new_run(now), MAX_RUNS)
 
     def _new_run(self, now: float) -> RunRecord:
         self.run_count += 1
@@ -146,7 +146,7 @@ class TenantHistory:
         runs = (run for run in self.runs.values() if run.workflow == name.workflow)
         steps = min((run.steps[name.agent] for run in runs if name.agent in run.steps), default=None)
         live = _in_flight(one for one in self.live.values() if one.name == name)
-        return {**name._asdict(), **live, "steps": finite(steps), **agent.told()}
+        return {**name._asdict(), **live, "steps": finite(steps), **agent.to_dict()}
 
     def _told_series(self, now: float) -> dict[str, Any]:
         last, known = int(now // BUCKET_SECONDS), dict(self.series)
