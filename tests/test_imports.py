@@ -49,7 +49,7 @@ BENCH_MAY_IMPORT = {
     "anchors.registry.CRITERIA",
     "anchors.registry.ESTIMATORS",
     "anchors.tiered_store.HostBound",
-    "anchors.residence.TieredStoreStats",
+    "anchors.tiered_store.TieredStoreStats",
     "anchors.store.AnchorStore",
     "anchors.translator.CHUNK",
     "anchors.translator.Translator",
