@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -21,79 +20,34 @@ from kedge.server.dashboard.history import History
 from kedge.server.dashboard.records import SAMPLES, AgentState, Kind, kind_of
 from kedge.server.dashboard.runs import MAX_CALLS_OF_A_RUN, MOST_AGENTS_OF_A_RUN
 from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MOST_AGENTS, MOST_RECEIPTS, MOST_RUNS
-from kedge.server.dashboard.texts import CallTexts
-from kedge.server.failures import MAX_REASON, CallFailure
+from kedge.server.failures import CallFailure
 from kedge.types import (
     AgentId,
-    ClientId,
-    Completion,
-    FinishReason,
     GenerateRequest,
-    Miss,
     Namespace,
     Receipt,
     RequestId,
-    ReuseMode,
     RunId,
     RunKey,
     SamplingParams,
     Segment,
     Source,
-    Span,
     TenantId,
-    WorkflowId,
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import UNKNOWN, NextRun
-
-ACME = TenantId("acme")
-COMPUTED, EXACT, TRANSLATED = (Kind.COMPUTED, Kind.EXACT, Kind.TRANSLATED)
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def request(
-    number: int, agent: str = "solver", run: str = "", tenant: TenantId = ACME, fixed: int | None = None
-) -> GenerateRequest:
-    return GenerateRequest(
-        segments=(Segment((1, 2, 3), "p0"), Segment((4, 5), "p1")),
-        request_id=RequestId(f"r{number}"),
-        tenant=tenant,
-        client=ClientId("c"),
-        workflow=WorkflowId("flow"),
-        run=RunId(run),
-        agent=AgentId(agent),
-        fixed=fixed,
-    )
-
-
-def receipt(device: int = 0, host: int = 0, translated: int = 0, computed: int = 0) -> Receipt:
-    sizes = {Source.DEVICE: device, Source.HOST: host, Source.TRANSLATED: translated, Source.COMPUTED: computed}
-    stops = list(accumulate(sizes.values()))
-    spans = (Span(stop - size, stop, source) for (source, size), stop in zip(sizes.items(), stops, strict=True))
-    misses = (Miss("p1", "not in the cache"),) if computed else ()
-    return Receipt(RequestId("x"), ReuseMode.TRANSLATE, tuple(span for span in spans if span), misses)
-
-
-def completion(said: Receipt, ttft_ms: float = 10.0, tokens: tuple[int, ...] = (7,)) -> Completion:
-    return Completion(RequestId("x"), "a", tokens, FinishReason.STOP, said, ttft_ms, 2 * ttft_ms)
-
-
-def answer(history: History, asked: GenerateRequest, said: Receipt, ttft_ms: float = 10.0) -> None:
-    history.submitted(asked)
-    history.begun(asked.tenant, asked.request_id)
-    history.ended(asked.tenant, asked.request_id, completion(said, ttft_ms))
-
-
-def agent_of(state: dict[str, Any], name: str = "solver") -> dict[str, Any]:
-    (found,) = [one for one in state["agents"] if one["agent"] == name]
-    return found
+from tests.server.dashboard.histories import (
+    ACME,
+    COMPUTED,
+    EXACT,
+    TRANSLATED,
+    Clock,
+    agent_of,
+    answer,
+    completion,
+    receipt,
+    request,
+)
 
 
 @pytest.mark.parametrize(
@@ -201,71 +155,6 @@ def test_a_time_is_told_with_the_most_requests_in_flight_meanwhile() -> None:
     loads = {one["number"]: (one["ttft_load"], one["total_load"]) for one in state["receipts"]}
     assert loads == {1: (2, 3), 2: (3, 3), 3: (3, 3), 4: (1, 1)}
     assert agent_of(state)["ttft_ms"]["computed"]["load"] == 2.5
-
-
-def test_a_run_has_its_calls_wherever_they_are() -> None:
-    history = History(Clock())
-    answer(history, request(1, "a", run="r"), receipt(device=2, computed=3))
-    history.submitted(request(2, "b", run="r"))
-    history.ended(ACME, RequestId("r2"))
-    history.submitted(request(3, "c", run="r"))
-    answer(history, request(4, "other", run="s"), receipt(computed=5))
-    first, second = (run["number"] for run in reversed(history.state(ACME)["runs"]))
-    found = history.run(ACME, first)
-    assert found is not None
-    assert [(one["agent"], one["state"], "tokens" in one) for one in found["calls"]] == [
-        ("a", "done", True),
-        ("b", "stopped", False),
-        ("c", "waiting", False),
-    ]
-    assert found["calls"][0]["parts_ms"] == {}
-    assert [one["agent"] for one in (history.run(ACME, second) or {})["calls"]] == ["other"]
-    assert history.run(ACME, 99) is None
-    assert history.run(TenantId("other"), first) is None
-
-
-def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget() -> None:
-    history = History(Clock(), keeps_texts=lambda tenant: tenant == ACME)
-    for tenant in (ACME, TenantId("other")):
-        answer(history, request(1, tenant=tenant), receipt(device=2, computed=3))
-    (_, mine), (_, theirs) = history.call(ACME, 1) or (), history.call(TenantId("other"), 1) or ()
-    assert theirs is None
-    assert mine is not None
-    with EchoEngine() as engine:
-        text = mine.to_dict(engine.tokenizer)
-    assert text["answer"] == "a"
-    pieces = [(one["segment"], one["source"], len(one["text"])) for one in text["prompt"]]
-    assert pieces == [("p0", "device", 2), ("p0", "computed", 1), ("p1", "computed", 2)]
-    texts = CallTexts(max_tokens=20)
-    for number in range(6):
-        texts.add(number, request(number), completion(receipt(computed=5)))
-    assert [texts.get(number) is not None for number in range(6)] == [False, False, False, True, True, True]
-
-
-def test_failures_are_counted_and_like_ones_share_a_line() -> None:
-    clock = Clock()
-    history = History(clock)
-    for number in range(3):
-        history.failed(ACME, CallFailure(429, "rate_limit_exceeded", f"tokens_per_minute={number}", "POST /v1/x"))
-        clock.now += 1
-    history.failed(ACME, CallFailure(503, "engine_closed", "x" * 2 * MAX_REASON, run="r"))
-    told = history.state(ACME)["failures"]
-    assert (told["refused"], told["failed"]) == (3, 1)
-    failed, refused = told["list"]
-    assert (refused["count"], refused["age_s"], refused["reason"]) == (3, 1.0, "tokens_per_minute=2")
-    assert (failed["kind"], failed["run"], len(failed["reason"])) == ("failed", "r", MAX_REASON + 1)
-    assert history.state(TenantId("other"))["failures"] == {"refused": 0, "failed": 0, "list": []}
-
-
-def test_only_a_refusal_for_want_of_room_is_overload() -> None:
-    clock = Clock()
-    history = History(clock)
-    history.failed(ACME, CallFailure(429, "rate_limit_exceeded", "…"))
-    assert history.seconds_since_overload(ACME) is None
-    history.failed(ACME, CallFailure(503, "overloaded", "…"))
-    clock.now += 4
-    assert history.seconds_since_overload(ACME) == 4
-    assert history.state(ACME)["failures"]["refused"] == 2
 
 
 def test_tenants_see_their_own_with_all_their_salts() -> None:
