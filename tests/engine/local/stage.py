@@ -103,7 +103,7 @@ class Stage:
         self.core.inspection.check_integrity()
         told = self.told
         assert told["begun"] == sum(told[name] for name in ("live", *ENDS))
-        for one in self.core.inspection.preassembly.expected:
+        for one in self.core.inspection.preassembly.expected.values():
             assert one.todo == sorted(set(one.todo))
             assert one.plan is None or one.request.prompt_tokens - 1 not in one.todo, "that is the request's"
 

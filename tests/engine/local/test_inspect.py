@@ -8,15 +8,25 @@ from kedge.engine.base import Inspectable
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import EngineClosed
-from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, SamplingParams, Segment, TenantId
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    TenantId,
+)
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import SETTINGS, tokens
 
-ACME, OTHER = TenantId("acme"), TenantId("other")
+ACME, OTHER = Namespace(TenantId("acme")), Namespace(TenantId("other"))
 SIZE = 16
 
 
-def request(tenant: TenantId, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
+def request(space: Namespace, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
     return GenerateRequest(
         (
             Segment(tokens(1, 40), "p0"),
@@ -25,7 +35,7 @@ def request(tenant: TenantId, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE)
         ),
         SamplingParams(2, ignore_eos=True),
         reuse,
-        tenant=tenant,
+        tenant=space.tenant,
         run=RunId(f"run-{seed}"),
         agent=AgentId("solver"),
     )
@@ -48,7 +58,7 @@ def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
         asked = request(ACME, 3, ReuseMode.EXACT)
         serve(engine, asked)
         held = engine.inspect_tenants(
-            lambda tenant: tenant == ACME,
+            lambda space: space == ACME,
             [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, tokens(9, 40))],
         )
     assert [one["device"] for one in held["prompts"]] == [64, 32, 0, 0]
@@ -60,8 +70,8 @@ def test_pools_are_told_to_whom_they_belong() -> None:
     with engine_of(tiny_model("llama"), **SETTINGS) as engine:
         serve(engine, *(request(ACME, seed) for seed in (3, 4, 5)), request(OTHER, 6))
         mine, theirs, nobodys = (
-            engine.inspect_tenants(lambda tenant, name=name: tenant == name, [])["pools"]
-            for name in (ACME, OTHER, TenantId("acm"))
+            engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
+            for name in (ACME, OTHER, Namespace(TenantId("acm")))
         )
         everything = engine.inspect()["anchors"]
     (pool,), (foreign,) = mine, theirs

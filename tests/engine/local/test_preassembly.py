@@ -70,7 +70,7 @@ def test_a_prompt_grows_while_the_one_before_it_is_being_answered() -> None:
         stage.step()
     while not writer.finish:
         stage.step()
-    [one] = stage.core.inspection.preassembly.expected
+    [one] = stage.core.inspection.preassembly.expected.values()
     assert one.ready == TEMPLATE[0] + QUESTION + TEMPLATE[1], "all up to the answer"
     stage.rest()
     assert one.ready == one.request.prompt_tokens - 1, "the answer followed by itself"
@@ -110,7 +110,7 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
         request = prompt_of("reader", question, answer)
         if ahead:
             stage.prepare(pieces(request))
-            [one] = stage.core.inspection.preassembly.expected
+            [one] = stage.core.inspection.preassembly.expected.values()
             assert one.translates, "so far it looked good"
         sequence = stage.serve(request)
         outcomes.append(outcome(sequence))

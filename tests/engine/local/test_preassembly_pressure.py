@@ -81,7 +81,7 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     if answered:
         stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
         stage.rest()
-    [one] = stage.core.inspection.preassembly.expected
+    [one] = stage.core.inspection.preassembly.expected.values()
     assert (one.admitted, one.drafts_on) == (answered, True)
     assert stage.core.inspection.cache.match(SPACE, fixed).tokens_count == 96
     stage.core.forecast({near: NextRun(3.0)}, {})
@@ -103,7 +103,7 @@ def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
         for work in stage.core.scheduler.schedule():
             assert work.sequence is running or len(work.positions) == 0
         stage.step()
-    [one] = stage.core.inspection.preassembly.expected
+    [one] = stage.core.inspection.preassembly.expected.values()
     assert one.ready == 0
     while one.ready < one.request.prompt_tokens - 1:
         before = one.ready

@@ -91,18 +91,9 @@ def core(
     copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if host_blocks else None
     policy = policy or policy_of(config.tiers)
     cache = CacheManager(num_blocks, config.block_size, policy, config.tiers, copier, block_bytes)
-    built = EngineCore(
-        runner,
-        cache,
-        storage,
-        runtime,
-        Loading(cache, config.tiers, has_host=copier is not None),
-        copier,
-        components.assembler(runner, storage),
-        costs,
-        config,
-        capacity,
-    )
+    loading = Loading(cache, config.tiers, has_host=copier is not None)
+    assembler = components.assembler(runner, storage)
+    built = EngineCore(runner, cache, storage, runtime, loading, copier, assembler, costs, config, capacity)
     if config.planner.by_cost:
         measure(costs, runner, storage, capacity)
     return built, capacity

@@ -74,16 +74,8 @@ class EngineCore:
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
         self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead)
-        self._answers = Answers(
-            runner.eos_token_ids,
-            self.scheduler,
-            cache,
-            self._fixed,
-            runtime,
-            self._learning,
-            self._preassembly,
-            requests.end,
-        )
+        parts = cache, self._fixed, runtime, self._learning, self._preassembly
+        self._answers = Answers(runner.eos_token_ids, self.scheduler, *parts, requests.end)
         requests.scheduler, requests.learning = self.scheduler, self._learning
         self._loading = loading
         self.inspection = Inspection(

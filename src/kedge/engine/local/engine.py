@@ -16,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from kedge.anchors.base_store import BaseStore
-from kedge.anchors.store import AnchorStore
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Quota
 from kedge.engine.common.detokenizer import TextStream
@@ -88,7 +86,9 @@ class LocalEngine:
         build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
-        self._state = StateKeeper(runner, self.tokenizer, self.config.anchors, self._ask_learned)
+        self._state = StateKeeper(
+            runner, self.tokenizer, self.config.anchors, lambda ask: self.query(lambda parts: ask(*parts.learned))
+        )
         self._thread = EngineThread(self._core, self._mailbox)
 
     @property
@@ -218,9 +218,6 @@ class LocalEngine:
         process has the folder, and `OSError`.
         """
         return self._state.load(Path(folder))
-
-    def _ask_learned(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
-        return self.query(lambda parts: question(*parts.learned))
 
     def close(self) -> None:
         """End every stream as cancelled, and the engine's thread. A second call does nothing."""

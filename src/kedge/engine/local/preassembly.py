@@ -83,15 +83,11 @@ class PromptPreassembler:
         """
         self._cache, self._runtime, self._longest, self._ahead = cache, runtime, longest, ahead
         self._writer = PromptWriter(cache, runtime, translator, block_size, ahead, costs)
-        self._expected: dict[AgentKey, PreparedPrompt] = {}  # asked for longest ago first
+        self.expected: dict[AgentKey, PreparedPrompt] = {}
+        """What no request has claimed yet, what was asked for longest ago first."""
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
         self._used_tokens = self._wasted_tokens = 0
-
-    @property
-    def expected(self) -> tuple[PreparedPrompt, ...]:
-        """What no request has claimed yet, what was asked for longest ago first."""
-        return tuple(self._expected.values())
 
     # hints ----------------------------------------------------------------------------------------------------
 
@@ -103,15 +99,15 @@ class PromptPreassembler:
         if not request.agent or request.reuse is ReuseMode.OFF:
             return None
         key = _agent_key(request)
-        old = self._expected.get(key)
+        old = self.expected.get(key)
         if old is not None:
             request = _filled(request, {one.sample: one.value for one in old.request.segments})
             if old.agrees(request):
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
-        self._expected[key] = PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
-        if len(self._expected) > MAX_PREPARED:
-            self._drop(next(iter(self._expected.values())), Ended.CANCELLED)
+        self.expected[key] = PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
+        if len(self.expected) > MAX_PREPARED:
+            self._drop(next(iter(self.expected.values())), Ended.CANCELLED)
         return None
 
     def answered(self, run: RunKey, sample: SampleId, tokens: Tokens) -> None:
@@ -127,8 +123,8 @@ class PromptPreassembler:
     def forecast(self, changes: Changes) -> None:
         """Forget whom the forecast does not expect soon any more."""
         for key, next_run in changes.items():
-            if key in self._expected and (next_run is None or next_run[0] > NEAR):
-                self._drop(self._expected[key], Ended.CANCELLED)
+            if key in self.expected and (next_run is None or next_run[0] > NEAR):
+                self._drop(self.expected[key], Ended.CANCELLED)
 
     def end_run(self, run: RunKey) -> None:
         for preparation in self._of_run(run):
@@ -136,18 +132,18 @@ class PromptPreassembler:
 
     def cancel(self, request_id: RequestId) -> bool:
         """Withdraw the hint of this id; False if it is not (or no longer) known."""
-        found = [one for one in self.expected if one.request.request_id == request_id]
+        found = [one for one in self.expected.values() if one.request.request_id == request_id]
         for preparation in found:
             self._drop(preparation, Ended.CANCELLED)
         return bool(found)
 
     def clear(self) -> None:
         """Forget all that no request has claimed."""
-        for preparation in self.expected:
+        for preparation in list(self.expected.values()):
             self._drop(preparation, Ended.CANCELLED)
 
     def _of_run(self, run: RunKey) -> list[PreparedPrompt]:
-        return [one for one in self.expected if one.request.run_key == run]
+        return [one for one in self.expected.values() if one.request.run_key == run]
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -156,7 +152,7 @@ class PromptPreassembler:
 
         Whatever else was expected of its agent has not come true.
         """
-        preparation = self._expected.get(_agent_key(request))
+        preparation = self.expected.get(_agent_key(request))
         if preparation is None:
             return None
         if preparation.draft is None or not preparation.agrees(request):
@@ -210,7 +206,7 @@ class PromptPreassembler:
         """Free the blocks of the preparation that was asked for last, a claimed one only after all others; False
         where none but `spare` holds any.
         """
-        holding = [one for one in (*self._claimed, *self.expected) if one.admitted and one is not spare]
+        holding = [one for one in (*self._claimed, *self.expected.values()) if one.admitted and one is not spare]
         if holding:
             self._drop(holding[-1], Ended.GIVEN_BACK)
         return bool(holding)
@@ -236,11 +232,11 @@ class PromptPreassembler:
 
     def wake(self) -> None:
         """Blocks have come free, or a copy has ended: those that waited for it may try again."""
-        for preparation in self.expected:
+        for preparation in self.expected.values():
             preparation.stalled = False
 
     def _assemblable(self) -> Iterator[PreparedPrompt]:
-        return (one for one in self.expected if one.drafts_on and not one.stalled)
+        return (one for one in self.expected.values() if one.drafts_on and not one.stalled)
 
     def _advance(self, preparation: PreparedPrompt) -> bool:
         try:
@@ -262,7 +258,7 @@ class PromptPreassembler:
         self._drop(preparation, Ended.FAILED)
 
     def shut(self) -> None:
-        for preparation in (*self.expected, *self._claimed):
+        for preparation in (*self.expected.values(), *self._claimed):
             self._drop(preparation, Ended.CANCELLED)
 
     def _drop(self, preparation: PreparedPrompt, ended: Ended) -> None:
@@ -283,14 +279,14 @@ class PromptPreassembler:
 
     def _forget(self, preparation: PreparedPrompt) -> None:
         """Take it out of what is worked on."""
-        self._expected = {key: one for key, one in self._expected.items() if one is not preparation}
+        self.expected = {key: one for key, one in self.expected.items() if one is not preparation}
         if preparation in self._ahead:
             self._ahead.remove(preparation)
 
     def stats(self) -> dict[str, int]:
         """Return a snapshot as plain data."""
         ended = {ended.value: self._ended[ended] for ended in Ended}
-        live = sum(one.admitted for one in (*self.expected, *self._claimed))
+        live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
         wasted = self._wasted_tokens + self._writer.wasted_tokens
         tokens = {"used_tokens": self._used_tokens, "wasted_tokens": wasted}
         return asdict(PreassemblyStats(self._writer.begun, live, **ended, **tokens))
