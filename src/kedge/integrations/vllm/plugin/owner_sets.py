@@ -198,7 +198,7 @@ class BlockOwners:
         return list(changed)
 
     def _remove_owner(self, owner: Owner) -> None:
-        """Take `owner` from its sets. Blocks of nobody else compete like unowned ones from now on."""
+        """Take `owner` from its sets. Blocks without other owners compete like unowned ones from now on."""
         for owners in self._by_owner.pop(owner, set()):
             others = owners.owners - {owner}
             if self._by_owners.get(owners.owners) is owners:
