@@ -14,7 +14,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.runner.run import run
 from kedge.settings import ServerSettings
-from kedge.types import AgentId, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
+from kedge.types import AgentId, AgentKey, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
 from kedge.workflow.spec import build_workflow
 from kedge.workloads.sandbox import SandboxResult
 from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
@@ -316,7 +316,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert call(http, "last", bindings, run="r", client="c").status_code == 200
         segment = served.engine.requests[-1].segments[3]
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
-        assert served.engine.requests[-1].run == "c/r"
+        assert served.engine.requests[-1].run_key == first.run_key
         run = RunKey(first.namespace, "c", first.run)
         served.workflows.client_runs._of(first.namespace)[run].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
@@ -372,13 +372,16 @@ def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: 
     register(http)
     call(http, "first", {"user_question": "x"}, run="r", client="c")
     served.wait_quiet()
-    request, key = served.engine.requests[-1], ("default", "c", "c/r")
-    assert (request.client, request.run) == ("c", "c/r")
+    request = served.engine.requests[-1]
+    assert (request.client, request.run) == ("c", "r")
     assert request.fixed == len(request.segments[0].tokens)
     changes, begins = served.engine.forecasts[0]
-    assert {agent: one.steps for agent, one in changes.items()} == {(*key, "first"): 0, (*key, "last"): 1}
-    assert begins[(*key, "first")] == request.segments[0].tokens
-    assert served.engine.forecasts[-1][0][*key, "last"].steps == 0
+    assert {agent: one.steps for agent, one in changes.items()} == {
+        AgentKey(*request.run_key, AgentId("first")): 0,
+        AgentKey(*request.run_key, AgentId("last")): 1,
+    }
+    assert begins[request.agent_key] == request.segments[0].tokens
+    assert served.engine.forecasts[-1][0][AgentKey(*request.run_key, AgentId("last"))].steps == 0
 
 
 def test_a_forecast_of_a_clients_own_reaches_the_engine(served: Served, http: httpx.Client) -> None:
