@@ -185,7 +185,7 @@ def test_load_stays_within_the_margin_and_few_runs_move() -> None:
 
 def test_a_caller_is_read_as_the_plug_in_reads_it() -> None:
     hints = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": True, "steps": {"a": 0}}
-    assert read_caller({"kedge": hints}, "acme") == Caller("acme", "c", "w", "r", "a", True)  # type: ignore[arg-type]
+    assert read_caller({"kedge": hints}, "acme") == Caller(Namespace(TenantId("acme")), "c", "w", "r", "a", True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints
-from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
+from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, ReuseMode, RunId, SampleId, Segment, TenantId
 from kedge.workflow.steps import NextRun
 
 TOKENS = (5, 6, 7, 8, 9)
@@ -40,7 +40,10 @@ def test_all_hints_are_read() -> None:
         salt="tenant",
     )  # fmt: skip
     request = call.request
-    assert call.key == ("tenant", "c", "r", "a") and request.workflow == "w"
+    assert (
+        call.key == AgentKey(Namespace(TenantId("tenant")), "c", RunId("r"), AgentId("a"))
+    assert request.workflow == "w"
+    )
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
     assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
     assert call.final and call.is_base and not call.ignored
