@@ -138,7 +138,7 @@ def hang(answer, inputs): time.sleep(1000)
 """
 ECHO = "\nserve.HANG_SECONDS = 3.0\nserve.open_engine = lambda settings: MortalEcho()\napp()"
 RUNS_CODE = """
-from kedge.workloads.sandbox import Limits, run_python
+from kedge.workloads.sandbox import SandboxLimits, run_python
 def hang(answer, inputs): run_python("import time; time.sleep(1000)", Limits(seconds=1000))
 """
 HANGS = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from kedge.engine.base import Inspectable
@@ -20,13 +18,11 @@ from kedge.types import (
     SamplingParams,
     Segment,
     TenantId,
-    is_owned,
 )
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import SETTINGS, tokens
 
-ACME, OTHER = TenantId("acme"), TenantId("other")
-MINE = Namespace(ACME)
+ACME, OTHER = Namespace(TenantId("acme")), Namespace(TenantId("other"))
 SIZE = 16
 
 
@@ -62,8 +58,8 @@ def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
         asked = request(ACME, 3, ReuseMode.EXACT)
         serve(engine, asked)
         held = engine.inspect_tenants(
-            partial(is_owned, ACME),
-            [(MINE, asked.tokens), (MINE, asked.tokens[:40]), (Namespace(OTHER), asked.tokens), (MINE, tokens(9, 40))],
+            lambda space: space == ACME,
+            [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, tokens(9, 40))],
         )
     assert [one["device"] for one in held["prompts"]] == [64, 32, 0, 0]
     assert {one["host"] for one in held["prompts"]} == {0}
@@ -74,11 +70,12 @@ def test_pools_are_told_to_whom_they_belong() -> None:
     with engine_of(tiny_model("llama"), **SETTINGS) as engine:
         serve(engine, *(request(ACME, seed) for seed in (3, 4, 5)), request(OTHER, 6))
         mine, theirs, nobodys = (
-            engine.inspect_tenants(partial(is_owned, name), [])["pools"] for name in (ACME, OTHER, TenantId("acm"))
+            engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
+            for name in (ACME, OTHER, Namespace(TenantId("acm")))
         )
         everything = engine.inspect()["anchors"]
     (pool,), (foreign,) = mine, theirs
-    assert (pool["workflow"], pool["placeholder"], pool["slots"]) == ("", "user_question", 1)
+    assert (pool["workflow"], pool["placeholder"], pool["sites"]) == ("", "user_question", 1)
     assert pool["anchors"] + foreign["anchors"] == everything["anchors"]
     assert pool["nbytes"] + foreign["nbytes"] == everything["nbytes"]
     assert (pool["uses"] > 0) == (everything["used"] > 0)

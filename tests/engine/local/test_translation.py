@@ -192,7 +192,7 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
         again, _ = driver.serve(_twice(tokens(seed, 30)))
     assert again.plan.translates
     assert len(again.plan.translations) == 4
-    assert driver.core.inspection.stats()["anchors"]["slots"] == 2
+    assert driver.core.inspection.stats()["anchors"]["sites"] == 2
 
 
 def test_recomputing_the_head_of_every_segment() -> None:

@@ -40,10 +40,8 @@ def test_all_hints_are_read() -> None:
         salt="tenant",
     )  # fmt: skip
     request = call.request
-    assert (
-        call.key == AgentKey(Namespace(TenantId("tenant")), "c", RunId("r"), AgentId("a"))
+    assert call.key == AgentKey(Namespace(TenantId("tenant")), "c", RunId("r"), AgentId("a"))
     assert request.workflow == "w"
-    )
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
     assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
     assert call.final and call.is_base and not call.ignored
