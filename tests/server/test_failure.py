@@ -139,7 +139,7 @@ def hang(answer, inputs): time.sleep(1000)
 ECHO = "\nserve.HANG_SECONDS = 3.0\nserve.open_engine = lambda settings: MortalEcho()\napp()"
 RUNS_CODE = """
 from kedge.workloads.sandbox import SandboxLimits, run_python
-def hang(answer, inputs): run_python("import time; time.sleep(1000)", Limits(seconds=1000))
+def hang(answer, inputs): run_python("import time; time.sleep(1000)", SandboxLimits(seconds=1000))
 """
 HANGS = """
 name: hangs
