@@ -18,7 +18,7 @@ LOOP = "#a03030"
 
 _MERMAID_SPECIAL = re.compile(r"(?<![^\W_])[-_@]|[-_@](?![^\W_])|[^\w @-]")
 """All but letters, digits, spaces, and the joiners within a name: outside of it they may begin Markdown."""
-_DOT_SPECIAL = re.compile(r"[&%\x00-\x1f\x7f]")
+_DOT_SPECIAL = re.compile(r"^%|[&\x00-\x1f\x7f]")
 """Graphviz keeps names that begin with a percent sign for itself."""
 
 
