@@ -83,7 +83,7 @@ STRING = r'"((?:[^"\\]|\\.)*)"'
 
 def read_dot(text: str) -> ReadBack:
     """Return what a DOT text says, its escapes taken back as Graphviz does."""
-    first, *lines, last = text.splitlines()
+    first, *lines, last = text.removesuffix("\n").split("\n")
     ranks = [line for line in lines if line.startswith("  {rank=same; ")]
     arrows = [match for line in lines if (match := re.fullmatch(rf"  {STRING} -> {STRING} \[(.*)\]", line))]
     assert (last, len(lines)) == ("}", 2 + len(ranks) + len(arrows))
