@@ -8,7 +8,7 @@ import random
 import pytest
 from rich.console import Console
 
-from kedge.cli.flow_text import MOST_POINTS, flow_text, lanes, points
+from kedge.cli.flow_text import MOST_POINTS, flow_text, points
 from kedge.workflow.step_graph import Node, StepGraph
 
 
@@ -51,11 +51,6 @@ def test_a_loop_without_odds_is_followed_beside_the_way_on() -> None:
     loop = graph(Node("a", loops=["b"]), Node("b", after=["a"]), Node("c", after=["b"]))
     assert texts(loop)[:5] == ["at the start", "while a runs", "after a", "while b runs", "after b"]
     assert "while c runs" in texts(loop)
-
-
-def test_lanes_are_the_steps_before_the_run() -> None:
-    any_of = graph(Node("late", after=["b"]), Node("a"), Node("b", after=["a"]), Node("x", after=["a", "b"]))
-    assert [[node.id for node in lane] for lane in lanes(any_of)] == [["a"], ["b", "x"], ["late"]]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import (
     BertConfig,
     FalconConfig,
@@ -24,6 +24,8 @@ from typer.testing import CliRunner
 
 from kedge.cli.main import app
 from kedge.engine.local.model import replica
+from kedge.workflow.export import export
+from kedge.workflow.spec import build_step_graph
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -262,15 +264,35 @@ def test_a_step_graph_at_every_point_of_the_run(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    file = tmp_path / "flow.png"
+@pytest.mark.parametrize(("name", "form"), [("flow.mmd", "mermaid"), ("flow.DOT", "dot")])
+def test_a_picture(tmp_path: Path, name: str, form: str) -> None:
+    file = tmp_path / name
     result = inspect(str(graph_file(tmp_path)), "--picture", str(file))
     assert result.exit_code == 0, result.output
     assert f"picture: {file}" in result.output
-    assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.read_text(encoding="utf-8") == export(build_step_graph(yaml.safe_load(GRAPH)), form)
 
 
-@pytest.mark.parametrize(("name", "why"), [("flow.gif", "a picture ends in"), ("no/flow.png", "its folder does not")])
+@pytest.mark.parametrize("form", ["mermaid", "dot"])
+def test_a_graph_alone(tmp_path: Path, form: str) -> None:
+    result = inspect(str(graph_file(tmp_path)), "--graph", form)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == export(build_step_graph(yaml.safe_load(GRAPH)), form)
+
+
+def test_the_graph_of_a_workflow_has_a_node_for_every_turn(tmp_path: Path) -> None:
+    text = "{name: pair, turns: 2, agents: [{id: a, user: '{user_question} {agent_a_history_1}'}]}"
+    result = inspect(str(graph_file(tmp_path, text)), "--graph", "dot")
+    assert '"a@0" -> "a@1"' in result.stdout
+
+
+def test_a_graph_in_no_known_format(tmp_path: Path) -> None:
+    result = inspect(str(graph_file(tmp_path)), "--graph", "svg")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --graph='svg': must be mermaid or dot\n"
+
+
+@pytest.mark.parametrize(("name", "why"), [("flow.png", "must end in .mmd"), ("no/flow.mmd", "its folder does not")])
 def test_a_picture_that_cannot_be_made(tmp_path: Path, name: str, why: str) -> None:
     result = inspect(str(graph_file(tmp_path)), "--picture", str(tmp_path / name))
     assert result.exit_code == 2
@@ -278,15 +300,8 @@ def test_a_picture_that_cannot_be_made(tmp_path: Path, name: str, why: str) -> N
     assert why in result.stderr
 
 
-def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = inspect(str(graph_file(tmp_path)), "--picture", str(tmp_path / "flow.svg"))
+@pytest.mark.parametrize("option", [("--picture", "x.mmd"), ("--graph", "dot")])
+def test_a_model_has_no_graph(tmp_path: Path, option: tuple[str, str]) -> None:
+    result = inspect(str(tmp_path), *option)
     assert result.exit_code == 2
-    assert "pip install 'kedge[plot]'" in result.stderr
-    assert not (tmp_path / "flow.svg").exists()
-
-
-def test_a_model_has_no_picture(tmp_path: Path) -> None:
-    result = inspect(str(tmp_path), "--picture", "x.png")
-    assert result.exit_code == 2
-    assert "only a workflow has a picture" in result.stderr
+    assert result.stderr == f"error: {option[0]}='{option[1]}': only a workflow has a graph; name its file\n"

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kedge.types import AgentId
+from kedge.workflow.export import lanes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -82,15 +83,6 @@ def _while(graph: StepGraph, state: RunState) -> str:
 def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
     """Return the nodes of a graph, with all `points` of its run on request, for a terminal of `width` columns."""
     return Group(_nodes(graph), *(_points_tables(graph, width) if points else ()))
-
-
-def lanes(graph: StepGraph) -> list[list[Node]]:
-    """The nodes by their steps-to-execution before the run."""
-    steps = graph.steps((), ())
-    found: dict[float, list[Node]] = {}
-    for node in graph.nodes:
-        found.setdefault(steps[node.id], []).append(node)  # type: ignore[index]
-    return [found[step] for step in sorted(found)]
 
 
 def lanes_text(graph: StepGraph) -> Text:

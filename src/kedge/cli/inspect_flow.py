@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from kedge.workflow.graph import Workflow
     from kedge.workflow.savings import RunSavings, ValueLengths
     from kedge.workflow.step_graph import StepGraph
+
+FORMAT_OF = {".mmd": "mermaid", ".dot": "dot"}
+"""Ending of a file -> the format of the graph in it"""
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,55 @@ class Counts:
             yield name, int(count)
 
 
-def show_flow(console: Console, path: Path, counts: Counts, picture: Path | None, *, show_all: bool) -> None:
-    """Print what is known of the workflow in `path`, and draw its step graph where a picture is asked for."""
-    from kedge.cli.flow_picture import flow_picture
-    from kedge.cli.flow_text import flow_text, lanes_text
+@dataclass(frozen=True)
+class GraphOutput:
+    """Where a step graph goes besides the tables: a file, whose ending is the format, and standard output.
+
+    Raises `ConfigError` for an ending, a folder or a format that there is none of.
+    """
+
+    file: Path | None
+    printed: str | None
+
+    def __post_init__(self) -> None:
+        if self.file is not None and self.file.suffix.lower() not in FORMAT_OF:
+            why = "must end in .mmd (Mermaid) or .dot (Graphviz: dot -Tsvg makes a picture of it)"
+            raise ConfigError("--picture", str(self.file), why)
+        if self.file is not None and not self.file.parent.is_dir():
+            raise ConfigError("--picture", str(self.file), "its folder does not exist")
+        if self.printed is not None and self.printed not in FORMAT_OF.values():
+            raise ConfigError("--graph", self.printed, "must be mermaid or dot")
+
+    def write(self, graph: StepGraph) -> None:
+        """Write and print the graph in the formats that are asked for."""
+        from kedge.workflow.export import export
+
+        if self.file is not None:
+            self.file.write_text(export(graph, FORMAT_OF[self.file.suffix.lower()]), encoding="utf-8")
+        if self.printed is not None:
+            typer.echo(export(graph, self.printed), nl=False)
+
+
+def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput, *, show_all: bool) -> None:
+    """Print what is known of the workflow in `path`, or its step graph only where that is asked for."""
     from kedge.workflow.spec import load_flow
     from kedge.workflow.step_graph import StepGraph
 
     flow = load_flow(path)
     graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
-    if picture:
-        flow_picture(graph, picture)
+    output.write(graph)
+    if output.printed is None:
+        _show_tables(console, flow, graph, counts, show_all=show_all)
+        if output.file:
+            console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_tables(
+    console: Console, flow: Workflow | StepGraph, graph: StepGraph, counts: Counts, *, show_all: bool
+) -> None:
+    from kedge.cli.flow_text import flow_text, lanes_text
+    from kedge.workflow.step_graph import StepGraph
+
     if isinstance(flow, StepGraph):
         console.print(lanes_text(graph))
     else:
@@ -69,8 +111,6 @@ def show_flow(console: Console, path: Path, counts: Counts, picture: Path | None
         console.print(flow_text(graph, console.width, points=show_all))
     if not show_all:
         console.print("--all shows every call, agent and step.", style="dim")
-    if picture:
-        console.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_workflow(console: Console, flow: Workflow, graph: StepGraph, counts: Counts, *, show_all: bool) -> None:

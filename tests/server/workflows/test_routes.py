@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.runner.run import run
 from kedge.settings import ServerSettings
 from kedge.types import AgentId, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
+from kedge.workflow.export import export
 from kedge.workflow.spec import build_workflow
 from kedge.workloads.sandbox import SandboxResult
 from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
@@ -116,15 +116,12 @@ def test_tools_only_where_they_are_allowed() -> None:
     assert "runs no tools" in answer.json()["error"]["message"]
 
 
-def test_the_picture_and_the_text(http: httpx.Client) -> None:
+@pytest.mark.parametrize(("form", "kind"), [("mermaid", "application/vnd.mermaid"), ("dot", "text/vnd.graphviz")])
+def test_the_graph_in_every_format(http: httpx.Client, form: str, kind: str) -> None:
     register(http, {**PAIR, "name": "<b>&"})
-    picture = http.get("/v1/workflows/<b>&/graph")
-    assert picture.headers["content-type"].startswith("image/svg+xml")
-    root = ET.fromstring(picture.text)
-    assert root.find("{*}title").text == "<b>&"
-    assert [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")] == ["first", "last"]
-    text = http.get("/v1/workflows/<b>&/graph", params={"format": "text"}).text
-    assert text == "<b>&: 2 agents, inputs: user_question\n  step 0: first\n  step 1: last after first\n"
+    answer = http.get("/v1/workflows/<b>&/graph", params={"format": form})
+    assert answer.headers["content-type"].startswith(kind)
+    assert answer.text == export(build_workflow({**PAIR, "name": "<b>&"}), form)
 
 
 def test_delete(http: httpx.Client) -> None:

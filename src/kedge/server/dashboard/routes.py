@@ -28,10 +28,10 @@ from kedge.server.dashboard.records import AgentName
 from kedge.server.http.sse import EventStream, event
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows import drawing
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.workflows import TheWorkflows, Workflows
 from kedge.types import Namespace, TenantId, Tokens, is_owned
+from kedge.workflow.export import columns, workflow_edges
 
 PACE, REST = 0.5, 5.0
 """Seconds between two states: at least, and at most."""
@@ -220,6 +220,6 @@ def add_outcomes(records: Iterable[dict[str, Any]], workflows: Workflows, tenant
 def _drawn(one: Registered) -> dict[str, Any]:
     """A workflow as a picture needs it: agents by column, and who hears whom."""
     flow = one.workflow
-    edges = [{"from": speaker, "to": listener, "loop": is_loop} for speaker, listener, is_loop in drawing.edges(flow)]
+    edges = [{"from": edge.start, "to": edge.to, "loop": edge.is_loop} for edge in workflow_edges(flow)]
     titles = {agent.id: agent.title for agent in flow.agents if agent.title}
-    return {"name": flow.name, "columns": drawing.columns(flow), "edges": edges, "titles": titles}
+    return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}

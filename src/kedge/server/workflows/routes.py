@@ -15,18 +15,18 @@ from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, answers
 from kedge.server.http.media_types import TypedRoute
 from kedge.server.http.sse import EventStream, JSONAnswer, event
 from kedge.server.service import TheService, TheTenant
-from kedge.server.workflows import drawing
 from kedge.server.workflows.protocol import ReuseChoice, RunBody
 from kedge.server.workflows.registry import Registered, registered
 from kedge.server.workflows.server_runs import ServerRun
 from kedge.server.workflows.workflows import TheWorkflows
 from kedge.types import ReuseMode
+from kedge.workflow.export import export
 from kedge.workflow.spec import parse_text
 
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
-PICTURES = ("image/svg+xml", "text/plain")
+GRAPHS = {"mermaid": "application/vnd.mermaid", "dot": "text/vnd.graphviz"}
 KEEP_ALIVE = b": still there\n\n"
 FILE = {
     "requestBody": {
@@ -79,14 +79,17 @@ async def workflow(name: str, known: TheWorkflows, tenant: TheTenant) -> Respons
 
 
 @router.get(
-    "/v1/workflows/{name}/graph", response_model=None, response_class=Response, responses=answers(200, kinds=PICTURES)
+    "/v1/workflows/{name}/graph",
+    response_model=None,
+    response_class=Response,
+    responses=answers(200, kinds=GRAPHS.values()),
 )
-async def graph(name: str, known: TheWorkflows, tenant: TheTenant, format: Literal["svg", "text"] = "svg") -> Response:
-    """Draw which agent reads whose answers, as a picture or as text."""
+async def graph(
+    name: str, known: TheWorkflows, tenant: TheTenant, format: Literal["mermaid", "dot"] = "mermaid"
+) -> Response:
+    """Return which agent reads whose answers, as text for Mermaid or Graphviz."""
     found = known.registry.get(tenant.id, name).workflow
-    if format == "text":
-        return Response(drawing.text(found), media_type="text/plain")
-    return Response(drawing.svg(found), media_type="image/svg+xml")
+    return Response(export(found, format), media_type=GRAPHS[format])
 
 
 @router.delete("/v1/workflows/{name}", response_model=None)

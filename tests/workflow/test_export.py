@@ -1,0 +1,211 @@
+"""Exported graphs, read back: every node and edge is there, whatever the names are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.workflow.export import FORMATS, LOOP, Diagram, Edge, columns, export, lanes, step_edges, workflow_edges
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.step_graph import Node, StepGraph
+
+TEAM = Workflow(
+    "team & co",
+    (
+        Agent("a", "", "{user_question} {agent_d_current}"),
+        Agent("b", "", "{agent_a_current}"),
+        Agent("c", "", "{agent_a_current}"),
+        Agent("d", "", "{agent_a_current} {agent_b_current} {agent_c_current} {agent_d_history_1}"),
+    ),
+    turns=2,
+    loops=(("d", "a"),),
+)
+LOOPS = StepGraph(
+    "loop",
+    (
+        Node("planner", loops=["reviewer"]),
+        *(Node(f"executor_{at}", after=["planner"]) for at in "123"),
+        Node("expresser", after=["executor_1", {"executor_2", "executor_3"}]),
+        Node("reviewer", after=["expresser"], loops=["reviewer"]),
+        Node("archive", after=[{"planner", "executor_3", "reviewer"}], loops=["archive", "archive"]),
+    ),
+)
+BRANCH = StepGraph(
+    "branch",
+    (
+        Node("planner", loops=["reviewer"]),
+        Node("reviewer", after=["planner"], then={"planner": 0.3, "publisher": 0.7}),
+        Node("publisher", after=["reviewer"]),
+    ),
+)
+
+
+class ReadBack(NamedTuple):
+    """What a text says of a graph; of an edge: start, end, whether it is a loop, its label and its colour."""
+
+    name: str
+    nodes: list[str]
+    edges: list[tuple[str, str, bool, str, str]]
+
+
+def read_mermaid(text: str) -> ReadBack:
+    """Return what a Mermaid text says, its escapes taken back as Mermaid does."""
+    _, front, body = text.split("---\n", 2)
+    nodes = {name: unescaped(label) for name, label in re.findall(r'^  (n\d+)\["(.*)"\]$', body, re.MULTILINE)}
+    found = re.findall(r'^  (n\d+) (-->|-\.->)(?:\|"(.*)"\|)? (n\d+)$', body, re.MULTILINE)
+    colours = dict(coloured(body))
+    edges = [
+        (nodes[start], nodes[to], arrow == "-.->", label, colours[at])
+        for at, (start, arrow, label, to) in enumerate(found)
+    ]
+    assert len(body.splitlines()) == 1 + len(nodes) + len(edges) + len(set(colours.values()))
+    return ReadBack(yaml.safe_load(front)["title"], list(nodes.values()), edges)
+
+
+def unescaped(label: str) -> str:
+    assert not set(label) & set('"<>&`[]{}|\n')
+    return re.sub(r"#(\d+);", lambda found: chr(int(found[1])), label)
+
+
+def coloured(body: str) -> Iterator[tuple[int, str]]:
+    for places, colour in re.findall(r"^  linkStyle ([\d,]+) stroke:(#\w{6})$", body, re.MULTILINE):
+        yield from ((int(at), colour) for at in places.split(","))
+
+
+STRING = r'"((?:[^"\\]|\\.)*)"'
+
+
+def read_dot(text: str) -> ReadBack:
+    """Return what a DOT text says, its escapes taken back as Graphviz does."""
+    first, *lines, last = text.removesuffix("\n").split("\n")
+    ranks = [line for line in lines if line.startswith("  {rank=same; ")]
+    arrows = [match for line in lines if (match := re.fullmatch(rf"  {STRING} -> {STRING} \[(.*)\]", line))]
+    assert (last, len(lines)) == ("}", 2 + len(ranks) + len(arrows))
+    edges = [
+        (plain(start), plain(to), *style(attributes)) for start, to, attributes in (one.groups() for one in arrows)
+    ]
+    nodes = [plain(name) for line in ranks for name in re.findall(STRING, line)]
+    return ReadBack(plain(re.findall(STRING, first)[0]), nodes, edges)
+
+
+def plain(text: str) -> str:
+    codes = re.sub(r"&#(\d+);", lambda found: chr(int(found[1])), text)
+    assert "&" not in re.sub(r"&#\d+;", "", text)
+    return re.sub(r"\\(.)", r"\1", codes, flags=re.DOTALL)
+
+
+def style(attributes: str) -> tuple[bool, str, str]:
+    values = dict(re.findall(rf"(label|color)={STRING}", attributes))
+    return "style=dashed" in attributes, values.get("label", ""), values["color"]
+
+
+READERS = {"mermaid": read_mermaid, "dot": read_dot}
+FORMS = pytest.mark.parametrize("form", FORMATS)
+
+
+def test_there_is_a_reader_of_every_format() -> None:
+    assert READERS.keys() == FORMATS.keys()
+
+
+@FORMS
+def test_a_workflow_read_back(form: str) -> None:
+    reads = {("a", "b"), ("a", "c"), ("a", "d"), ("b", "d"), ("c", "d"), ("d", "a"), ("d", "d")}
+    found = READERS[form](export(TEAM, form))
+    assert (found.name, found.nodes) == ("team & co", ["a", "b", "c", "d"])
+    assert {(start, to): is_loop for start, to, is_loop, *_ in found.edges} == {
+        (start, to): start == "d" for start, to in reads
+    }
+
+
+@FORMS
+@pytest.mark.parametrize("graph", [LOOPS, BRANCH], ids=lambda graph: graph.name)
+def test_a_step_graph_read_back(graph: StepGraph, form: str) -> None:
+    arrows = {(name, node.id, False) for node in graph.nodes for names in node.after for name in names}
+    arrows |= {(name, node.id, True) for node in graph.nodes for names in node.loops for name in names}
+    found = READERS[form](export(graph, form))
+    assert set(found.nodes) == set(graph.ids)
+    assert {edge[:3] for edge in found.edges} == arrows
+
+
+def test_alternatives_are_numbered_where_there_are_several() -> None:
+    numbers = {edge[:3]: edge.alternative for edge in step_edges(LOOPS) if edge.to in ("expresser", "reviewer")}
+    assert numbers == {
+        ("executor_1", "expresser", False): 1,
+        ("executor_2", "expresser", False): 2,
+        ("executor_3", "expresser", False): 2,
+        ("expresser", "reviewer", False): None,
+        ("reviewer", "reviewer", True): None,
+    }
+    assert [edge.alternative for edge in step_edges(LOOPS) if edge.to == "archive" and edge.is_loop] == [1, 2]
+
+
+def test_odds_are_those_of_the_choice() -> None:
+    assert [edge.label for edge in step_edges(BRANCH)] == ["30%", "", "70%"]
+
+
+def test_alternatives_have_colours_and_loops_have_one() -> None:
+    labels = {edge.label: edge.colour for edge in step_edges(LOOPS) if edge.to == "expresser"}
+    assert len(set(labels.values())) == 2
+    assert {edge.colour for edge in step_edges(LOOPS) if edge.is_loop} == {LOOP}
+    assert LOOP not in labels.values()
+
+
+def test_columns_are_by_who_must_speak_before() -> None:
+    assert columns(TEAM) == [["a"], ["b", "c"], ["d"]]
+
+
+def test_lanes_are_the_steps_before_the_run() -> None:
+    nodes = (Node("late", after=["b"]), Node("a"), Node("b", after=["a"]), Node("x", after=["a", "b"]))
+    assert [[node.id for node in lane] for lane in lanes(StepGraph("g", nodes))] == [["a"], ["b", "x"], ["late"]]
+
+
+def test_who_is_read_only_from_turns_before_is_a_loop() -> None:
+    loops = [(edge.start, edge.to) for edge in workflow_edges(TEAM) if edge.is_loop]
+    assert loops == [("d", "a"), ("d", "d")]
+
+
+def test_mermaid_shows_plain_names_as_they_are() -> None:
+    text = FORMATS["mermaid"](Diagram("g", [["agent_1@0", "two words", "über-prüfer", "_private", "1. first"]], ()))
+    assert re.findall(r'\["(.*)"\]', text) == ["agent_1@0", "two words", "über-prüfer", "#95;private", "1#46; first"]
+
+
+def test_dot_escapes_the_percent_sign_with_which_graphviz_marks_its_own_names() -> None:
+    assert '"&#37;1"' in FORMATS["dot"](Diagram("g", [["%1"]], ()))
+
+
+NAMES = st.text(min_size=1) | st.text('"\\&#;<>[]|-_@`%\n\té中🙂', min_size=1)
+
+
+@st.composite
+def diagrams(draw: st.DrawFn) -> Diagram:
+    names = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
+    cut = draw(st.integers(1, len(names)))
+    edges = st.builds(
+        Edge,
+        st.sampled_from(names),
+        st.sampled_from(names),
+        st.booleans(),
+        st.none() | st.integers(1, 6),
+        st.none() | st.floats(0, 1),
+    )
+    return Diagram(
+        draw(NAMES),
+        [column for column in (names[:cut], names[cut:]) if column],
+        tuple(draw(st.lists(edges, max_size=5))),
+    )
+
+
+@FORMS
+@given(diagrams())
+def test_any_names_come_back(form: str, diagram: Diagram) -> None:
+    assert READERS[form](FORMATS[form](diagram)) == ReadBack(
+        diagram.name,
+        [name for column in diagram.columns for name in column],
+        [(edge.start, edge.to, edge.is_loop, edge.label, edge.colour) for edge in diagram.edges],
+    )
