@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg")
 COLOURS = ("#33567a", "#b5651d", "#4a7c4e", "#7a4a7c")
-"""One for each alternative of a node; those after the last begin anew."""
+"""Colours of a node's alternatives; further alternatives start again with the first."""
 LOOP = "#a03030"
 MIN_WIDTH, ROW, GAP, HEIGHT, BEND = 5.5, 0.95, 1.15, 0.46, 0.3
 """Inches: a picture at least, between rows, between lanes, height of a node, a curve's gain by each lane it passes."""
@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 
 class Box(NamedTuple):
-    """Where a node is drawn, in inches: its middle, its width and its lane."""
+    """The place of a node in inches: its middle and width; and its lane."""
 
     x: float
     y: float
@@ -43,7 +43,7 @@ class Edge(NamedTuple):
 
 
 def flow_picture(graph: StepGraph, file: Path) -> None:
-    """Draws `graph` from left to right by steps. Raises `ConfigError` without matplotlib or for another suffix."""
+    """Draw `graph` from left to right by steps. Raises `ConfigError` without matplotlib or for another suffix."""
     if file.suffix.lower() not in SUFFIXES:
         raise ConfigError("--picture", str(file), f"a picture ends in {' or '.join(SUFFIXES)}")
     if not file.parent.is_dir():
@@ -78,7 +78,7 @@ def _pyplot(file: Path) -> Any:
 
 
 def edges(graph: StepGraph) -> Iterator[Edge]:
-    """All arrows of a graph."""
+    """Yield all arrows of a graph."""
     by_id = {node.id: node for node in graph.nodes}
     for node in graph.nodes:
         alternatives = [(names, False) for names in node.after] + [(names, True) for names in node.loops]
@@ -88,7 +88,7 @@ def edges(graph: StepGraph) -> Iterator[Edge]:
 
 
 def _boxes(graph: StepGraph) -> dict[str, Box]:
-    """A lane for each number of steps, its nodes one above the other around the middle."""
+    """Place the nodes: one lane for each number of steps, its nodes stacked around the middle."""
     boxes: dict[str, Box] = {}
     left = 0.0
     for number, lane in enumerate(lanes(graph)):
@@ -100,12 +100,14 @@ def _boxes(graph: StepGraph) -> dict[str, Box]:
 
 
 def _curve(edge: Edge, boxes: Mapping[str, Box]) -> list[Point]:
-    """The four points of a cubic curve: straight to the next lane, above the lanes between, or back below them."""
+    """Return the four points of a cubic curve: straight to the next lane, above the lanes between, or back
+    below them.
+    """
     start, to = boxes[edge.start], boxes[edge.to]
     if start.lane >= to.lane:
         return _back(start, to, boxes)
     span = to.lane - start.lane
-    # Of the arrows at one side of a node, the longer ones meet it higher up, so that their heads can be told apart.
+    # Of the arrows at one side of a node, the longer ones meet it higher up, so that their heads stay apart.
     side = min(0.06 * (span - 1), HEIGHT / 2 - 0.06)
     begin, end = (start.x + start.width / 2, start.y + side), (to.x - to.width / 2, to.y + side)
     if span == 1:
@@ -127,7 +129,7 @@ def _back(start: Box, to: Box, boxes: Mapping[str, Box]) -> list[Point]:
 
 
 def _control(apex: float, begin: float, end: float) -> float:
-    """The height of the two inner points with which a curve reaches `apex` in its middle."""
+    """Return the height of the two inner points with which a curve reaches `apex` in its middle."""
     return (apex - (begin + end) / 8) / 0.75
 
 
@@ -169,7 +171,7 @@ def _draw_words(axes: Any, graph: StepGraph, boxes: Mapping[str, Box], high: flo
 
 
 def _legend(graph: StepGraph) -> str:
-    said = ["a node waits for all arrows of one colour"]
-    said += ["or for all of another"] * any(len(tuple(node.after)) > 1 for node in graph.nodes)
-    said += ["dashed: it runs again"] * any(node.loops for node in graph.nodes)
-    return "; ".join(said)
+    parts = ["a node waits for all arrows of one colour"]
+    parts += ["or for all of another"] * any(len(tuple(node.after)) > 1 for node in graph.nodes)
+    parts += ["dashed: it runs again"] * any(node.loops for node in graph.nodes)
+    return "; ".join(parts)
