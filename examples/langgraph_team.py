@@ -35,7 +35,7 @@ MOST_ROUNDS = 2
 
 
 class State(TypedDict):
-    """A question, and who answered what."""
+    """A question, and the agents' answers."""
 
     question: str
     answers: Annotated[list[tuple[str, str]], operator.add]
@@ -45,10 +45,10 @@ llm = ChatOpenAI(model="kedge-nano", base_url=f"{URL}/v1", api_key="none", tempe
 
 
 def ask(title: str, question: str, heard: list[tuple[str, str]]) -> dict[str, Any]:
-    """One agent's answer, with a line about how much of its prompt was in the cache."""
+    """Return one agent's answer, and print how much of its prompt was cached."""
     others = "".join(f"\n\n{name}:\n{text}" for name, text in heard)
-    said = f"\n\nThe other agents say:{others}" if heard else ""
-    prompt = f"Question: {question}{said}\n\nNow answer as {title}."
+    context = f"\n\nThe other agents say:{others}" if heard else ""
+    prompt = f"Question: {question}{context}\n\nNow answer as {title}."
     answer = llm.invoke([("system", ROLES[title]), ("user", prompt)])
     usage = answer.usage_metadata or {}
     cached = usage.get("input_token_details", {}).get("cache_read", 0)
@@ -70,7 +70,7 @@ def final(state: State) -> dict[str, Any]:
 
 
 def is_settled(state: State) -> str | list[str]:
-    """The end where an answer was given, or after the last round; else both once more."""
+    """Return the end after an answer or the last round, else both agents for another round."""
     rounds = sum(name == "FinalRefer" for name, _ in state["answers"])
     return END if "answer is" in state["answers"][-1][1] or rounds == MOST_ROUNDS else ["solver", "analyst"]
 

@@ -1,4 +1,4 @@
-"""The OpenAI Agents SDK on `kedge serve`: agents whose turns the application decides.
+"""The OpenAI Agents SDK on `kedge serve`: the application decides which agent runs next.
 
     kedge serve &                          # the bundled model on port 8000
     python examples/openai_agents_team.py
@@ -52,10 +52,10 @@ TEAM = StepGraph(
 
 
 async def ask(agent: Agent, heard: list[tuple[str, str]], question: str, config: RunConfig) -> tuple[str, str]:
-    """An agent's name and answer."""
+    """Return an agent's name and answer."""
     others = "".join(f"\n\n{name}:\n{text}" for name, text in heard)
-    said = f"\n\nThe other agents say:{others}" if heard else ""
-    result = await Runner.run(agent, f"Question: {question}{said}\n\nNow answer as {agent.name}.", run_config=config)
+    context = f"\n\nThe other agents say:{others}" if heard else ""
+    result = await Runner.run(agent, f"Question: {question}{context}\n\nNow answer as {agent.name}.", run_config=config)
     usage = result.context_wrapper.usage
     cached = usage.input_tokens_details.cached_tokens
     print(f"  {agent.name}: {result.final_output!r} ({cached} of {usage.input_tokens} prompt tokens from the cache)")

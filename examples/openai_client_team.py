@@ -3,7 +3,7 @@
     kedge serve &                          # the bundled model on port 8000
     python examples/openai_client_team.py
 
-Every call says whose it is and, from the step graph, who is expected next; the end of the block ends the run.
+Every call names its agent and, from the step graph, the upcoming steps; the end of the block ends the run.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TEAM = StepGraph("two agents", (Node("solver"), Node("final", after=["solver"]))
 
 
 def ask(client: OpenAI, system: str, user: str) -> str:
-    """An answer, with a line about what the server understood and reused."""
+    """Return an answer, and print the hints that the server understood and what it reused."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     answer = client.chat.completions.create(model="kedge-nano", messages=messages, temperature=0)  # type: ignore[arg-type]
-    told = (answer.model_extra or {})["kedge"]
-    print(f"  {told['hints']['agent']}: {answer.choices[0].message.content!r}")
-    print(f"    steps {told['hints']['steps']}, prompt tokens {told['receipts'][0]['tokens']}")
+    details = (answer.model_extra or {})["kedge"]
+    print(f"  {details['hints']['agent']}: {answer.choices[0].message.content!r}")
+    print(f"    steps {details['hints']['steps']}, prompt tokens {details['receipts'][0]['tokens']}")
     return answer.choices[0].message.content or ""
 
 

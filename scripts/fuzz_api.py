@@ -45,15 +45,15 @@ agents:
 PATIENCE = 10.0
 """Seconds in which every call must be answered."""
 EVERY = 25
-"""Hostile numbers between two looks at the reference."""
+"""Hostile numbers between two checks of the reference."""
 PAUSE = 5.0
-"""Seconds between two looks at the reference while Schemathesis runs."""
+"""Seconds between two checks of the reference while Schemathesis runs."""
 SPARE = 1.05
-"""Some operations have fewer different cases than their share."""
+"""Factor on the number of cases, since some operations have fewer different cases than their share."""
 LONGEST = 64
-"""Tokens of a chat's answer where a case does not say, so that thousands of cases end in time."""
+"""Tokens of a chat's answer where a case sets no limit, so that thousands of cases end in time."""
 CAPACITY = 512
-"""Tokens of nano's cache: an answer that asks for a million ends in time."""
+"""Tokens of nano's cache, which ends an answer of a million tokens in time."""
 REFERENCE = {"prompt": "The tide turns at nine, and seven ships", "temperature": 0, "max_tokens": 12}
 JSON = {"Content-Type": "application/json"}
 
@@ -64,7 +64,7 @@ NUMBERS = (
     *("-9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "-1" + "0" * 400, "9" * 4301, "1e999999999"),
     *("true", "false", "null", '"1"', '"NaN"', '""', "[]", "{}", "[1]"),
 )
-"""What is written in the place of a number."""
+"""The literals that replace numbers."""
 SAMPLING = {"temperature": 1, "top_p": 1, "n": 1, "seed": 1, "max_tokens": 2}
 HINTS = {
     "kedge": {"run": "r", "agent": "a", "seq": 1, "fixed_tokens": 2, "fixed_messages": 1, "steps": {"a": 0, "b": 1.5}},
@@ -90,7 +90,7 @@ TEMPLATES: Sequence[tuple[str, dict[str, Any]]] = (
         {"name": "drawn", "agents": [{"id": "a"}], "topology": {"kind": "chain", "turns": 1, "width": 1}},
     ),
 )
-"""Sound bodies. Every number in them may become another one."""
+"""Valid bodies; each of their numbers may be replaced."""
 
 
 class Counting:
@@ -109,7 +109,7 @@ class Counting:
 
 
 class Reference:
-    """A greedy request whose answer never changes."""
+    """A greedy request with an answer that must not change."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -117,7 +117,7 @@ class Reference:
         self.problems: list[str] = []
 
     def look(self, when: str) -> None:
-        """Note a problem where it is answered otherwise than at first, or not at all."""
+        """Record a problem if the answer is missing or differs from the first one."""
         try:
             answer = self._ask()
         except httpx.HTTPError as error:
@@ -133,7 +133,7 @@ class Reference:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look now and then, while something else goes on."""
+        """Repeat the request now and then, while something else runs."""
         over = threading.Event()
 
         def watch() -> None:
@@ -242,7 +242,7 @@ def fuzz_numbers(url: str, cases: int, seed: int, reference: Reference) -> list[
 
 
 def send(client: httpx.Client, path: str, body: str) -> Iterator[str]:
-    """Yield what is wrong with the answer to one call. A workflow that was accepted is run, too."""
+    """Yield the problems of the answer to one call. A workflow that was accepted is run, too."""
     began = time.monotonic()
     try:
         answer = client.post(path, content=body, headers=JSON)
@@ -260,7 +260,7 @@ def send(client: httpx.Client, path: str, body: str) -> Iterator[str]:
 
 
 def hostile_bodies(cases: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield paths and bodies in which one number, or up to three, are what no client should send."""
+    """Yield paths and bodies with one to three hostile numbers."""
     rng = random.Random(seed)
     for case in range(cases):
         path, template = TEMPLATES[case % len(TEMPLATES)]
@@ -270,7 +270,7 @@ def hostile_bodies(cases: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def hostile_number(rng: random.Random) -> str:
-    """Return one of `NUMBERS` or, now and then, whatever 64 random bits mean."""
+    """Return one of `NUMBERS` or, now and then, a random 64-bit float."""
     if rng.random() < 0.8:
         return rng.choice(NUMBERS)
     bits = rng.getrandbits(64)
@@ -287,7 +287,7 @@ def numbers_in(data: object, place: tuple[str | int, ...] = ()) -> Iterator[tupl
 
 
 def written(data: Any, literals: dict[tuple[str | int, ...], str], place: tuple[str | int, ...] = ()) -> str:
-    """Return nested data as JSON, with these literals in these places."""
+    """Return nested data as JSON, with `literals` in their places."""
     if place in literals:
         return literals[place]
     if isinstance(data, dict):
@@ -302,7 +302,7 @@ def written(data: Any, literals: dict[tuple[str | int, ...], str], place: tuple[
 
 
 def leftovers(app: Any, engine: Engine) -> str:
-    """Return what is still held once everything has ended; empty where it is nothing."""
+    """Return what is still held after everything has ended; empty if nothing is."""
     service, deadline = app.state.service, time.monotonic() + PATIENCE
     held = ""
     while time.monotonic() < deadline:
@@ -316,7 +316,7 @@ def leftovers(app: Any, engine: Engine) -> str:
 
 
 def held_by(engine: Any) -> tuple[int, int]:
-    """Return how many blocks and jobs an engine holds, prompts that it has prepared apart."""
+    """Return the numbers of blocks and jobs that an engine holds, without those of prepared prompts."""
     if isinstance(engine, EchoEngine):
         engine.cache.check_integrity()
         return engine.cache.stats().leased_blocks, len(engine._jobs)

@@ -1,4 +1,4 @@
-"""Schemathesis's hooks for `fuzz_api.py`: they lead some of the cases past what nobody could guess."""
+"""Schemathesis's hooks for `fuzz_api.py`: they give some cases valid names and numbers, which random ones never hit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import schemathesis
 
 KNOWN = {"name": "KEDGE_FUZZ_WORKFLOW", "run": "KEDGE_FUZZ_RUN"}
-"""Parameters of paths, and the variables that hold a value which leads somewhere."""
+"""Path parameters, and the environment variables that hold an existing value."""
 MOST = {"n": 9, "max_tokens": 100, "max_completion_tokens": 100, "logprobs": 21, "top_logprobs": 21}
 
 
 @schemathesis.hook
 def map_path_parameters(context: Any, parameters: Any) -> Any:  # noqa: ARG001
-    """Give half of the paths the name of something that is there."""
+    """Put existing names into half of the paths."""
     if not isinstance(parameters, dict) or len(str(parameters)) % 2:
         return parameters
     return {**parameters, **{name: os.environ[KNOWN[name]] for name in parameters if KNOWN[name] in os.environ}}
@@ -22,7 +22,7 @@ def map_path_parameters(context: Any, parameters: Any) -> Any:  # noqa: ARG001
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:  # noqa: ARG001
-    """Mend most bodies where a number or a name that nobody could guess would end the call at once."""
+    """Repair most bodies that would be refused at once for a random number or name."""
     if not isinstance(body, dict) or len(str(body)) % 4 == 0:
         return body
     mended = {name: value for name, value in body.items() if name != "model"}

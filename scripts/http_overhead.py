@@ -1,4 +1,4 @@
-"""What HTTP adds to the time to first token: what a client sees, less what the engine says of the same request.
+"""Measure what HTTP adds to the time to first token: the client's time less the engine's for the same request.
 
     python scripts/http_overhead.py --requests 200 --json http-overhead.json
 
@@ -20,11 +20,11 @@ from soak import server
 
 SYSTEM = "You are a patient assistant who answers in a few words. " * 4
 WARMUP = 10
-"""Streams that do not count"""
+"""Streams before the measurement"""
 
 
 def streamed(client: httpx.Client, number: int) -> tuple[float, float]:
-    """Milliseconds to the first text, as this client and as the engine saw it."""
+    """Return the milliseconds to the first text, as seen by this client and by the engine."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Say {number}."}]
     body = {"messages": messages, "max_tokens": 4, "stream": True, "ignore_eos": True}
     began, first = time.perf_counter(), 0.0
@@ -40,7 +40,7 @@ def streamed(client: httpx.Client, number: int) -> tuple[float, float]:
 
 
 def measured(port: int, requests: int) -> dict[str, Any]:
-    """Medians and 90th percentiles in milliseconds."""
+    """Return medians and 90th percentiles in milliseconds."""
     with server("nano", port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         seen = [streamed(client, number) for number in range(WARMUP + requests)][WARMUP:]
     columns = {

@@ -2,7 +2,7 @@
 
     locust -f scripts/locustfile.py --headless --users 64 --spawn-rate 16 --run-time 5m --host http://127.0.0.1:8000
 
-`KEDGE_LOAD_TOKENS` is the length of an answer (32). A stream that lacks its last chunk, or tells an error, is a
+`KEDGE_LOAD_TOKENS` is the length of an answer (32). A stream that lacks its last chunk, or reports an error, is a
 failure; "first token" is listed as a request of its own.
 """
 
@@ -21,7 +21,7 @@ numbers = itertools.count()
 
 
 class Streaming(FastHttpUser):
-    """A client that never pauses."""
+    """A client that sends the next request as soon as one has ended."""
 
     @task
     def chat(self) -> None:
@@ -37,11 +37,11 @@ class Streaming(FastHttpUser):
                 answer.failure(f"status {answer.status_code}")
                 return
             last = b""
-            while said := bytes(answer.stream.readline(b"\n\n")):
+            while event := bytes(answer.stream.readline(b"\n\n")):
                 if not last:
                     _first_token(time.perf_counter() - began)
-                if b"[DONE]" not in said:
-                    last = said
+                if b"[DONE]" not in event:
+                    last = event
             wrong = _wrong(last)
             if wrong:
                 answer.failure(wrong)
@@ -50,12 +50,12 @@ class Streaming(FastHttpUser):
 
 
 def _first_token(seconds: float) -> None:
-    told = {"request_type": "SSE", "name": "first token", "response_time": seconds * 1e3, "response_length": 0}
-    events.request.fire(**told, exception=None, context={})
+    timing = {"request_type": "SSE", "name": "first token", "response_time": seconds * 1e3, "response_length": 0}
+    events.request.fire(**timing, exception=None, context={})
 
 
 def _wrong(last: bytes) -> str:
-    """What is wrong with a stream that ended with this event; empty where nothing is."""
+    """Return what is wrong with a stream that ended with this event; empty if nothing is."""
     if not last:
         return "an empty stream"
     data = json.loads(last.removeprefix(b"data: "))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: drawn by scripts/rooms.py -->", "<!-- end of rooms -->"
 DRAWN = ("", "engine", "engine.local", "server", "integrations.vllm")
-"""Packages whose members are drawn, below `kedge`."""
+"""Packages below `kedge` that get a drawing of their members."""
 WIDTH = 100
 
 
@@ -45,8 +45,8 @@ def description(graph: ImportGraph, module: Name, width: int) -> str:
     """Return the first sentence of a module's docstring, cut to so many columns; empty where it has none."""
     if module not in graph.files:
         return ""
-    told = ast.get_docstring(ast.parse(graph.files[module].read_text(encoding="utf-8"))) or ""
-    return cut(" ".join(told.split("\n\n")[0].split()), width)
+    docstring = ast.get_docstring(ast.parse(graph.files[module].read_text(encoding="utf-8"))) or ""
+    return cut(" ".join(docstring.split("\n\n")[0].split()), width)
 
 
 def cut(text: str, width: int) -> str:

@@ -34,7 +34,9 @@ HOST = {"tiers": {"host_blocks": TEAMS * AGENTS * FIXED // BLOCK + 8, "prefetch_
 
 @contextmanager
 def fleet(replicas: int, engine: Mapping[str, Any], plugin: Mapping[str, Any], **more: Any) -> Iterator[str]:
-    """Ray, Ray Serve and replicas of the bundled model on this machine's CPU; the address of the application."""
+    """Run Ray, Ray Serve and replicas of the bundled model on this machine's CPU. Yields the address of the
+    application.
+    """
     import ray
     from ray import serve
 
@@ -64,7 +66,7 @@ def fleet(replicas: int, engine: Mapping[str, Any], plugin: Mapping[str, Any], *
 
 
 def complete(url: str, prompt: list[int], hints: Mapping[str, Any], count: int = 4) -> tuple[str, dict[str, int]]:
-    """A greedy answer, and how many prompt tokens came from where. Raises `httpx.HTTPStatusError`."""
+    """Return a greedy answer, and the prompt tokens by source. Raises `httpx.HTTPStatusError`."""
     import httpx
 
     body = {
@@ -76,13 +78,13 @@ def complete(url: str, prompt: list[int], hints: Mapping[str, Any], count: int =
 
 
 def words(length: int, seed: str) -> list[int]:
-    """Random token ids without special ones."""
+    """Return random token ids without special ones."""
     rng = random.Random(seed)
     return [rng.randrange(32, 500) for _ in range(length)]
 
 
 def team(url: str, number: int, runs: int) -> Counter[str]:
-    """One client's calls, one after the other; its prompt tokens by source after the first run, and its calls."""
+    """Make one client's calls in turn. Returns their number, and the prompt tokens by source after the first run."""
     found: Counter[str] = Counter()
     for run in range(runs):
         for agent in range(AGENTS):
@@ -95,7 +97,7 @@ def team(url: str, number: int, runs: int) -> Counter[str]:
 
 
 def measured(replicas: int, runs: int, **more: Any) -> dict[str, Any]:
-    """Share of prompt tokens that were found, and calls a second, of `TEAMS` teams for each replica."""
+    """Return the share of prompt tokens that were reused, and calls a second, with `TEAMS` teams per replica."""
     with fleet(replicas, ROOM, HOST, **more) as url, ThreadPoolExecutor(TEAMS * replicas) as clients:
         began = time.monotonic()
         counts = clients.map(lambda number: team(url, number, runs), range(TEAMS * replicas))

@@ -8,7 +8,7 @@ The load comes from `locust` (`pip install locust`) and `scripts/locustfile.py`,
 own throughput is what as many threads get from `Engine.submit` without a server, for prompts as long, in a process of
 its own as well; rounds measure both, one after the other. Nothing is left out of the clock: the load generator and the
 start of its clients run on the same cores. Memory is the resident set of the server's process and of the engine's,
-looked at every second; the time for which each process had a core is told by token.
+read every second; processor time is given per token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP = 0.02
 
 
 def make_engine(name: str) -> Any:
-    """The echo engine, or the bundled model on one thread."""
+    """Return the echo engine, or the bundled model on one thread."""
     if name == "echo":
         from kedge.engine.echo import EchoEngine
 
@@ -67,7 +67,7 @@ def open_engine(name: str, *, apart: bool) -> Any:
 
 
 def serve(name: str, port: int, apart: bool) -> None:
-    """Run a server in this process until it is told to end."""
+    """Run a server in this process until it is stopped."""
     from kedge.server.app import create_app
     from kedge.server.shutdown import GracefulServer
 
@@ -76,7 +76,7 @@ def serve(name: str, port: int, apart: bool) -> None:
 
 
 def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
-    """Put what threads get from the engine itself into the queue `answer`: tokens a second, and time of a core."""
+    """Measure the engine without a server, and put tokens a second and processor time into the queue `answer`."""
     from kedge.server.openai import prompts
     from kedge.server.openai.messages import ChatMessage
     from kedge.types import GenerateRequest, ReuseMode, SamplingParams
@@ -127,7 +127,7 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def server(name: str, port: int, apart: bool = True) -> Any:
-    """A server in a process of its own."""
+    """Run a server in a process of its own."""
     import httpx
 
     process = get_context("spawn").Process(target=serve, args=(name, port, apart))
@@ -146,7 +146,7 @@ def server(name: str, port: int, apart: bool = True) -> Any:
 
 
 def load(port: int, clients: int, minutes: float) -> subprocess.Popen[str]:
-    """locust's clients, on their way."""
+    """Start locust's clients."""
     command = [sys.executable, "-m", "locust", "-f", str(HERE / "locustfile.py"), "--headless", "--json"]
     command += ["--users", str(clients), "--spawn-rate", str(clients), "--run-time", f"{round(minutes * 60)}s"]
     command += ["--host", f"http://127.0.0.1:{port}", "--loglevel", "ERROR", "--stop-timeout", "30"]
@@ -156,7 +156,7 @@ def load(port: int, clients: int, minutes: float) -> subprocess.Popen[str]:
 
 
 def measured(name: str, port: int, clients: int, minutes: float, apart: bool) -> dict[str, Any]:
-    """What locust saw, tokens a second, memory once a second, and what each process needed of a core."""
+    """Return locust's figures, tokens a second, memory once a second, and the processor time of each process."""
     import httpx
 
     with server(name, port, apart) as process:
@@ -186,12 +186,12 @@ def measured(name: str, port: int, clients: int, minutes: float, apart: bool) ->
 
 
 def names(apart: bool) -> list[str]:
-    """Return the processes whose time is told."""
+    """Return the names of the processes that are measured."""
     return ["server", "engine", "clients"] if apart else ["server", "clients"]
 
 
 def spread(memory: list[float]) -> dict[str, float]:
-    """Memory after a tenth of the time, in the middle, and at the end: means of a tenth each."""
+    """Return the memory after a tenth of the time, in the middle, and at the end: means of a tenth each."""
     tenth = max(1, len(memory) // 10)
     begins = {"after_a_tenth": tenth, "middle": len(memory) // 2, "end": len(memory) - tenth}
     return {name: sum(memory[at : at + tenth]) / tenth for name, at in begins.items()} | {"most": max(memory)}
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def one_round(given: argparse.Namespace) -> dict[str, Any]:
-    """The engine by itself, then the server."""
+    """Measure the engine by itself, then the server."""
     context = get_context("spawn")
     answer = context.Queue()
     process = context.Process(target=alone, args=(given.engine, given.clients, min(30.0, given.minutes * 60), answer))

@@ -1,11 +1,11 @@
-"""Can a tenant tell, from times and receipts, whether another tenant has sent a prompt before?
+"""Test whether a tenant can infer, from times and receipts, that another tenant has sent a prompt before.
 
     python scripts/tenant_probe.py --trials 1000
 
 In every trial a victim sends the prompt that the spy is going to ask for, or, by the toss of a coin, another one as
 long, so that the server was as busy either way. Then the spy sends the prompt and looks at everything that it gets: the
 time to the first chunk and to the end, and every number of its receipt. For each of these the area under the ROC curve
-says how well it tells the two cases apart: 0.5 is a guess. To show that the probe can see, a second spy has the
+measures how well it separates the two cases: 0.5 is a guess. To show that the probe works, a second spy has the
 victim's key.
 """
 
@@ -36,7 +36,7 @@ LENGTH = 160
 
 @contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """A server with two tenants, on a free port."""
+    """Run a server with two tenants, on a free port."""
     keys = load_keys(None, f"victim:{hashed(VICTIM)},spy:{hashed(SPY)}", LimitSettings())
     config = uvicorn.Config(create_app(engine, keys=keys), port=0, log_level="warning", access_log=False)
     server = uvicorn.Server(config)
@@ -52,7 +52,7 @@ def serving(engine: Engine) -> Iterator[str]:
 
 
 def send(http: httpx.Client, key: str, prompt: list[int]) -> dict[str, float]:
-    """One streamed completion: everything that its sender can measure."""
+    """Stream one completion. Returns everything that its sender can measure."""
     body = {"prompt": prompt, "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True}
     began, first, last = time.perf_counter(), 0.0, {}
     with http.stream("POST", "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
@@ -71,7 +71,7 @@ def send(http: httpx.Client, key: str, prompt: list[int]) -> dict[str, float]:
 def trials(
     url: str, spy: str, count: int, vocabulary: int, rng: random.Random
 ) -> tuple[list[bool], list[dict[str, float]]]:
-    """For each trial: whether the victim had sent the prompt, and what the spy saw."""
+    """Return for each trial whether the victim had sent the prompt, and what the spy measured."""
     known, seen = [], []
     with httpx.Client(base_url=url, timeout=60) as http:
         for _ in range(count):
@@ -83,9 +83,9 @@ def trials(
 
 
 def auc(labels: Sequence[bool], scores: Sequence[float]) -> float:
-    """Area under the ROC curve of scores for labels (Mann and Whitney); the larger of both directions.
+    """Return the area under the ROC curve of scores for labels (Mann and Whitney); the larger of both directions.
 
-    Half a point for a tie: 0.5 is what guessing reaches, 1 tells all apart.
+    A tie counts half a point: guessing gives 0.5, perfect separation 1.
     """
     ranked = sorted(range(len(scores)), key=lambda i: scores[i])
     rank, at = [0.0] * len(scores), 0
@@ -107,7 +107,7 @@ def auc(labels: Sequence[bool], scores: Sequence[float]) -> float:
 
 
 def probe(url: str, spy: str, count: int, vocabulary: int, seed: int = 0) -> dict[str, float]:
-    """The area under the curve of everything that the spy sees."""
+    """Return the area under the ROC curve for every quantity that the spy measures."""
     known, seen = trials(url, spy, count, vocabulary, random.Random(seed))
     names = sorted({name for one in seen for name in one})
     return {name: auc(known, [one.get(name, 0.0) for one in seen]) for name in names}

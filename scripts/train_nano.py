@@ -1,4 +1,4 @@
-"""Trains the bundled model on the three miniature tasks and records the run beside the weights.
+"""Train the bundled model on the three miniature tasks and record the run beside the weights.
 
     python scripts/train_nano.py --minutes 60 --out src/kedge/models/nano
     python scripts/train_nano.py --size small --minutes 60 --stop-after 500 --resume --out small   # again and again
@@ -56,7 +56,7 @@ Segment = tuple[str, bool]
 def sample(
     rng: random.Random, streams: dict[str, Iterator[Question]], shares: dict[str, float], alone: float
 ) -> list[Segment]:
-    """One prompt with its answer, of a task drawn by its share."""
+    """Return one prompt with its answer, of a task drawn by its share."""
     task = TASKS[rng.choices(list(shares), list(shares.values()))[0]]
     question = next(streams[task.name])
     role, heard = _cast(rng, task, alone)
@@ -76,9 +76,9 @@ def sample(
 
 
 def _cast(rng: random.Random, task: Task, alone: float) -> tuple[Role, list[Role]]:
-    """A speaker and whom it hears: the fully connected order, any subset, or nobody.
+    """Return a speaker and the agents that it hears: those of the fully connected order, any subset, or none.
 
-    What can be copied from others is learned late or never: hence the many that hear nobody.
+    A model that can copy from others learns a skill late or never, so many speakers hear no one.
     """
     if rng.random() < alone:
         return rng.choice(task.roles[:-1]), []
@@ -113,7 +113,9 @@ def build_model(vocab: int, size: str) -> LlamaForCausalLM:
 
 
 def attention(_module, query, key, value, _mask, scaling=None, **_):  # type: ignore[no-untyped-def]
-    """Causal attention of right-padded rows, in fp32 on a CPU: its bf16 backward pass is slower than the fp32 one."""
+    """Compute causal attention of right-padded rows, in fp32 on a CPU: its bf16 backward pass is slower than the fp32
+    one.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if query.device.type == "cpu":
@@ -129,7 +131,7 @@ class Batches:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, args: argparse.Namespace, seed: int
     ) -> None:
-        """`seed` is that of the questions."""
+        """Start empty; `seed` is that of the questions."""
         self._encode, self._cache = tokenizer.backend_tokenizer.encode, {}
         self._rng, self._size = rng, args.batch
         streams = {name: task.questions("train", seed) for name, task in TASKS.items()}
@@ -168,13 +170,13 @@ class Batches:
 
 
 def learning_rate(done: float, peak: float, step: int) -> float:
-    """Warm-up over 100 steps, then a cosine over the run's time down to 3 %."""
+    """Return the learning rate: warm-up over 100 steps, then a cosine over the run's time down to 3 %."""
     return peak * min(1.0, (step + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 @dataclass
 class Progress:
-    """How far a training has come, in all of its parts."""
+    """The progress of a training, over all of its parts."""
 
     steps: int = 0
     tokens: int = 0
@@ -196,7 +198,7 @@ class Progress:
 def start(
     args: argparse.Namespace, rng: random.Random, resumed: bool
 ) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
-    """Tokenizer and model of the checkpoint to go on from, or new ones."""
+    """Return tokenizer and model of the checkpoint to continue, or new ones."""
     if checkpoint := args.out if resumed else args.warm_start:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
         model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -265,7 +267,7 @@ def note(progress: Progress, loss: float, accuracy: float) -> None:
 
 
 def save(model: LlamaForCausalLM, args: argparse.Namespace, progress: Progress) -> None:
-    """Writes a bf16 copy (the model in training stays fp32) and the record of the run so far."""
+    """Write a bf16 copy (the model in training stays fp32) and the record of the run so far."""
     state = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
@@ -296,7 +298,7 @@ def save(model: LlamaForCausalLM, args: argparse.Namespace, progress: Progress) 
 
 
 def machine(device: str) -> str:
-    """Return what computes, as text."""
+    """Return the name of the machine or GPU that computes."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
@@ -327,7 +329,7 @@ def arguments() -> argparse.ArgumentParser:
         default={"math": 0.27, "choice": 0.4, "code": 0.33},
         help="share of the samples by task, as JSON",
     )
-    parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear nobody")
+    parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear no one")
     parser.add_argument("--compile", action="store_true", help="through torch.compile (needs a C++ compiler)")
     parser.add_argument("--warm-start", type=Path, help="begin with the weights in this folder")
     return parser

@@ -31,7 +31,7 @@ DONE = ("complete", "failed")
 
 
 class Call:
-    """One call: the stages that are left, as far as its time goes."""
+    """One call: it runs the remaining stages as far as its time allows."""
 
     def __init__(self, out: Path, chosen: Sequence[Stage], device: str, seconds: float, *, retry: bool = False) -> None:
         self._out, self._end, self._retry = out, time.monotonic() + seconds - SPARE, retry
@@ -39,14 +39,14 @@ class Call:
         self._records = {stage.name: Record(out, stage, self._sources, device) for stage in chosen}
 
     def run(self, only: str | None = None) -> None:
-        """Run what is left, of one stage or of all, until something does not fit."""
+        """Run the remaining steps, of one stage or of all, until one does not fit the time."""
         for stage in (stage for stage in self._stages if only in (None, stage.name)):
             for step in stage.steps:
                 if not self._step(stage, step):
                     return
 
     def _step(self, stage: Stage, step: Step) -> bool:
-        """Run a step that is not done; False where the call ends with it."""
+        """Run a step that is not done. Returns False if the call ends with it."""
         record = self._records[stage.name]
         state = record.state_of(step)
         if state in DONE and not (self._retry and state == "failed"):
@@ -62,7 +62,7 @@ class Call:
         return result["state"] != "partial"
 
     def summary(self, environment: dict[str, Any]) -> dict[str, Any]:
-        """Return all stages at a glance."""
+        """Return a summary of all stages."""
         briefs = {name: record.brief() for name, record in self._records.items()}
         return {
             "version": self._sources,
@@ -76,14 +76,14 @@ class Call:
 
 
 def look_around(device: str) -> dict[str, Any]:
-    """Return the environment, seen by a process that ends: who looks at a GPU takes some of its memory."""
+    """Return the environment, read by a short-lived process, since looking at a GPU takes some of its memory."""
     command = [sys.executable, "-m", "scripts.gpu.environment", device]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(answer.stdout.splitlines()[-1])
 
 
 def lack(environment: dict[str, Any], device: str) -> str | None:
-    """Return what this machine lacks, as text; None: nothing."""
+    """Return what this machine lacks, as text; None if nothing."""
     if environment["missing"]:
         return remedy(environment["missing"])
     if device == "cuda" and environment["gpu"] is None:
@@ -104,7 +104,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run a call; its exit status."""
+    """Run a call. Returns its exit status."""
     parser = arguments()
     args = parser.parse_args()
     names = [stage.name for stage in stages(args.device)]
@@ -119,7 +119,7 @@ def main() -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Look around, run what is left and write the summary; the exit status."""
+    """Check the environment, run the remaining steps and write the summary. Returns the exit status."""
     call = Call(args.out.resolve(), stages(args.device), args.device, args.seconds, retry=args.retry)
     environment = look_around(args.device)
     lacking = lack(environment, args.device)

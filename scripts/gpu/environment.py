@@ -21,7 +21,7 @@ NEEDED = {
     "pydantic": "pydantic", "pydantic_settings": "pydantic-settings", "typer": "typer", "rich": "rich",
     "yaml": "pyyaml", "pytest": "pytest", "hypothesis": "hypothesis",
 }  # fmt: skip
-"""Module -> the package that has it: what the stages import."""
+"""The modules that the stages import, each with the package that provides it."""
 ON_GPU = {"triton": "triton"}
 SHOWN = ("torch", "triton", "transformers", "numpy", "pydantic")
 
@@ -38,7 +38,7 @@ def missing(needed: Mapping[str, str]) -> dict[str, str]:
 
 
 def remedy(packages: Mapping[str, str]) -> str:
-    """Return what to do about missing packages, as text."""
+    """Return how to install missing packages, as text."""
     names, python = " ".join(sorted(packages)), ".".join(map(str, sys.version_info[:2]))
     platforms = " ".join(f"--platform manylinux{tag}_{platform.machine()}" for tag in ("2014", "_2_28"))
     return (
@@ -52,7 +52,7 @@ def remedy(packages: Mapping[str, str]) -> str:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return what there is. Without torch, no more than that it is missing."""
+    """Return a description of the machine; without torch, only that it is missing."""
     lacking = missing(NEEDED | (ON_GPU if device == "cuda" else {}))
     return {
         "python": platform.python_version(),

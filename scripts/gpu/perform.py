@@ -21,13 +21,13 @@ from scripts.gpu.stages import Step
 TIMED_OUT = 124
 """Exit status of a step that was ended at its limit"""
 RESERVE = 45.0
-"""Seconds of a step for everything but its work: imports, and writing the results"""
+"""Seconds of a step for everything but its work: imports, and writing the results."""
 TAIL = 60
 """Lines of a step's output that are kept"""
 
 
 def perform(step: Step, out: Path, seconds: float) -> dict[str, Any]:
-    """Run a step for at most `seconds`; how it ended, and what it wrote."""
+    """Run a step for at most `seconds`. Returns how it ended, and its results."""
     with tempfile.TemporaryDirectory() as scratch, _unpacked(out, step.folder):
         log, began = Path(scratch) / "log", time.monotonic()
         names = {"out": out, "results": Path(scratch) / "results", "seconds": max(1, int(seconds - RESERVE))}
@@ -48,7 +48,7 @@ def _filled(argument: str, names: dict[str, Any]) -> str:
 
 
 def _run(arguments: list[str], log: Path, seconds: float) -> int:
-    """Return the exit status; `TIMED_OUT` where the process and its children had to be ended."""
+    """Run a process to its end. Returns its exit status, or `TIMED_OUT` if it and its children had to be killed."""
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *arguments]
@@ -67,7 +67,7 @@ def _run(arguments: list[str], log: Path, seconds: float) -> int:
 
 
 def _read(step: Step, file: Path) -> tuple[Any, str | None]:
-    """Return the results, or why there are none. What a step was killed in writing is not to end the call."""
+    """Return the results, or the reason why there are none. A file that a killed step left half written is no error."""
     if not file.is_file():
         return None, "it wrote no results"
     try:
@@ -77,7 +77,7 @@ def _read(step: Step, file: Path) -> tuple[Any, str | None]:
 
 
 def _state(step: Step, status: int, results: Any, *, cut: bool) -> str:
-    """Return the state of a step that has ended; `cut`: it had less time than it may have."""
+    """Return the state of a step that has ended; `cut` if it got less time than its limit."""
     if status == TIMED_OUT and cut:
         return "partial"
     if status not in step.accepted or (results is None and status == 0):
@@ -87,7 +87,7 @@ def _state(step: Step, status: int, results: Any, *, cut: bool) -> str:
 
 @contextmanager
 def _unpacked(out: Path, folder: str | None) -> Iterator[None]:
-    """A folder of `out` that is one file, `folder.tar`, while nobody works in it."""
+    """Unpack `folder.tar` in `out` while a step works in the folder, and pack it again afterwards."""
     if folder is None:
         yield
         return

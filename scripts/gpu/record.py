@@ -1,4 +1,4 @@
-"""What the calls of `scripts/gpu_check.sh` leave to each other: a file of results for every stage."""
+"""The results of each stage in a file, by which calls of `scripts/gpu_check.sh` continue each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCES = ("src", "scripts", "tests")
 
 
 def version() -> str:
-    """Return what the results belong to: a digest of all sources."""
+    """Return the digest of all sources that the results belong to."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -34,7 +34,7 @@ def commit() -> str | None:
 
 
 class Record:
-    """What is known of one stage, in a file that is written whole."""
+    """The results of one stage, in a file that is written atomically."""
 
     def __init__(self, out: Path, stage: Stage, sources: str, device: str) -> None:
         self._file, self._stage = out / f"{stage.name}.json", stage
@@ -42,7 +42,7 @@ class Record:
         self.data = self._saved(fresh) or fresh
 
     def _saved(self, fresh: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what the file has, if it is of the same sources and device."""
+        """Return the file's content if it is of the same sources and device."""
         if not self._file.is_file():
             return None
         try:
@@ -57,7 +57,7 @@ class Record:
         return self.data["steps"].get(step.name, {}).get("state", "left")
 
     def put(self, step: Step, result: dict[str, Any]) -> None:
-        """Keep what a step left."""
+        """Record the result of a step."""
         self.data["steps"][step.name] = result
         self.data["state"] = self.state
         write(self._file, self.data)
@@ -76,7 +76,7 @@ class Record:
 
 
 def write(file: Path, data: dict[str, Any]) -> None:
-    """Write JSON; whoever is killed meanwhile leaves what the file had before."""
+    """Write JSON atomically: if interrupted, the file keeps its earlier content."""
     partial = file.with_name(f"{file.name}.part")
     partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)

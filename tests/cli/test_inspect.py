@@ -112,8 +112,8 @@ def test_a_model_of_which_no_small_copy_can_be_built_is_judged_by_its_config(
 ) -> None:
     monkeypatch.setattr(replica, "PARAMETERS", 1000)
     shown = rows(tmp_path, LlamaConfig(**SMALL))
-    assert shown["runs, exact reuse"].startswith("yes, as far as its config tells")
-    assert shown["translation"].startswith("yes, as far as its config tells")
+    assert shown["runs, exact reuse"].startswith("yes, according to its config")
+    assert shown["translation"].startswith("yes, according to its config")
 
 
 def test_rope_that_changes_with_the_length_holds_for_the_original_one(tmp_path: Path) -> None:

@@ -78,5 +78,5 @@ def test_a_file_is_no_folder_and_a_folder_no_file(tmp_path: Path) -> None:
 
 
 def test_a_host_that_is_no_address_is_told() -> None:
-    with pytest.raises(ConfigError, match="server.host='256.1.1.1': is no address of this machine"):
+    with pytest.raises(ConfigError, match="server.host='256.1.1.1': is not an address of this machine"):
         preflight.require_free_port("256.1.1.1", 0)

@@ -106,9 +106,9 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
     [
         (["flow.yaml"], "inputs.user_question=None"),
         (["flow.yaml", "-i", "user_question= "], "inputs.user_question=' '"),
-        (["flow.yaml", "-i", "nothing"], "--input='nothing': is not NAME=VALUE"),
-        (["flow.yaml", "-i", "=x"], "--input='=x': is not NAME=VALUE"),
-        (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': stands there twice"),
+        (["flow.yaml", "-i", "nothing"], "--input='nothing': must be NAME=VALUE"),
+        (["flow.yaml", "-i", "=x"], "--input='=x': must be NAME=VALUE"),
+        (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': duplicate: the input is given twice"),
         (["flow.yaml", *QUESTION, "-i", "other=1"], "inputs='other'"),
         (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
         (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json="),
@@ -176,8 +176,8 @@ def test_an_input_of_all_questions_is_given_once(opened: Opened) -> None:
     ("lines", "message"),
     [
         ([], "--inputs='questions.jsonl': has no line with inputs"),
-        (["{"], "--inputs='questions.jsonl:1': is no JSON"),
-        (['{"user_question": "a"}', '["a"]'], "--inputs='questions.jsonl:2': is no JSON object"),
+        (["{"], "--inputs='questions.jsonl:1': is not valid JSON"),
+        (['{"user_question": "a"}', '["a"]'], "--inputs='questions.jsonl:2': must be a JSON object"),
         (['{"user_question": "a"}', "{}"], "inputs.user_question=None"),
         (['{"user_question": 1}'], "inputs.user_question=1"),
         (['{"user_question": "a", "x": "b"}'], "inputs='x'"),

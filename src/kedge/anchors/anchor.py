@@ -1,4 +1,4 @@
-"""A past value of a placeholder, and what makes another value the same."""
+"""Anchors: past values of a placeholder, and how to recognise an equal value."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ AnchorId = NewType("AnchorId", int)
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A value as it is matched: its token ids and one key vector per token."""
+    """A value to be matched: its token ids and one key vector per token."""
 
     tokens: Tokens
     keys: Tensor
     """float32 [tokens, match_dim]"""
     tolerance: float
-    """Relative difference of key vectors that is rounding and no difference"""
+    """Relative difference of key vectors up to which they count as equal, since it is rounding."""
 
 
 @dataclass(slots=True)
 class Anchor:
-    """A past value. Its base KV is not kept, and its offsets lie in the tables of the sites that observed it."""
+    """A past value. Its base KV is not kept; its offsets lie in the tables of the sites that observed it."""
 
     id: AnchorId
     tokens: Tokens
     keys: Tensor
     """float32 [tokens, match_dim]"""
     hits: int = 0
-    """Requests whose translation leaned on this anchor"""
+    """Requests whose translation used this anchor."""
 
     @property
     def length(self) -> int:
@@ -45,7 +45,7 @@ class Anchor:
         return self.keys.nbytes
 
     def is_value(self, query: Query) -> bool:
-        """Return the same token ids and, token by token, the same base keys up to rounding."""
+        """Return whether a value has the same token ids and, token by token, the same base keys up to rounding."""
         if self.tokens != query.tokens:
             return False
         difference = torch.linalg.vector_norm(self.keys - query.keys, dim=1)

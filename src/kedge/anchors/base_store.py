@@ -50,7 +50,7 @@ class KnownBase:
     tokens: Tokens
     kv: KVSegment
     exact_lineage: bool
-    """False where the producer itself read translated KV"""
+    """Whether it was computed exactly: False where the producer itself read translated KV."""
 
 
 class TemplateBase(NamedTuple):
@@ -59,13 +59,13 @@ class TemplateBase(NamedTuple):
     namespace: Namespace
     template: str
     serial: int
-    """Another one whenever the KV is another"""
+    """Changes whenever the KV does."""
     parts: dict[int, KVSegment]
 
 
 @dataclass(slots=True, eq=False)
 class _Stored(Offloadable):
-    """Parts by segment index (a value has one, 0), and what a value is."""
+    """The stored parts by segment index (a value has one, 0), and for a value its entry."""
 
     serial: int
     parts: dict[int, KVSegment]
@@ -96,8 +96,8 @@ class BaseStats:
 
 
 class BaseStore:
-    """At most `max_bytes` of base KV on the device. What does not fit moves to the host, as far as that has room; then
-    what was used longest ago is forgotten. One owner thread, no locks.
+    """A store of at most `max_bytes` of base KV on the device. What does not fit moves to the host, as far as that has
+    room; beyond that the least recently used is dropped. One owner thread, no locks.
 
     Raises `ConfigError` where `max_bytes` is not positive.
     """
@@ -111,7 +111,9 @@ class BaseStore:
         self._residence = TieredStore(max_bytes, host, self._entries.values)
 
     def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
-        """Keep what a producer's decoding left behind. The KV may lack the last token(s), which nobody has run."""
+        """Keep the base KV that a producer's decoding left. It may lack the last tokens, which were never run through
+        the model.
+        """
         self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage)
 
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
@@ -123,8 +125,8 @@ class BaseStore:
         self._put(_PrefixKey(namespace, template), index, kv, (), True)
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
-        """Return base KV of a value: its producer's, if that wrote these tokens (or more) in this run, or of equal
-        content.
+        """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
+        equal content.
         """
         for key in (_SampleKey(run, sample), _ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
@@ -134,7 +136,7 @@ class BaseStore:
         return None
 
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment] | None:
-        """Return base KV of a template's prefix segments by segment index; None where nothing of it is known."""
+        """Return base KV of a template's prefix segments by segment index; None if there is none."""
         key = _PrefixKey(namespace, template)
         stored = self._entries.get(key)
         return stored.parts if stored and self._fetched(key, stored) else None
@@ -165,11 +167,13 @@ class BaseStore:
         return self._residence.due
 
     def notice(self) -> None:
-        """The forecast has changed."""
+        """Take note that the forecast has changed."""
         self._residence.notice()
 
     def fetch(self) -> bool:
-        """Bring the base KV of a template or value that is needed soon from the host; False where none is."""
+        """Fetch the base KV of a template or value that is needed soon from the host. Returns False if there is
+        none.
+        """
         return self._residence.fetch()
 
     def stats(self) -> BaseStats:
@@ -199,7 +203,7 @@ class BaseStore:
             self._drop(next(iter(self._entries)))
 
     def _fetched(self, key: _Key, stored: _Stored) -> bool:
-        """Return whether what was found is on the device now; from there it is the last to be forgotten."""
+        """Bring an entry to the device and mark it as most recently used. Returns False if it has no room there."""
         self._entries.move_to_end(key)
         return self._residence.demand(stored)
 
@@ -213,7 +217,7 @@ class BaseStore:
 
 
 def _owner(key: _Key) -> Owner | None:
-    """By whom a forecast tells how soon an entry is needed; equal content belongs to whoever asked last."""
+    """Return the owner by which the forecast ranks an entry; equal content belongs to its latest reader."""
     if isinstance(key, _SampleKey):
         return key.run
     return TemplateOwner(key.namespace, key.template) if isinstance(key, _PrefixKey) else None

@@ -1,7 +1,7 @@
 """How wrong a site's estimates turn out to be: what the criterion `error` predicts with.
 
 A model sums up what it has read in a few tokens: line breaks, colons, the last word of a step. Their KV depends on more
-of the text than their base KV tells, so their offsets are estimated badly, again and again. Three things are learned:
+of the text than their base KV shows, so their offsets are estimated badly, again and again. Three things are learned:
 the error by the distance of the best match, how much more or less it is for this or that token id, and the error of
 every token of the prefix segment after the value, which is the same each time.
 """
@@ -19,46 +19,46 @@ from kedge.errors import PlanError, TranslationRefused
 from kedge.types import Tokens
 
 PARTS = ("bins", "prefix", "token_ids", "token_sums")
-"""Tensors of which a calibration consists"""
+"""The tensors of a calibration"""
 _BINS = 12
 _FORGET = 0.9
-"""What an observation's weight is multiplied by at every later one"""
+"""Factor on an observation's weight at every later one."""
 _FORGET_TOKEN = 0.97
-"""The same for what is known of single token ids, of which few come up each time"""
+"""The same factor for single token ids, of which only a few occur in each observation."""
 _UNKNOWN = 1.0
-"""Relative error assumed beyond everything that was observed: as bad as no offset at all"""
+"""Relative error assumed at distances beyond all observed ones: as bad as no offset at all."""
 _PRIOR = 0.2
-"""Of observed and of predicted errors each, before anything is known of a token id"""
+"""Prior for the observed and for the predicted errors of a token id."""
 _FORGOTTEN = 1e-3
-"""Sum of predicted errors of a token id below which it is known no more"""
+"""Sum of predicted errors below which a token id is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenErrors:
-    """By token id, how its errors compare with what the distance of its matches predicted."""
+    """The ratios of observed to predicted errors by token id."""
 
     sums: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
-    """Observed and predicted errors, exponentially forgetting"""
+    """Observed and predicted errors by token id, with exponential forgetting."""
 
     def updated(self, tokens: Sequence[int], observed: Tensor, predicted: Tensor) -> TokenErrors:
-        """With the errors of one more value, each [tokens]."""
-        sums = {one: (seen * _FORGET_TOKEN, told * _FORGET_TOKEN) for one, (seen, told) in self.sums.items()}
-        for one, error, told in zip(tokens, observed.tolist(), predicted.tolist(), strict=True):
+        """Return a copy with the errors of one more value, each [tokens]."""
+        sums = {one: (seen * _FORGET_TOKEN, due * _FORGET_TOKEN) for one, (seen, due) in self.sums.items()}
+        for one, error, due in zip(tokens, observed.tolist(), predicted.tolist(), strict=True):
             before = sums.get(one, (0.0, 0.0))
-            sums[one] = before[0] + error, before[1] + told
+            sums[one] = before[0] + error, before[1] + due
         return TokenErrors({one: pair for one, pair in sums.items() if pair[1] >= _FORGOTTEN})
 
     def factors(self, tokens: Sequence[int]) -> Tensor:
-        """Return float32 [tokens]: what a predicted error is to be multiplied by."""
+        """Return float32 [tokens]: the factors on predicted errors."""
         known = (self.sums.get(one, (0.0, 0.0)) for one in tokens)
-        return torch.tensor([(seen + _PRIOR) / (told + _PRIOR) for seen, told in known])
+        return torch.tensor([(seen + _PRIOR) / (due + _PRIOR) for seen, due in known])
 
 
 class Calibration:
-    """How large the error of a site's estimates is.
+    """The expected errors of a site's estimates.
 
-    Relative errors are averaged in log-spaced bins of distance (exponentially forgetting), made monotone, and an empty
-    bin takes the error of the next larger distance. It never changes: `updated` is another one.
+    Relative errors are averaged in log-spaced bins of distance (with exponential forgetting) and made monotone; an
+    empty bin takes the error of the next larger distance. Immutable: `updated` returns a new one.
     """
 
     __slots__ = ("_curve", "_edges", "_sum", "_weight", "observations", "prefix_sums", "token_errors")
@@ -75,8 +75,8 @@ class Calibration:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], observations: int) -> Calibration:
-        """Return the one that had these `tensors`. Raises `KeyError` where one is missing, `PlanError` where they are
-        none.
+        """Rebuild a calibration from its `tensors`. Raises `KeyError` if one is missing, `PlanError` if one does not
+        fit.
         """
         sums, prefix_sums, ids, of_ids = (tensors[part] for part in PARTS)
         finite = all(torch.isfinite(one).all() for one in (sums, prefix_sums, of_ids))
@@ -101,10 +101,10 @@ class Calibration:
         return dict(zip(PARTS, (bins, self.prefix_sums, ids, of_ids.view(-1, 2)), strict=True))
 
     def updated(self, distance: Tensor, tokens: Tokens, error: Tensor, prefix_error: Tensor) -> Calibration:
-        """With one more observation: distance, id and relative error of the value's tokens, and the relative errors of
-        those of the prefix segment after it. All float32 [tokens].
+        """Return a copy with one more observation: distance, id and relative error of the value's tokens, and the
+        relative errors of the prefix segment after it. All float32 [tokens].
 
-        Raises `TranslationRefused` where an error is not finite.
+        Raises `TranslationRefused` if an error is not finite.
         """
         if not (torch.isfinite(error).all() and torch.isfinite(prefix_error).all()):
             raise TranslationRefused("error", float(error.max()), "an observed offset is not finite")
@@ -129,8 +129,8 @@ class Calibration:
 
 
 def _monotone(weight: Tensor, total: Tensor) -> Tensor:
-    """Return isotonic regression over the bins that hold a token or more (pool adjacent violators); others look
-    upwards.
+    """Return the isotonic regression over the bins that hold at least one token (pool adjacent violators); an empty bin
+    takes the value of the next larger one.
     """
     pools: list[tuple[float, float, list[int]]] = []
     for i in (weight >= 1).nonzero().flatten().tolist():

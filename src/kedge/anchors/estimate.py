@@ -1,4 +1,4 @@
-"""What the anchors say about one value: whether it is shareable, and the blends of its offsets."""
+"""The estimate of one value: whether it is shareable, and the blends of its offsets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.reuse.contracts import PoolKey, SampleView
 
 _USED = 0.5
-"""Anchors count as used that together carry this share of a value's offsets, the heaviest first"""
+"""Share of a value's offsets that the used anchors carry together, the heaviest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetEstimate:
-    """Whether a value is shareable in a site and, if so, the blends of its offsets."""
+    """The judgement of whether a value is shareable at a site and, if so, the blends of its offsets."""
 
     shareable: bool
     reason: str
@@ -32,7 +32,7 @@ class OffsetEstimate:
     prefix: Blend | None = None
     """Over rows of `prefix_table`, one per token of the prefix segment after the value"""
     weak: Tensor | None = None
-    """bool [tokens], on the CPU: tokens of the value that should be computed all the same"""
+    """bool [tokens], on the CPU: tokens of the value that should be computed nevertheless"""
     weak_prefix: Tensor | None = None
     """The same of the prefix segment after the value"""
     value_table: OffsetTable | None = None
@@ -41,11 +41,11 @@ class OffsetEstimate:
     used: tuple[AnchorId, ...] = ()
 
     def weak_positions(self) -> list[int]:
-        """Return the tokens of the value that should be computed all the same, ascending."""
+        """Return the positions in the value of tokens that should be computed nevertheless, ascending."""
         return _places(self.weak)
 
     def weak_prefix_positions(self) -> list[int]:
-        """Return the same of the prefix segment after the value."""
+        """Return the positions of such tokens in the prefix segment after the value, ascending."""
         return _places(self.weak_prefix)
 
 
@@ -72,7 +72,7 @@ def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verd
 
 
 def _leading(ids: tuple[AnchorId, ...], mass: Tensor) -> tuple[AnchorId, ...]:
-    """Return the fewest anchors that carry a share of `_USED` of the mass."""
+    """Return the fewest anchors that together carry a share of `_USED` of the mass."""
     heaviest = torch.argsort(mass, descending=True, stable=True)
     before = mass[heaviest].cumsum(0) - mass[heaviest]
     return tuple(ids[i] for i in heaviest[before < _USED].tolist())

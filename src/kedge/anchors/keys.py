@@ -1,4 +1,6 @@
-"""Key vectors: what of a token's base KV is compared, and the search for the nearest among those of all anchors."""
+"""Key vectors: the part of a token's base KV that is compared, and the search for the nearest among all anchors'
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from kedge.types import Tokens
 
 _SEED = 20_250_102
 _CHUNK = 128
-"""Queries compared at once: their distances to 10,000 anchor tokens still fit a cache, and lie in one buffer"""
+"""Queries compared at once, so that their distances to 10,000 anchor tokens fit a cache and one buffer."""
 _FAR = 1e30
-"""Squared distance of padding; finite, for 0 · inf is not a number"""
+"""Squared distance of padding; finite, since 0 · inf is not a number."""
 
 
 class KeyReader:
-    """Reads key vectors [tokens, match_dim] from the base KV of one layer, K and V side by side over all heads.
+    """A reader of key vectors [tokens, match_dim] from the base KV of one layer, K and V side by side over all heads.
 
     A wider layer is projected to `match_dim` by a random orthonormal matrix with a fixed seed, so that key vectors can
-    be compared across processes. Layer 0 would see no context; the default lies at a third of the depth.
+    be compared across processes. Layer 0 has seen no context; the default lies at a third of the depth.
     """
 
     def __init__(self, match_layer: int | None, match_dim: int) -> None:
@@ -32,13 +34,13 @@ class KeyReader:
         self._projection: Tensor | None = None
 
     def read(self, tokens: Tokens, base: KVSegment) -> Query:
-        """Raise `ConfigError` where the model has no such layer."""
+        """Return the query for a value. Raises `ConfigError` if the model has no such layer."""
         layer = self._layer_of(base)
         wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()
         return Query(tokens, self._project(wide), max(1e-3, 4 * torch.finfo(base.dtype).eps))
 
     def width(self, base: KVSegment) -> int:
-        """Return how many numbers a key vector has that is read from base KV of this shape."""
+        """Return the width of a key vector for base KV of this shape."""
         _, _, heads, dim = base.keys.shape
         return min(self._dim, 2 * heads * dim)
 
@@ -58,7 +60,7 @@ class KeyReader:
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
-    """Return float32 [rows, columns] whose columns are orthonormal, the same on every machine's CPU generator."""
+    """Return float32 [rows, columns] with orthonormal columns, the same on every machine's CPU generator."""
     noise = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
     return torch.linalg.qr(noise).Q.float()
 
@@ -76,7 +78,7 @@ class Neighbours:
 
 
 class KeyBlock:
-    """Key vectors of some anchors one after the other; a column is the place of one anchor token among them."""
+    """The key vectors of some anchors, concatenated; a column is the index of one anchor token among them."""
 
     def __init__(self, anchors: Sequence[Anchor]) -> None:
         self.ids: tuple[AnchorId, ...] = tuple(a.id for a in anchors)
@@ -89,7 +91,9 @@ class KeyBlock:
         self._fill(keys)
 
     def _fill(self, keys: Tensor) -> None:
-        """Keys with their squared norms as one more dimension, padded to whole groups: one GEMM gives distances."""
+        """Store keys with their squared norms as one more dimension, padded to whole groups, so that one GEMM gives
+        distances.
+        """
         columns, dim = keys.shape
         self._groups = 512 if columns > 4096 else 64
         padded = -(-columns // self._groups) * self._groups
@@ -117,7 +121,7 @@ class KeyBlock:
         return (self.lengths >= tokens).nonzero().flatten()
 
     def aligned(self, query: Query, anchors: Tensor) -> Tensor:
-        """Return float32 [anchors, tokens]: squared distances of the query's tokens to those at the same place."""
+        """Return float32 [anchors, tokens]: squared distances of the query's tokens to those at the same position."""
         places = self.starts[anchors, None] + torch.arange(len(query.tokens), device=self.starts.device)
         return (self._matrix[places, :-1] - query.keys).square_().sum(-1)
 
@@ -142,9 +146,10 @@ class KeyBlock:
         return Neighbours(torch.cat([p[1] for p in parts]), squared, max(mean, 0.0))
 
     def _search(self, augmented: Tensor, k: int, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Exact top k, in two passes: the k nearest lie in the k groups (columns modulo `_groups`) of least minimum.
+        """Return the exact top k in two passes: the k nearest lie in the k groups (columns modulo `_groups`) of least
+        minimum.
 
-        Three times as fast as `topk` over all columns, for the minimum over groups is vectorised.
+        Three times as fast as `topk` over all columns, since the minimum over groups is vectorised.
         """
         distances = torch.mm(augmented, self._matrix.T, out=buffer[: len(augmented)])
         least = distances.view(len(augmented), -1, self._groups).amin(1)

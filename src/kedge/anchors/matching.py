@@ -1,4 +1,4 @@
-"""Matches a value against anchors, once for all agents that read it."""
+"""Matching a value against anchors, once for all agents that read it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMEMBERED = 64
 
 
 class Matcher:
-    """The estimator with a bounded memory of what it proposed."""
+    """The estimator with a bounded cache of its proposals."""
 
     def __init__(self, config: AnchorSettings) -> None:
         self._reader = KeyReader(config.match_layer, config.match_dim)
@@ -30,7 +30,7 @@ class Matcher:
         return self._queries.use((sample.pool, sample.key), lambda: self._reader.read(sample.tokens, sample.base))
 
     def key_width(self, base: KVSegment) -> int:
-        """Return how many numbers a key vector has for base KV of this shape."""
+        """Return the width of a key vector for base KV of this shape."""
         return self._reader.width(base)
 
     def lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int) -> str:
@@ -41,7 +41,7 @@ class Matcher:
         return "longer than every anchor" if short else ""
 
     def match(self, pool: AnchorPool, ids: tuple[AnchorId, ...], sample: SampleView) -> Match:
-        """Return the value against these anchors, where nothing lacks."""
+        """Return the match of a value with these anchors. Called only where `lacks` returns the empty text."""
         query, block = self.query(sample), pool.block(ids)
 
         def propose() -> tuple[Proposal, int | None]:

@@ -19,21 +19,21 @@ from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
 
 SLACK = 16
-"""One part in so many of what is live is reserved when an arena is rebuilt"""
+"""An arena is rebuilt with 1 / SLACK of its live size in reserve."""
 WASTE = 1.5
-"""An arena larger than this many times what is live is rebuilt"""
+"""An arena larger than this many times its live size is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """For each token a weighted sum of rows of an offset table."""
+    """A weighted sum of rows of an offset table for each token."""
 
     rows: Tensor
     """int64 [tokens, k]"""
     weights: Tensor
     """float32 [tokens, k]"""
     version: int
-    """Of the table at that time"""
+    """The table's version when the blend was made."""
 
     @property
     def tokens(self) -> int:
@@ -66,21 +66,21 @@ def row_width(kv: KVSegment) -> int:
 
 
 def row_dtype(kv: KVSegment) -> torch.dtype:
-    """Half models keep their own dtype; float32 offsets lose less than 1e-3 in float16."""
+    """Return the dtype of offset rows: that of a half-precision model, and float16 for float32 (error below 1e-3)."""
     return torch.float16 if kv.dtype == torch.float32 else kv.dtype
 
 
 class OffsetTable:
-    """Rows of many anchors in one arena [capacity, width], each anchor's in one contiguous range.
+    """The rows of many anchors in one arena [capacity, width], each anchor's in one contiguous range.
 
-    The arena is never larger than `WASTE` times what is live. `version` changes whenever rows move or are freed: a
+    The arena is never larger than `WASTE` times its live size. `version` changes whenever rows move or are freed: a
     blend made before that may no longer be read.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.arena = torch.empty(0, width, dtype=dtype, device=device)
         self.width, self.dtype = width, dtype
-        """Numbers of a row, and what blends of them are in"""
+        """Numbers per row, and the dtype of blends."""
         self.version = 0
         self._ranges: dict[AnchorId, range] = {}
 
@@ -113,12 +113,14 @@ class OffsetTable:
         return (self.capacity - self.live) * self.row_bytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
-        """Return int64: the rows of these anchors, one after the other. Raises `KeyError` for one that has none."""
+        """Return int64: the rows of these anchors, one after the other. Raises `KeyError` for an anchor without
+        rows.
+        """
         ranges = [self._ranges[anchor] for anchor in anchors]
         return torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
 
     def encode(self, rows: Tensor) -> Tensor:
-        """`rows` as the arena keeps them. Raises `TranslationRefused` where one does not fit the table's dtype."""
+        """Return `rows` in the arena's format. Raises `TranslationRefused` if one does not fit the table's dtype."""
         limit = torch.finfo(self.dtype).max
         low, high = rows.aminmax() if rows.numel() else (rows.new_zeros(()), rows.new_zeros(()))
         if not (low >= -limit and high <= limit):
@@ -126,11 +128,11 @@ class OffsetTable:
         return rows.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Return what rows of the arena [rows, …] stand for: [rows, width]."""
+        """Return the decoded rows [rows, width] of rows of the arena [rows, …]."""
         return stored
 
     def put(self, anchor: AnchorId, rows: Tensor) -> None:
-        """Add the rows of an anchor that has none yet. Raises `PlanError` where it has, or where the width differs."""
+        """Add the rows of a new anchor. Raises `PlanError` if it has rows already, or the width differs."""
         if anchor in self._ranges or rows.shape[1:] != (self.width,):
             raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {self.width} wide ones")
         encoded = self.encode(rows)
@@ -142,7 +144,7 @@ class OffsetTable:
         self._ranges[anchor] = range(start, start + len(rows))
 
     def drop(self, anchor: AnchorId) -> None:
-        """Free the rows of an anchor, where it has any."""
+        """Free the rows of an anchor, if it has any."""
         if self._ranges.pop(anchor, None) is None:
             return
         self.version += 1
@@ -160,14 +162,14 @@ class OffsetTable:
             raise PlanError("blend", blend.version, f"the table is at version {self.version}")
 
     def blend(self, blend: Blend) -> Tensor:
-        """[tokens, width] in the table's dtype: the weighted sums. Raises `PlanError` for a blend out of date."""
+        """Return the weighted sums [tokens, width] in the table's dtype. Raises `PlanError` for a blend out of date."""
         self.check(blend)
         if not blend.rows.numel() or not self.arena.numel():
             return self.arena.new_zeros(blend.tokens, self.width, dtype=self.dtype)
         return self._sums(blend)
 
     def _sums(self, blend: Blend) -> Tensor:
-        """One fused call that reads each row once, and the fastest way there is on a CPU."""
+        """Sum with one fused call that reads each row once, the fastest way on a CPU."""
         weights = blend.weights.to(self.dtype)
         return torch.nn.functional.embedding_bag(blend.rows, self.arena, per_sample_weights=weights, mode="sum")
 
@@ -180,11 +182,11 @@ class OffsetTable:
             raise PlanError("capacity", self.capacity, f"for {self.live} live rows")
 
     def _gap(self, size: int) -> int | None:
-        """Start of the first free stretch of `size` rows."""
+        """Return the start of the first free range of `size` rows, or None."""
         return next((a[1] for a, b in pairwise(self._edges()) if b[0] - a[1] >= size), None)
 
     def _edges(self) -> list[tuple[int, int]]:
-        """(start, stop) of all ranges in order, between the two ends of the arena."""
+        """Return (start, stop) of all ranges in order, between the two ends of the arena."""
         spans = sorted((r.start, r.stop) for r in self._ranges.values() if len(r))
         return [(0, 0), *spans, (self.capacity, self.capacity)]
 

@@ -1,7 +1,7 @@
-"""Offsets in whole numbers of 8 bits, at half the memory of `OffsetTable`.
+"""Offsets as 8-bit integers, at half the memory of `OffsetTable`.
 
-Every head of a layer's keys or values has a scale of its own in every row: heads differ in size by far more than the
-dimensions of one, and 2 bytes for each head are 1/64 of a row where a head has 128 dimensions.
+Every head of a layer's keys or values has its own scale in every row: heads differ in size by far more than the
+dimensions of one head, and 2 bytes per head are 1/64 of a row with head_dim 128.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from kedge.anchors.offsets import Blend, OffsetTable
 
 _LARGEST = 127
 _SCALE = torch.bfloat16
-"""Rounded to 8 bits a scale is off by less than half a step of the largest number, in all of float32's range"""
+"""A scale rounded to bfloat16 is off by less than half a step of the largest number, over float32's whole range."""
 
 
 class EightBitTable(OffsetTable):
-    """A row is `width` numbers (int8), then the bytes of a scale (bfloat16) for every `group` of them."""
+    """A table with rows of `width` numbers (int8), followed by the bytes of a scale (bfloat16) for every `group` of
+    them.
+    """
 
     def __init__(self, width: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`group` divides `width`; `dtype` is what blends are in."""
+        """Create an empty table. `group` divides `width`; `dtype` is that of blends."""
         super().__init__(width, dtype, device)
         self.arena = torch.empty(0, width + width // group * _SCALE.itemsize, dtype=torch.int8, device=device)
         self._group = group

@@ -1,4 +1,4 @@
-"""The anchors of one placeholder, with what each agent observed of them."""
+"""The anchors of one placeholder, with each agent's observations of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kedge.reuse.contracts import PlaceholderSite
 from kedge.structures.bounded import BoundedDict
 
 WINDOW = 5
-"""Anchors among the earliest added that one is chosen from when the pool is full"""
+"""A full pool drops the least used of this many anchors added earliest."""
 _BLOCKS = 4
-"""Sets of anchors whose key vectors are kept side by side; agents that saw the same values share one"""
+"""Cached key blocks; agents that saw the same values share one."""
 
 
 class AnchorPool:
-    """At most `capacity` anchors of one placeholder, and at most `max_sites` sites."""
+    """The anchors of one placeholder, at most `capacity`, with at most `max_slots` slots."""
 
     def __init__(self, capacity: int, max_sites: int, make_site_offsets: MakeSlot = SiteOffsets) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
@@ -35,7 +35,7 @@ class AnchorPool:
         self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(_BLOCKS)
 
     def find(self, query: Query) -> Anchor | None:
-        """Return the anchor that is this very value."""
+        """Return the anchor that equals this value, or None."""
         return next((a for a in self.anchors.values() if a.is_value(query)), None)
 
     def block(self, ids: tuple[AnchorId, ...]) -> KeyBlock:
@@ -43,13 +43,13 @@ class AnchorPool:
         return self._blocks.use(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
 
     def site(self, site: PlaceholderSite, base: KVSegment, prefix_tokens: int) -> SiteOffsets:
-        """Return what `site` observed, or room for it that is not part of the pool before the first `add`."""
+        """Return the offsets of `site`, or empty ones that join the pool with the first `add`."""
         return self.sites.get(site) or self._make_site(base, prefix_tokens)
 
     def add(self, site: PlaceholderSite, offsets: SiteOffsets, anchor: Anchor, observed: Observation) -> None:
-        """Add what `site` observed of an anchor, new or known; if anything fails, nothing has changed.
+        """Add an observation of `site` for an anchor, new or known; on an error nothing has changed.
 
-        A site that knows the anchor keeps what it has. A full pool then drops an anchor.
+        A site that knows the anchor keeps its old observation. A full pool then drops an anchor.
         """
         if anchor.id not in offsets.holders:
             offsets.put(anchor.id, observed)
@@ -59,7 +59,9 @@ class AnchorPool:
         self._bound(keep=anchor.id)
 
     def adopt(self, anchors: Iterable[Anchor], sites: Mapping[PlaceholderSite, SiteOffsets]) -> None:
-        """Take what another pool of this placeholder held, in its order, and drops what it has no room for."""
+        """Take over anchors and sites of another pool of this placeholder, in its order, and drop what exceeds the
+        bounds.
+        """
         self.anchors.update((anchor.id, anchor) for anchor in anchors)
         self.sites.update(sites)
         self._bound()
@@ -78,7 +80,7 @@ class AnchorPool:
         self.sites[site].calibration = calibration
 
     def victim(self, keep: AnchorId | None = None) -> AnchorId:
-        """Return the least used among the earliest added, the earliest of equals; `keep` only if there is no other."""
+        """Return the least used of the earliest anchors, the earlier of equals; `keep` only if there is no other."""
         others = (a for a in self.anchors.values() if a.id != keep)
         window = list(islice(others, WINDOW)) or list(self.anchors.values())
         return min(window, key=lambda a: (a.hits, a.id)).id
@@ -91,14 +93,14 @@ class AnchorPool:
         self._blocks.clear()
 
     def _drop_site(self, site: PlaceholderSite) -> None:
-        """Forget a site, and the anchors that nobody else has offsets of."""
+        """Forget a site, and the anchors that no other site has offsets of."""
         del self.sites[site]
         held = {anchor for offsets in self.sites.values() for anchor in offsets.holders}
         for anchor in self.anchors.keys() - held:
             self.drop(anchor)
 
     def hit(self, anchors: Iterable[AnchorId]) -> None:
-        """Count one use of these anchors; those that have gone in the meantime are passed over."""
+        """Count one use of these anchors; ignores those that were dropped in the meantime."""
         for anchor in anchors:
             if anchor in self.anchors:
                 self.anchors[anchor].hits += 1
@@ -109,7 +111,7 @@ class AnchorPool:
 
     @property
     def nbytes(self) -> int:
-        """Memory of offsets and key vectors."""
+        """Return the bytes of offsets and key vectors."""
         return self.key_bytes + sum(offsets.nbytes for offsets in self.sites.values())
 
     @property

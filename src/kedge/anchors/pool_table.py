@@ -36,15 +36,17 @@ class PoolStats:
     anchors: int
     sites: int
     uses: int
-    """How often its anchors were leaned on, those that have been dropped apart"""
+    """Number of uses of its present anchors."""
     nbytes: int
 
 
 class PoolTable:
-    """The pools by key, least recently used first. What exceeds a bound is dropped, least used anchors first."""
+    """All pools by key, least recently used first. What exceeds a bound is dropped, least used anchors first."""
 
     def __init__(self, max_pools: int, excess_bytes: Callable[[int], float]) -> None:
-        """`excess_bytes` makes room for so many bytes of all pools, and returns how many still find none."""
+        """Create an empty table. `excess_bytes` takes the bytes of all pools, makes room, and returns how many do not
+        fit.
+        """
         self._max_pools, self._excess_bytes = max_pools, excess_bytes
         self._pools: dict[PoolKey, AnchorPool] = {}
         self._limits: dict[TenantId, TenantLimit] = {}
@@ -53,12 +55,12 @@ class PoolTable:
 
     @property
     def pools(self) -> Mapping[PoolKey, AnchorPool]:
-        """The pools, least recently used first. To be read only."""
+        """The pools, least recently used first; read-only."""
         return self._pools
 
     @property
     def limits(self) -> Mapping[TenantId, TenantLimit]:
-        """What each limited tenant may hold. To be read only."""
+        """The limit of each limited tenant; read-only."""
         return self._limits
 
     def sites(self) -> list[SiteOffsets]:
@@ -74,7 +76,7 @@ class PoolTable:
         return sum(pool.nbytes for pool in self._pools.values())
 
     def touch(self, key: PoolKey, pool: AnchorPool) -> None:
-        """Make a pool the one that was used last; it is added where it is new."""
+        """Mark a pool as most recently used; add it if it is new."""
         self._pools.pop(key, None)
         self._pools[key] = pool
 
@@ -101,7 +103,7 @@ class PoolTable:
             self.over_limit += before - sum(len(pool.anchors) for pool in own())
 
     def replace(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
-        """Hold these pools, in the order of their last use, and no others, within all bounds."""
+        """Replace all pools by these, in the order of their last use, within all bounds."""
         self._pools = {key: pool for key, pool in pools.items() if pool.anchors}
         for key, pool in self._pools.items():
             for site, offsets in pool.sites.items():
@@ -125,7 +127,7 @@ class PoolTable:
         excess: Callable[[list[AnchorPool]], float],
         keep: AnchorId | None,
     ) -> None:
-        """Give back slack, then drop anchors of the chosen pools, until nothing is in excess."""
+        """Trim slack, then drop anchors of the chosen pools, until nothing is in excess."""
         while (pools := chosen()) and (over := excess(pools)) > 0:
             sites = (offsets for pool in pools for offsets in pool.sites.values() if not offsets.on_host)
             tables = [table for offsets in sites for table in offsets.tables]

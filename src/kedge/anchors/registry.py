@@ -26,7 +26,7 @@ SLOTS: Mapping[str, Callable[[AnchorSettings], MakeSlot]] = {
     "linear": lambda config: partial(LinearOffsets, strength=config.ridge),
     "linear+token": lambda config: partial(CorrectedOffsets, strength=config.ridge, bits=config.offset_bits),
 }
-"""What a site keeps, where that is something else than the rows of its anchors"""
+"""Sites of estimators that keep something else than the rows of their anchors."""
 CRITERIA: Mapping[str, Callable[[AnchorSettings], Criterion]] = {
     "entropy": lambda config: Entropy(config.gamma, config.temperature),
     "error": lambda config: Error(config.min_anchors, config.max_error, config.weak_error),
@@ -36,17 +36,17 @@ CRITERIA: Mapping[str, Callable[[AnchorSettings], Criterion]] = {
 
 
 def make_estimator(config: AnchorSettings) -> Estimator:
-    """Return the estimator that the settings name."""
+    """Return the configured estimator."""
     return ESTIMATORS[config.estimator](config)
 
 
 def make_site_offsets(config: AnchorSettings) -> MakeSlot:
-    """Return what makes the sites of the estimator that the settings name."""
+    """Return the function that makes the sites of the configured estimator."""
     if config.estimator in SLOTS:
         return SLOTS[config.estimator](config)
     return partial(SiteOffsets, bits=config.offset_bits)
 
 
 def make_criterion(config: AnchorSettings) -> Criterion:
-    """Return the criterion that the settings name."""
+    """Return the configured criterion."""
     return CRITERIA[config.criterion](config)

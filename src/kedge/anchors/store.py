@@ -1,4 +1,4 @@
-"""The anchors of all placeholders: estimates for the planner, observations from it. One owner thread, no locks."""
+"""The store of all placeholders' anchors: it estimates for the planner and learns from dense prefills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kedge.types import Namespace, TenantId
 
 @dataclass(frozen=True, slots=True)
 class AnchorStats:
-    """Figures of what is stored now, and of what happened so far."""
+    """The figures of what is stored now, and of what happened so far."""
 
     pools: int
     sites: int
@@ -32,9 +32,9 @@ class AnchorStats:
     observed: int
     used: int
     over_limit: int
-    """Anchors dropped because their tenant had more than it may"""
+    """Anchors dropped because their tenant exceeded its limit."""
     tiers: TieredStoreStats
-    """Offsets by where they are; key vectors are always on the device."""
+    """Figures of the offsets' tiers; key vectors are always on the device."""
 
 
 class AnchorStore:
@@ -54,12 +54,12 @@ class AnchorStore:
         self._observed = self._used = 0
 
     def begin(self) -> None:
-        """Begin a plan: what earlier estimates lean on may be moved from now on."""
+        """Begin a plan: offsets that earlier estimates use may be moved from now on."""
         for offsets in self.table.sites():
             offsets.pinned = False
 
     def estimate(self, site: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
-        """Judge a value and blend its offsets. Changes nothing but the memory of matches.
+        """Judge a value and blend its offsets. Changes nothing but the cache of matches.
 
         The blends are valid until the next `observe`, `begin`, `fetch` or `clear`.
         """
@@ -75,7 +75,7 @@ class AnchorStore:
         return self._judge(pool, offsets, sample)
 
     def prepare(self, sample: SampleView) -> None:
-        """Match a value that will be asked for with the anchors of the site that has most, ahead of time."""
+        """Match a value ahead of time, with the anchors of the site that has most of them."""
         pool = self.pools.get(sample.pool)
         ids = max((tuple(offsets.holders) for offsets in pool.sites.values()), key=len, default=()) if pool else ()
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
@@ -104,7 +104,7 @@ class AnchorStore:
         return lack or self._criterion.lacks(tokens, pool.block(ids), calibration)
 
     def use(self, estimate: OffsetEstimate) -> None:
-        """Count the anchors that an estimate leans on, once it is used."""
+        """Count a use of the anchors of an estimate, once it is used."""
         pool = self.pools.get(estimate.pool) if estimate.pool else None
         if pool and estimate.pool:
             pool.hit(estimate.used)
@@ -119,12 +119,12 @@ class AnchorStore:
         base_prefix: KVSegment | None = None,
         real_prefix: KVSegment | None = None,
     ) -> None:
-        """Learn the offsets of a value and of the prefix segment after it from a dense prefill; all of it or nothing.
+        """Learn the offsets of a value and of the prefix segment after it from a dense prefill, atomically.
 
         A full pool drops no anchor for a value that was shareable anyway (Algorithm 1 makes anchors of others only):
-        otherwise an agent that prefills densely for another reason would push out what the other agents use.
-        The site first estimates the value from what it had, which calibrates the criterion `error`.
-        Raises `PlanError` where base and real KV differ in tokens, `TranslationRefused` where offsets are not finite.
+        otherwise an agent that prefills densely for another reason would displace anchors that other agents use. The
+        site first estimates the value from its earlier data, which calibrates the criterion `error`. Raises `PlanError`
+        where base and real KV differ in tokens, `TranslationRefused` where offsets are not finite.
         """
         if not sample.tokens:
             return
@@ -146,19 +146,19 @@ class AnchorStore:
         self.table.bound(anchor.id)
 
     def _is_shareable(self, pool: AnchorPool, site: PlaceholderSite, sample: SampleView) -> bool:
-        """Return whether `site`, as far as it has observed anything, would share a value."""
+        """Return whether `site` would share a value, given what it has observed."""
         offsets = pool.sites.get(site)
         return offsets is not None and self._judge(pool, offsets, sample).shareable
 
     def _anchor(self, pool: AnchorPool, sample: SampleView) -> Anchor:
-        """Return the anchor that is this value already, or a new one."""
+        """Return the anchor that equals this value, or a new one."""
         query = self._matcher.query(sample)
         return pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
 
     def _calibrated(
         self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
     ) -> Calibration:
-        """Return the site's calibration with the error of its estimate from all other anchors."""
+        """Return the site's calibration, updated with the error of its estimate from all other anchors."""
         others = tuple(i for i in offsets.holders if i != anchor.id)
         if not self._criterion.calibrates or self._matcher.lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
@@ -170,7 +170,7 @@ class AnchorStore:
 
     @property
     def pools(self) -> Mapping[PoolKey, AnchorPool]:
-        """All pools, least recently used first. To be read only."""
+        """All pools, least recently used first; read-only."""
         return self.table.pools
 
     def limit(self, tenant: TenantId, anchors: int | None = None, nbytes: int | None = None) -> None:
@@ -179,11 +179,11 @@ class AnchorStore:
 
     @property
     def offset_bits(self) -> int:
-        """Bits of every number of an offset that is kept."""
+        """Bits per stored number of an offset."""
         return self._config.offset_bits
 
     def key_width(self, base: KVSegment) -> int:
-        """Return how many numbers an anchor's key vectors have for base KV of this shape."""
+        """Return the width of an anchor's key vectors for base KV of this shape."""
         return self._matcher.key_width(base)
 
     def empty_pool(self) -> AnchorPool:
@@ -191,7 +191,7 @@ class AnchorStore:
         return AnchorPool(self._config.capacity, self._config.max_sites, self._make_site)
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
-        """Hold these pools, in the order of their last use, and no others from now on, within its bounds."""
+        """Replace all pools by these, in the order of their last use, within the store's bounds."""
         self._matcher.clear()
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
         self.table.replace(pools)
@@ -207,13 +207,13 @@ class AnchorStore:
         return self._residence.due
 
     def notice(self) -> None:
-        """Notice that the forecast has changed."""
+        """Take note that the forecast has changed."""
         self._residence.notice()
 
     def fetch(self) -> bool:
-        """Bring the offsets of one site, whose agent runs soon, from the host. Returns False where none is worth it.
+        """Fetch the offsets of one site with an agent that runs soon from the host. Returns False if none is worth it.
 
-        As with `begin`, what has been estimated before must have been written.
+        As with `begin`, earlier estimates must have been written before.
         """
         self.begin()
         return self._residence.fetch()
@@ -237,7 +237,7 @@ class AnchorStore:
         return list(self.table.stats(owns))
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` where a pool is unsound, or one of the tiers is fuller than it may be."""
+        """Raise `PlanError` if a pool is inconsistent, or a tier exceeds its bound."""
         self._residence.check_integrity()
         for pool in self.pools.values():
             pool.check_integrity()

@@ -1,8 +1,8 @@
-"""Where anchors and base KV lie: on the device within one bound, and behind it in host memory within another.
+"""The tiers of anchors and base KV: the device within one bound, and host memory behind it within another.
 
-What moves as a whole is a *unit*: the offsets of one site, the base KV of one value or template. Who goes first says
-the policy that also evicts blocks; a unit that a plan is about to read stays. All copies are made by the thread that
-asks: the offsets of the agents that run next are fetched in its spare time, so that a demand is the exception.
+A *unit* moves as a whole: the offsets of one site, or the base KV of one value or template. The policy that evicts
+blocks also chooses units; a unit that a plan is about to read stays. All copies are made by the calling thread; the
+offsets of the agents that run next are fetched in its spare time, so that a fetch on demand is the exception.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class View:
     size: int
     """Bytes"""
     step: float | None
-    """Fewest steps until its owner can run; `inf`: unknown; None: no forecast has told"""
+    """Fewest steps until its owner can run; `inf` if unknown; None without a forecast."""
     varying: bool = False
 
     def prefix(self) -> bytes:
@@ -39,28 +39,28 @@ class View:
 
 
 class Policy(Protocol):
-    """Of all units that may go the least key goes first."""
+    """An eviction policy: of all candidates the one with the least key goes first."""
 
     def __call__(self, node: View, /) -> tuple[float, ...]: ...
 
 
 def recency(node: View) -> tuple[float, ...]:
-    """Least recently used first."""
+    """Return the key by which the least recently used unit goes first."""
     return (node.last_access,)
 
 
 class Offloadable:
-    """What moves as a whole. Subclasses say what it weighs and put its tensors elsewhere."""
+    """Tensors that move between tiers as a whole. Subclasses give their size and replace their tensors."""
 
     owner: Owner | None = None
     home = torch.device("cpu")
-    """Where it comes back to."""
+    """The device that it belongs to."""
     last_access = 0
     on_host = False
     pinned = False
-    """A plan is about to read it."""
+    """Whether a plan is about to read it."""
     prefetched = False
-    """It was fetched ahead, and nobody has asked for it since."""
+    """Whether it was fetched ahead and not requested since."""
 
     @property
     def nbytes(self) -> int:
@@ -68,53 +68,53 @@ class Offloadable:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device that its tensors are on."""
         raise NotImplementedError
 
     def place(self, put: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by what `put` makes of it."""
+        """Replace every tensor by the result of `put` on it."""
         raise NotImplementedError
 
 
 @dataclass(slots=True)
 class TieredStoreStats:
-    """What has moved since the start, and what is where now."""
+    """Figures of moves since the start, and of what is in each tier now."""
 
     device_bytes: int = 0
     host_bytes: int = 0
     host_units: int = 0
     offloaded: int = 0
-    """Units that were moved to the host, once for every time."""
+    """Moves of units to the host."""
     demanded: int = 0
-    """Units that a request had to fetch from the host itself."""
+    """Units fetched from the host on a request's demand."""
     completed: int = 0
-    """Units that were fetched ahead and then asked for."""
+    """Units fetched ahead and requested later."""
     wasted: int = 0
-    """Units that were fetched ahead and moved back before anybody asked."""
+    """Units fetched ahead and moved back without a request."""
     bytes_offloaded: int = 0
     bytes_loaded: int = 0
     demand_s: float = 0.0
-    """Seconds that requests waited for what they fetched themselves."""
+    """Seconds that requests waited for fetches on demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """Host memory behind a store, and how it is used. Without bytes nothing moves."""
+    """The host memory of a store, and how it is used. With 0 bytes nothing moves."""
 
     nbytes: int = 0
     policy: Policy = recency
     steps: Callable[[Owner], float | None] = lambda _: None
     window: float = 2.0
-    """Units whose owner runs within so many steps are fetched ahead. Below 0: none."""
+    """Units with an owner that runs within this many steps are fetched ahead. Below 0: none."""
     virtual_step: float = 8.0
-    """The step at which owners that no forecast knows compete."""
+    """The number of steps assumed for owners without a forecast."""
 
 
 NO_HOST = HostBound()
 
 
 class TieredStore:
-    """Moves a store's units between device and host. The store owns the units."""
+    """The mover of a store's units between device and host. The store owns the units."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class TieredStore:
         units: Callable[[], Iterable[Offloadable]],
         beside: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`units` are those of the store now, `beside` the bytes on the device that belong to none of them."""
+        """Start without moves. `units` returns the store's units now, `beside` the device bytes outside of any unit."""
         self._device_bytes, self._host, self._units, self._beside = device_bytes, host, units, beside
         self._stats = TieredStoreStats()
         self._clock = count(1)
@@ -141,8 +141,8 @@ class TieredStore:
         return self._beside() + sum(unit.nbytes for unit in self._units() if not unit.on_host)
 
     def settle(self, total: int) -> int:
-        """Move to the host what of a store of `total` bytes does not fit the device, as far as the host has room; the
-        bytes that still do not.
+        """Move what does not fit the device of a store of `total` bytes to the host, as far as that has room. Returns
+        the bytes that still do not fit.
         """
         excess, on_host = total - self._device_bytes, 0
         if excess > 0 and self._host.nbytes:
@@ -154,13 +154,13 @@ class TieredStore:
         return max(0, excess)
 
     def touch(self, unit: Offloadable) -> None:
-        """A request has just made `unit`, or asks for it."""
+        """Mark `unit` as just used or made by a request."""
         unit.last_access = next(self._clock)
         self._stats.completed += unit.prefetched
         unit.prefetched = False
 
     def demand(self, unit: Offloadable) -> bool:
-        """See to it that `unit` is on the device, for a request; False where it finds no room."""
+        """Bring `unit` to the device for a request. Returns False if there is no room."""
         if unit.on_host:
             began = time.perf_counter()
             if not self._load(unit, lambda _: True):
@@ -171,13 +171,13 @@ class TieredStore:
         return True
 
     def notice(self) -> None:
-        """The forecast has changed: something may be worth fetching."""
+        """Take note that the forecast has changed, so that fetching may pay."""
         self.due = self._host.nbytes > 0
 
     def fetch(self) -> bool:
-        """Bring one unit whose owner runs soon, the soonest, in the place of such whose owners run strictly later.
+        """Fetch the unit whose owner runs soonest, in place of units whose owners run strictly later.
 
-        False, and nothing is due any more, where there is none.
+        Returns False if there is none; then nothing is due any more.
         """
         near = [unit for unit in self._units() if unit.on_host and self._step(unit) <= self._host.window]
         for unit in sorted(near, key=self._step):
@@ -200,7 +200,7 @@ class TieredStore:
             raise PlanError("on_host", True, "of a unit that a plan reads, or that was fetched")
 
     def _load(self, unit: Offloadable, may_go: Callable[[Offloadable], bool]) -> bool:
-        """Bring `unit` to the device. Those that make room for it may take its place on the host; if that is not
+        """Bring `unit` to the device. Units that make room for it may take its place on the host; if that is not
         enough, nothing moves.
         """
         short, on_host = self.device_bytes + unit.nbytes - self._device_bytes, self.host_bytes - unit.nbytes
@@ -221,7 +221,7 @@ class TieredStore:
         return True
 
     def _victim(self, units: Iterable[Offloadable], on_host: int) -> Offloadable | None:
-        """Who goes to the host next, where `on_host` bytes are there already."""
+        """Return the unit that goes to the host next, given `on_host` bytes there already."""
         room = self._host.nbytes - on_host
         may = (unit for unit in units if not (unit.on_host or unit.pinned) and 0 < unit.nbytes <= room)
         return min(may, key=self._key, default=None)
@@ -237,21 +237,21 @@ class TieredStore:
 
     def _key(self, unit: Offloadable) -> tuple[float, ...]:
         namespace = unit.owner.namespace if unit.owner else Namespace(TenantId(""))
-        return self._host.policy(View(namespace, unit.last_access, unit.nbytes, self._told(unit)))
+        return self._host.policy(View(namespace, unit.last_access, unit.nbytes, self._forecast_step(unit)))
 
-    def _told(self, unit: Offloadable) -> float | None:
+    def _forecast_step(self, unit: Offloadable) -> float | None:
         return self._host.steps(unit.owner) if unit.owner else None
 
     def _step(self, unit: Offloadable) -> float:
-        told = self._told(unit)
-        return self._host.virtual_step if told is None else told
+        step = self._forecast_step(unit)
+        return self._host.virtual_step if step is None else step
 
     def _later_than(self, step: float) -> Callable[[Offloadable], bool]:
         return lambda unit: self._step(unit) > step
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory: pinned where the device is a GPU, which then fetches it on its own time."""
+    """Return a copy in host memory, pinned if the device is a GPU, so that it can fetch asynchronously."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 

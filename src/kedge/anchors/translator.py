@@ -13,14 +13,14 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import Translation
 
 CHUNK = 256
-"""Tokens at a time: what is between reading offsets and writing slots then stays in the processor's cache"""
+"""Tokens at a time, so that intermediate results stay in the processor's cache."""
 
 
 class Storage(Protocol):
-    """Where KV is written to: `kedge.kv.storage.PagedStorage`, or the pages of another engine."""
+    """The target of translated KV: `kedge.kv.storage.PagedStorage`, or the pages of another engine."""
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
-        """As `PagedStorage.write`."""
+        """Write KV as `PagedStorage.write` does."""
 
 
 Translate = Callable[[SlotTable, Translation], None]
@@ -28,26 +28,28 @@ Translate = Callable[[SlotTable, Translation], None]
 
 
 class Translator:
-    """Writes translated segments straight into a request's slots."""
+    """A writer of translated segments into a request's slots."""
 
     def __init__(self, storage: Storage) -> None:
         self._translate = translate_into(storage)
 
     def write(self, table: SlotTable, translations: Iterable[Translation]) -> None:
-        """Translate each segment and writes it. Raises `PlanError` for a blend that is out of date."""
+        """Translate and write each segment. Raises `PlanError` for a blend that is out of date."""
         for item in translations:
             self._translate(table, item)
 
 
 def translate_into(storage: Storage) -> Translate:
-    """The kernel on a GPU whose memory is laid out as Kedge's own, PyTorch's operations everywhere else."""
+    """Return the fastest `Translate` for a storage: the kernel on a GPU with Kedge's memory layout, PyTorch operations
+    elsewhere.
+    """
     if isinstance(storage, PagedStorage) and storage.has_kernels:
         return partial(in_one_pass, storage)
     return partial(in_chunks, storage)
 
 
 def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
-    """A `Translate`: some tokens at a time, blended by one call and written by the storage."""
+    """Translate some tokens at a time, each chunk blended by one call and written by the storage."""
     for start in range(0, item.base.tokens, CHUNK):
         stop = min(start + CHUNK, item.base.tokens)
         base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
@@ -55,7 +57,7 @@ def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
 
 
 def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> None:
-    """A `Translate`: one kernel for all of it. Sums are rounded once, not after every step as in `in_chunks`."""
+    """Translate with one kernel. Sums are rounded once, not after every step as in `in_chunks`."""
     from kedge.kv.translate_kernel import translate
 
     blend, offsets = item.blend, item.table

@@ -24,7 +24,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a
 Samples = Annotated[
     int | None, typer.Option(metavar="N", min=2, help="In every pool before the measurement. Default 20, quick 4.")
 ]
-Repeats = Annotated[int | None, typer.Option(metavar="N", min=1, help="Of every measurement. Default 3, quick 1.")]
+Repeats = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Repeats of every measurement. Default 3, quick 1.")
+]
 Output = Annotated[
     int | None, typer.Option(metavar="N", min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
 ]
@@ -58,7 +60,7 @@ def ttft(
     device: Device = None,
     json_file: Json = None,
 ) -> None:
-    """TTFT of every agent, dense and translated on one engine (KVCOMM, tables 2 and 3)."""
+    """Measure the TTFT of every agent, dense and translated, on one engine (KVCOMM, tables 2 and 3)."""
     require_outputs(json_file)
     from kedge.bench.ttft.measure import measure
 
@@ -88,7 +90,7 @@ def preassembly(
     device: Device = None,
     json_file: Json = None,
 ) -> None:
-    """TTFT of the next agent without a hint, with one, and with its prompt assembled before the request arrives."""
+    """Measure the next agent's TTFT without a hint, with one, and with its prompt assembled ahead."""
     require_outputs(json_file)
     from kedge.bench.ttft.preassembly import measure
 
@@ -109,7 +111,7 @@ def _ttft_settings(quick: bool, model_size: str, device: str | None, **given: ob
 
 
 def _with(settings: Any, **given: object) -> Any:
-    """The settings with whatever is given and not None."""
+    """Return the settings with the values that are not None."""
     return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -121,14 +123,15 @@ def matching_cost(
         int | None, typer.Option(metavar="N", min=2, help="Samples in the pool. Default 20, quick 5.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=8, help="Of every sample and of the value. Default 500, quick 100.")
+        int | None,
+        typer.Option(metavar="N", min=8, help="Tokens of every sample and of the value. Default 500, quick 100."),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of every measurement. Default 20, quick 5.")
+        int | None, typer.Option(metavar="N", min=1, help="Repeats of every measurement. Default 20, quick 5.")
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Time to match a value with its pool and to blend its offsets, by estimator (KVCOMM, Table A.5)."""
+    """Measure the time to match a value with its pool and to blend its offsets, by estimator (KVCOMM, Table A.5)."""
     require_outputs(json_file)
     from kedge.bench.ttft.matching_cost import QUICK, MatchingSettings, measure
 
@@ -146,14 +149,15 @@ def matching_cost(
 def soak(
     quick: Quick = False,
     questions: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="One after the other, all new. Default 2000, quick 100.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Questions, one after the other, all new. Default 2000, quick 100."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Questions between two looks. Default 200, quick 20.")
+        int | None, typer.Option(metavar="N", min=1, help="Questions between two measurements. Default 200, quick 20.")
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Whether anything grows with the number of past messages (a tiny model, new questions only)."""
+    """Check that nothing grows with the number of past messages (a tiny model, new questions only)."""
     require_outputs(json_file)
     from kedge.bench.load.soak import QUICK, SoakSettings
     from kedge.bench.load.soak import soak as run_soak
@@ -171,11 +175,11 @@ def soak(
 def cache(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes only.")] = False,
     repeats: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Of every operation. Default 50, quick 20.")
+        int | None, typer.Option(metavar="N", min=2, help="Repeats of every operation. Default 50, quick 20.")
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """The cache's policy alone, no model: 10^3 to 10^6 blocks, 10 to 10^4 agents, and how the times grow (KVFlow)."""
+    """Measure the cache's policy alone, without a model: 10^3 to 10^6 blocks, 10 to 10^4 agents, and how times grow."""
     require_outputs(json_file)
     from kedge.bench.workflow.cache import QUICK, CacheSettings, growth, measure
 

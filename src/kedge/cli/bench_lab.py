@@ -38,7 +38,7 @@ ABOUT = {
 }
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({"seconds": 0.0, "trials": ()})
-"""What a file of results has before there is one"""
+"""The results of a study before its first seed."""
 Task = Annotated[
     str | None, typer.Option(metavar="NAME", help="math, choice or code, or a data set such as gsm8k; default math.")
 ]
@@ -108,7 +108,7 @@ def run_all(
     quick: Quick = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the seeds that the files in --out have.")] = False,
 ) -> None:
-    """All of the papers' experiments on quality; with --out, results, figures and `kedge report` in one folder."""
+    """Run all of the papers' experiments on quality; with --out, write results, figures and a report to one folder."""
     _require_out(out, resume)
     _require(task, None, model)
     from kedge.bench.lab.studies.catalog import STUDIES
@@ -123,10 +123,10 @@ def run_all(
 
 
 def _require_out(out: Path | None, resume: bool) -> None:
-    """Make the folder. Raises `ConfigError` where there can be none, or where there is nothing to go on from."""
+    """Make the folder. Raises `ConfigError` where it cannot be made, or where `resume` finds no results in it."""
     if out is None:
         if resume:
-            raise ConfigError("--resume", True, "needs --out, the folder with the results that there are")
+            raise ConfigError("--resume", True, "needs --out, the folder with earlier results")
         return
     require_packages("--out", ("matplotlib",), "plot")
     try:
@@ -185,7 +185,7 @@ def _run(
 def _measured(
     study: Study, settings: StudySettings, saved: Mapping[str, Any], file: Path | None, note: Callable[[str], None]
 ) -> list[SeedRows]:
-    """The trials of all seeds, those that are saved first; the file has all of them after each."""
+    """Return the trials of all seeds, saved ones first. The file is written again after each seed."""
     from kedge.bench.lab.studies.study import averaged
 
     began, trials = time.perf_counter() - saved["seconds"], list[Any]()
@@ -199,15 +199,15 @@ def _measured(
 
 
 def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[str, Any]:
-    """What the file has of this study. Raises `ConfigError` where it has something else."""
+    """Return the file's results of this study. Raises `ConfigError` where it holds other results."""
     if file is None:
-        raise ConfigError("resume", True, "needs --json, the file with the seeds that there are")
+        raise ConfigError("resume", True, "needs --json, the file with earlier results")
     if not file.exists():
         return _NOTHING
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError("json", str(file), f"is no JSON: {error}") from error
+        raise ConfigError("json", str(file), f"is not valid JSON: {error}") from error
     wanted = json.loads(json.dumps({"study": study.name, "settings": settings.as_json()}))
     if not isinstance(saved, dict) or _asked(saved) != _asked(wanted):
         raise ConfigError("json", str(file), "holds results of another study or of other settings")
@@ -215,5 +215,5 @@ def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[
 
 
 def _asked(results: Mapping[str, Any]) -> tuple[object, ...]:
-    """The study and its settings, but for the number of seeds."""
+    """Return the study and its settings, without the number of seeds."""
     return results.get("study"), {**results.get("settings", {}), "seeds": None}

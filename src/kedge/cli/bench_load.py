@@ -37,26 +37,28 @@ def load(
         list[ReuseMode] | None,
         typer.Option(metavar="MODE", help="off, exact or translate. Default: all three; repeatable."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(metavar="X", min=0.1, help="Of each; default 120, quick 10.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(metavar="X", min=0.1, help="Seconds of each run; default 120, quick 10.")
+    ] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each engine, such as 4GiB; default: the engine's.")
+        str | None, typer.Option(metavar="SIZE", help="KV memory of each engine, such as 4GiB; default: the engine's.")
     ] = None,
     anchor_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each engine's anchors; default: the engine's.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of each engine's anchors; default: the engine's.")
     ] = None,
     base_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each engine's base KV; default: the engine's.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of each engine's base KV; default: the engine's.")
     ] = None,
     model_size: ModelSize = "32m",
     device: Device = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Ten seconds each, 1 and 8 clients.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Ten seconds per run, 1 and 8 clients.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results here, after each.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after each run.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what the file of --json has, and go on.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the results in the --json file, and go on.")] = False,
 ) -> None:
-    """Teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
+    """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
     require_outputs(json_file)
     from kedge.bench.load.measure import LoadSettings, Selection, measure
     from kedge.bench.load.teams import case_names
@@ -92,15 +94,15 @@ def _put(leaves: Leaves, key: Key, figures: dict[str, Any]) -> None:
 
 
 def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
-    """Return what the file has. Raises `ConfigError` where it has something else."""
+    """Return the file's results. Raises `ConfigError` where it holds other results."""
     if file is None:
-        raise ConfigError("resume", True, "needs --json, the file with the results that there are")
+        raise ConfigError("resume", True, "needs --json, the file with earlier results")
     if not file.exists():
         return {}
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError("json", str(file), f"is no JSON: {error}") from error
+        raise ConfigError("json", str(file), f"is not valid JSON: {error}") from error
     if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
-        raise ConfigError("json", str(file), "holds results of something else or of other settings")
+        raise ConfigError("json", str(file), "holds results of another benchmark or of other settings")
     return saved["cases"]

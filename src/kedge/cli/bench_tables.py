@@ -25,13 +25,13 @@ LOAD_COLUMNS = {
 }
 """Heading -> figure and its format."""
 WORKFLOW_GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_blocking": "times blocking"}
-"""Times as fast as LRU without and with a host tier, and with one whose loads hold up the queue."""
+"""Speedup over LRU without a host tier, with one, and with one whose loads block the queue."""
 WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
-"""Tokens found on the device, and waited for. MiB loaded. Seconds waited."""
+"""Tokens found on the device and on the host, MiB loaded, and seconds waited for loads."""
 
 
 def ttft(settings: TtftSettings, data: Row) -> FittingTable:
-    """Return the times of every agent, and how far they are above the floor."""
+    """Return the table of every agent's times, and how far they are above the floor."""
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
     headings = ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "times floor")
     return FittingTable(title, headings, [_ttft_row(row) for row in data["agents"]])
@@ -44,7 +44,7 @@ def _ttft_row(row: Row) -> list[str]:
 
 
 def ttft_parts(data: Row) -> Iterator[str]:
-    """Yield a line for every agent with the parts of Kedge's time that take a millisecond and more."""
+    """Yield a line per agent with the parts of Kedge's time that take at least a millisecond."""
     for row in data["agents"]:
         parts = ", ".join(f"{name} {ms:.1f} ms" for name, ms in row["parts_ms"].items() if ms >= 1)
         if parts:
@@ -65,7 +65,7 @@ def _preassembly_row(row: Row) -> list[str]:
 
 
 def matching_cost(settings: MatchingSettings, results: Mapping[str, Mapping[str, float]]) -> FittingTable:
-    """Return the milliseconds of every estimator."""
+    """Return the table of milliseconds by estimator."""
     title = f"matching cost, {settings.model_size}, {settings.samples} samples of {settings.tokens} tokens, ms"
     rows = [[name, *(f"{ms:.2f}" for ms in times.values())] for name, times in results.items()]
     headings = ("estimator", "match", "blend", "both", "both, p90")
@@ -73,7 +73,7 @@ def matching_cost(settings: MatchingSettings, results: Mapping[str, Mapping[str,
 
 
 def soak(looks: Sequence[Row]) -> FittingTable:
-    """Return what is stored after more and more questions."""
+    """Return the table of what is stored, by number of questions."""
     stored = ("anchors", "anchors MiB", "base values", "base MiB", "cached blocks", "leased blocks")
     headings = ("questions", *stored, "peak RSS MiB")
     return FittingTable("what is stored after so many questions", headings, [_soak_row(look) for look in looks])
@@ -93,7 +93,7 @@ def _soak_row(look: Row) -> list[str]:
 
 
 def cache(name: str, times: Sequence[Row], growth: Mapping[str, Mapping[str, float]]) -> FittingTable:
-    """Return the microseconds of every operation by size, with the exponent of their growth.
+    """Return the table of microseconds of every operation by size, with the exponent of their growth.
 
     `name` is what the sizes count, `times` are `Times.as_json()`, one of each size.
     """
@@ -109,7 +109,7 @@ def _cache_row(operation: str, times: Sequence[Row], fit: Mapping[str, float]) -
 
 
 def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]]) -> FittingTable:
-    """Return the figures of a case by number of clients and reuse mode."""
+    """Return the table of a case's figures by number of clients and reuse mode."""
     rows = [[count, mode, *_load_cells(figures)] for count, modes in clients.items() for mode, figures in modes.items()]
     title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s, batch in requests"
     return FittingTable(title, ("clients", "mode", *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({"mode"}))
@@ -121,7 +121,7 @@ def _load_cells(figures: Row) -> list[str]:
 
 
 def vllm_case(case: Row) -> FittingTable:
-    """Return the figures of all engines in a case, from `Case.as_json()`."""
+    """Return the table of all engines' figures in a case, from `Case.as_json()`."""
     gains = {"kedge": case["speedup"], "stock again": case["control"]}
     headings = ("engine", "s", "times stock", "hits", "waited for", "TTFT p50 ms", "TTFT p90 ms", "tokens per s")
     rows = [_vllm_row(name, row, gains.get(name)) for name, row in case["engines"].items()]
@@ -135,7 +135,7 @@ def _vllm_row(name: str, row: Row, gain: Row | None) -> list[str]:
 
 
 def vllm_team(team: Row) -> FittingTable:
-    """Return the times of the agents whose messages are translated, from `TeamResult.as_json()`."""
+    """Return the table of times of the agents with translated messages, from `TeamResult.as_json()`."""
     ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
     title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
     headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
@@ -149,7 +149,7 @@ def _team_row(row: Row) -> list[str]:
 
 
 def workflow(case: Row) -> FittingTable:
-    """Return the figures of all eviction policies in a case, from its `as_json()`."""
+    """Return the table of all eviction policies' figures in a case, from its `as_json()`."""
     ratio, gained = case["load_ratio_measured"], case["speedups"]
     title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
     headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW_COUNTS)
@@ -165,7 +165,7 @@ def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
 
 
 def study(title: str, rows: Sequence[Row]) -> FittingTable:
-    """Return the means of a study with their spreads; the columns without a float say what a row is about."""
+    """Return the table of a study's means and spreads; columns without floats identify the row."""
     from kedge.bench.lab.studies.report import shown
 
     cells = shown(rows)

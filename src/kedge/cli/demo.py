@@ -37,7 +37,7 @@ def demo(
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Five agents answer questions with dense prefill and with translated KV; pools fill from empty."""
+    """Run five agents on many questions, with dense prefill and with translated KV; pools fill from empty."""
     _require(task, model, json_file, plot)
     questions = questions or (20 if quick else 100)
     names = [name.strip() for name in (estimators or ("token" if quick else "token,interpolate")).split(",")]
@@ -59,7 +59,7 @@ def demo(
 
 
 def _require(task: str, model: Path | None, json_file: Path | None, plot: Path | None) -> None:
-    """Raise before anything heavy is imported where the task or the model is not there, or a file cannot be written."""
+    """Check the options before anything heavy is imported. Raises `ConfigError` or `ModelNotFound`."""
     from kedge.workloads.miniature import TASKS
 
     if task not in TASKS:
@@ -116,7 +116,7 @@ def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], No
 
 
 def score_table(name: str, result: Comparison) -> FittingTable:
-    """Return the agents with their times, dense and translated; tokens are exact/translated/computed."""
+    """Return the table of the agents' times, dense and translated; tokens are exact/translated/computed."""
     title = f"TTFT, median (p90), and accuracy: dense prefill | translated with `{name}`"
     headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy %")
     pairs = [(dense, result.translated.agents[agent]) for agent, dense in result.dense.agents.items()]

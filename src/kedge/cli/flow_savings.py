@@ -18,11 +18,11 @@ WAYS = {
     "translation": ("translation, prompts as they are", "at most; approximate"),
 }
 CLOSE = 0.1
-"""Shares that differ by no more are taken for the same: lengths are assumptions, and translation's is a bound."""
+"""Shares that differ by at most this count as equal: lengths are assumed, and translation's share is a bound."""
 
 
 def savings_table(savings: RunSavings) -> Table:
-    """Return the share of a run's prompt tokens that each way of serving need not compute."""
+    """Return the table of the shares of a run's prompt tokens that each way of serving saves."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("prompt tokens that need not be computed")
     table.add_column("share", justify="right", no_wrap=True)
@@ -33,7 +33,7 @@ def savings_table(savings: RunSavings) -> Table:
 
 
 def calls_table(savings: RunSavings) -> Table:
-    """Return the prompt tokens of every call, and how many of them each way of serving need not compute."""
+    """Return the table of every call's prompt tokens, and how many of them each way of serving saves."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("call", overflow="fold")
     for column in ("prompt tokens", "prefix caching", "role last", "translation"):
@@ -47,7 +47,7 @@ def calls_table(savings: RunSavings) -> Table:
 
 
 def advice(savings: RunSavings) -> str:
-    """Return what to try first: the way that is exact wherever it saves as much."""
+    """Return the advice on what to try first: the exact way wherever it saves as much."""
     as_is, role_last, translation = (savings.share(way) for way in WAYS)
     if max(role_last, translation) <= as_is + CLOSE:
         return "These prompts begin with what they share: plain prefix caching is exact, and as good as it gets here."

@@ -1,4 +1,4 @@
-"""A step graph as text: who waits for whom, and the steps-to-execution at every point of a run."""
+"""A step graph as text: which nodes wait for which, and the steps-to-execution at every point of a run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LONGEST_TEXT, _GAP = 32, 3
 
 
 class Point(NamedTuple):
-    """A point of a run: what has just happened, and the state that this left."""
+    """A point of a run: the last event, and the state after it."""
 
     text: str
     state: RunState
 
 
 def points(graph: StepGraph) -> Iterator[Point]:
-    """All points of a run in which whatever can run is started at once, and what runs finishes as declared.
+    """Yield all points of a run in which every node starts as soon as it can, and finishes as declared.
 
     Where one of several nodes comes next, all of them are followed, one after the other; no state comes twice.
     """
@@ -60,7 +60,9 @@ def _next_points(graph: StepGraph, state: RunState) -> Iterator[Point]:
 
 
 def _options(graph: StepGraph, state: RunState) -> Iterator[tuple[NodeId, ...]]:
-    """What can be started together: all that can run, with one of those that exclude each other; or a loop again."""
+    """Yield the sets of nodes that can start together: all that can run, with one of those that exclude each other; or
+    a loop again.
+    """
     ready = graph.ready(state)
     new = [node for node in ready if node not in state.done]
     chosen = [node for node in new if _is_chosen(graph, node, state)]
@@ -81,7 +83,7 @@ def _while(graph: StepGraph, state: RunState) -> str:
 
 
 def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
-    """Return the nodes of a graph, with all `points` of its run on request, for a terminal of `width` columns."""
+    """Render the nodes of a graph, on request with all `points` of its run, for a terminal of `width` columns."""
     return Group(_nodes(graph), *(_points_tables(graph, width) if points else ()))
 
 
@@ -102,7 +104,7 @@ def _nodes(graph: StepGraph) -> Table:
 
 
 def waits(node: Node) -> str:
-    """What a node runs after, in words."""
+    """Return the conditions after which a node runs, in words."""
     first = " or ".join(_all(names) for names in node.after) or "nobody"
     again = "".join(f"; again after {_all(names)}" for names in node.loops)
     return first + again
@@ -122,7 +124,7 @@ def _points_tables(graph: StepGraph, width: int) -> Iterator[Table | Text]:
 
 
 def _that_fit(agents: Sequence[AgentId], width: int) -> Iterator[list[AgentId]]:
-    """The agents in groups whose names stand side by side in `width` columns."""
+    """Split the agents into groups with names that fit side by side in `width` columns."""
     group: list[AgentId] = []
     for agent in agents:
         if group and sum(len(one) + _GAP for one in [*group, agent]) > width:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
 SHORT = {"family", "runs", "runs, exact reuse", "longest prompt", "translation"}
-"""The facts of a model that are shown without `--all`"""
-UNTRIED = "yes, as far as its config tells: no small copy of it could be built and tried"
+"""The facts of a model that are shown without `--all`."""
+UNTRIED = "yes, according to its config: no small copy of it could be built and tried"
 
 
 def inspect(
@@ -30,7 +30,8 @@ def inspect(
         bool, typer.Option("--all", "-a", help="Show everything: all facts of a model; every call, agent and step.")
     ] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Of a workflow: the model whose tokenizer counts; default: the bundled one.")
+        Path | None,
+        typer.Option(help="For a workflow: the model with the tokenizer to count by; default: the bundled one."),
     ] = None,
     input_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Assumed tokens of an input.")] = 200,
     answer_tokens: Annotated[
@@ -48,7 +49,7 @@ def inspect(
         str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
     ] = None,
 ) -> None:
-    """Say what Kedge can do with a model (default: the bundled one), or what a workflow's prompts would save."""
+    """Show what Kedge can do with a model (default: the bundled one), or what a workflow's prompts would save."""
     if target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
         show_flow(Console(), target, counts, GraphOutput(picture, graph), show_all=show_all)
@@ -93,7 +94,7 @@ def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
 
 
 def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
-    """Return what the engine would do with such a model: a small random one of its kind is tried."""
+    """Return the facts of what Kedge can do with a model, found by trying a small random model of its kind."""
     from kedge.engine.local.model.loading import require_buildable
     from kedge.engine.local.model.replica import trial
     from kedge.kv.spec import KVSpec, longest

@@ -1,4 +1,4 @@
-"""The part of `kedge inspect` that is about workflows: who reads whom, and what their prompts would save."""
+"""The workflow part of `kedge inspect`: which agent reads which, and what their prompts would save."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMAT_OF = {".mmd": "mermaid", ".dot": "dot"}
 
 @dataclass(frozen=True)
 class Counts:
-    """How tokens are counted: the model whose tokenizer is used, and the assumed lengths of values."""
+    """The token counts to assume: a model's tokenizer for texts, and the lengths of values."""
 
     model: Path | None
     input: int
@@ -36,7 +36,7 @@ class Counts:
     named: tuple[str, ...]
 
     def lengths(self, workflow: Workflow) -> ValueLengths:
-        """Return the lengths for `workflow`. Raises `ConfigError` for a `--length` that it has no use for."""
+        """Return the lengths for `workflow`. Raises `ConfigError` for a `--length` of a value that it does not have."""
         from kedge.workflow.savings import ValueLengths
 
         return ValueLengths(self.input, self.answer, self.tool, dict(self._named(workflow)))
@@ -146,7 +146,7 @@ def _assumptions(counts: Counts) -> str:
 
 
 def _agents(flow: Workflow) -> Table:
-    """Return who waits for whom and reads what: a line per placeholder."""
+    """Return the table of the agents each agent waits for, and of its placeholders, one per line."""
     caption = f"inputs: {', '.join(flow.inputs)}; turns: {flow.turns}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for column in ("agent", "waits for", "reads", "tool", "reuse"):

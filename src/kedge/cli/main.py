@@ -21,7 +21,7 @@ EXIT_BAD_INPUT = 2
 
 
 class _Commands(TyperGroup):
-    """Shows an error that Kedge raised on purpose without a traceback; anything else is a bug and keeps its own."""
+    """The group of commands. It prints errors of Kedge without a traceback; any other error is a bug and keeps it."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override] # typer's contexts are the only ones here
         try:

@@ -1,4 +1,4 @@
-"""Options that several commands share. Every one has a short placeholder, so that help fits a narrow terminal."""
+"""Options that several commands share, each with a short placeholder, so that help fits a narrow terminal."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def require_folder(option: str, folder: Path | None) -> None:
 
 
 def require_parent(option: str, file: Path | None) -> None:
-    """Raise `ConfigError` for a file that cannot be written because of where it is."""
+    """Raise `ConfigError` for a file with no parent folder, or a path that is a folder."""
     if file is None:
         return
     if not file.parent.is_dir():
@@ -34,7 +34,7 @@ def require_parent(option: str, file: Path | None) -> None:
 
 
 def require_outputs(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Raise `ConfigError` where results could not be written, or a picture could not be drawn without matplotlib."""
+    """Raise `ConfigError` if the results cannot be written, or a picture cannot be drawn for lack of matplotlib."""
     require_parent("--json", json_file)
     require_parent("--plot", plot_file)
     if plot_file is not None:
@@ -48,7 +48,9 @@ def require_model(model: Path | None) -> None:
 
 
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
-    """Raise `ConfigError` for the first of the packages that `what` needs and that is not installed."""
+    """Raise `ConfigError` for the first of the packages that is not installed; `what` names the feature that
+    needs it.
+    """
     for package in packages:
         if not _is_installed(package):
             raise ConfigError(
@@ -64,11 +66,11 @@ def _is_installed(package: str) -> bool:
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise `ConfigError` where no server could listen at `host` and `port`; port 0 takes any that is free."""
+    """Raise `ConfigError` if a server cannot listen at `host` and `port`; port 0 takes any that is free."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ConfigError("server.host", host, f"is no address of this machine: {error.strerror}") from error
+        raise ConfigError("server.host", host, f"is not an address of this machine: {error.strerror}") from error
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

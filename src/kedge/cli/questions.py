@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from kedge.workflow.graph import Workflow
 
 MAX_ROWS = 20
-"""Rows of the table of reuse; more questions than that share rows."""
+"""Maximum rows of the table of reuse; more questions than that share rows."""
 Inputs = Mapping[str, str]
 
 
 def read_questions(file: Path, common: Inputs, flow: Workflow) -> list[Inputs]:
-    """Read one run's inputs from every line of a JSONL file; `common` are those that a line does not name itself.
+    """Read one run's inputs from every line of a JSONL file; `common` are the inputs that a line does not name itself.
 
     Raises `RequestError` for a file that cannot be read or has no line, and, with the line's number, for a line that is
-    no JSON object or whose inputs do not fit the workflow (also `MissingInput`).
+    not a JSON object or has inputs that do not fit the workflow (also `MissingInput`).
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -49,9 +49,9 @@ def _question(line: str, where: str, common: Inputs, flow: Workflow) -> Inputs:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise RequestError("--inputs", where, f"is no JSON: {error}") from error
+        raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise RequestError("--inputs", where, "is no JSON object from names of inputs to texts")
+        raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
     inputs = {**common, **values}
     try:
         check_inputs(flow, inputs)
@@ -63,7 +63,7 @@ def _question(line: str, where: str, common: Inputs, flow: Workflow) -> Inputs:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Where the prompt tokens of some questions came from, and the times to first token of all their calls."""
+    """The sources of the prompt tokens of some questions, and the times to first token of all their calls."""
 
     exact: int
     translated: int
@@ -88,7 +88,7 @@ class Reuse:
         return self.exact + self.translated + self.computed
 
     def cells(self) -> list[str]:
-        """Return the row's cells behind its name."""
+        """Return the cells of the row after its name."""
         counts = (self.exact, self.translated, self.computed)
         share = f"{self.translated / self.prompt:.0%}"
         return [
@@ -126,7 +126,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def reuse_table(results: Sequence[RunResult]) -> FittingTable:
-    """Return the table of tokens by source, in the order of the questions, so that one sees the pools fill."""
+    """Return the table of tokens by source, in the order of the questions, which shows how the pools fill."""
     rows = [[name, *Reuse.of(some).cells()] for name, some in portions(results)]
     rows.append(["all", *Reuse.of(results).cells()])
     headings = ("question", "prompt tokens", "exact", "translated", "computed", "translated share", "TTFT p50 ms")
@@ -134,7 +134,7 @@ def reuse_table(results: Sequence[RunResult]) -> FittingTable:
 
 
 def portions(results: Sequence[RunResult]) -> Iterator[tuple[str, Sequence[RunResult]]]:
-    """Cut the results into at most `MAX_ROWS` equal portions, each with the numbers of its questions."""
+    """Split the results into at most `MAX_ROWS` equal portions, each with the numbers of its questions."""
     size = math.ceil(len(results) / MAX_ROWS)
     for first in range(0, len(results), size):
         some = results[first : first + size]

@@ -1,4 +1,4 @@
-"""The one writer of what benchmarks measured."""
+"""Writing the results of benchmarks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from kedge import __version__
 
 
 def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
-    """Writes results with the machine that they were measured on, and says where."""
+    """Write results with a description of the machine, and print the file's path."""
     write(file, results)
     console.print(f"results: {file}")
 
 
 def write(file: Path, results: Mapping[str, object]) -> None:
-    """The same, without a word. Whoever is killed meanwhile leaves what the file had before."""
+    """Write results with a description of the machine, atomically: if interrupted, the file keeps its earlier
+    content.
+    """
     partial = file.with_name(f"{file.name}.part")
     partial.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)

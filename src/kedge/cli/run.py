@@ -1,4 +1,4 @@
-"""`kedge run`: a person's own workflow on a model of theirs, with a receipt for every agent."""
+"""`kedge run`: a user's own workflow on a model of their choice, with a receipt for every agent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
         Path | None, typer.Option("--json", metavar="FILE", help="Write answers and receipts to this file.")
     ] = None,
 ) -> None:
-    """Run a workflow on one question or many: the answers, and where the tokens of the prompts came from."""
+    """Run a workflow on one or many questions, and show answers and the sources of the prompts' tokens."""
     require_file("--inputs", inputs_file)
     require_outputs(json_file)
     values = parse_inputs(inputs or [])
@@ -87,7 +87,7 @@ def _run_many(
     asked: Sequence[Mapping[str, str]],
     json_file: Path | None,
 ) -> None:
-    """Run all questions on one engine. If one fails, what was answered before is shown and written all the same."""
+    """Run all questions on one engine. If one fails, earlier answers are still shown and written."""
     from kedge.runner import run as running
 
     results: list[RunResult] = []
@@ -111,7 +111,7 @@ def _write(
 
 
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
-    """Open the engine that the settings name; a test puts another one here.
+    """Open the engine that the settings name.
 
     Raises `ConfigError` where vLLM is named and not installed, and `ModelNotFound`.
     """
@@ -129,13 +129,15 @@ def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` texts as a mapping. Raises `RequestError` where one has no name or stands there twice."""
+    """Parse `NAME=VALUE` texts into a mapping. Raises `RequestError` for a text without a name, or a name given
+    twice.
+    """
     inputs: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise RequestError("--input", pair, "is not NAME=VALUE")
+            raise RequestError("--input", pair, "must be NAME=VALUE")
         if name in inputs:
-            raise RequestError("--input", name, "stands there twice")
+            raise RequestError("--input", name, "duplicate: the input is given twice")
         inputs[name] = value
     return inputs

@@ -1,4 +1,4 @@
-"""What `kedge run` shows and writes of a run: its events, its receipts, and why no more was reused."""
+"""The output of `kedge run`: events, receipts, and the reasons why no more was reused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def receipts(result: RunResult) -> FittingTable:
 
 
 def misses_by_reason(result: RunResult) -> dict[str, list[str]]:
-    """Why segments did not come from somewhere better -> those segments, each with the agent that read it."""
+    """Group the segments that were not reused by reason, each with the agent that read it."""
     by_reason: dict[str, list[str]] = {}
     for one in result.results:
         for miss in one.completion.receipt.misses:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from kedge.settings import ServerSettings, Settings
 
 EXIT_ENGINE_ENDED = 70
-"""The exit code where the engine ended by itself (`EX_SOFTWARE`): a supervisor is to start the server again."""
+"""Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
 HANG_SECONDS = 20.0
-"""Seconds that the server may take to end then."""
+"""Seconds that the server may take to end after the engine did."""
 
 
 def serve(
@@ -143,7 +143,7 @@ def _serve(settings: Settings) -> None:
 
 
 def _named(settings: Settings) -> ServerSettings:
-    """Return the server's settings with the model's name: its folder's, where they have none."""
+    """Return the server's settings with the model's name, by default that of its folder."""
     server, model = settings.server, settings.engine.model
     if server.model_name is not None or model is None:
         return server
@@ -154,13 +154,13 @@ def _warn(server: ServerSettings, keys: KeyRing, console: Console) -> None:
     if _is_loopback(server.host):
         return
     if keys.is_open:
-        console.print("no API keys: whoever reaches this address may call (--api-keys FILE)", style="yellow")
+        console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
     if not server.allowed_hosts:
         console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
 
 
 def _refuse_for_vllm(server: ServerSettings, keys: KeyRing) -> None:
-    """What its engine cannot do. The server would say so too, but only once the model has been loaded."""
+    """Raise `ConfigError` for features that the vLLM engine lacks, before the model is loaded."""
     from kedge.engine.base import Quota
 
     if server.state is not None:
@@ -189,7 +189,7 @@ def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Cons
 
 
 def _exit_soon() -> None:
-    """End the process in a while, whatever hangs in it by then: a tool, a snapshot, the engine's own end."""
+    """Force the process to end after `HANG_SECONDS`, even if a tool, a snapshot or the engine's own end hangs."""
     timer = threading.Timer(HANG_SECONDS, os._exit, (EXIT_ENGINE_ENDED,))
     timer.daemon = True
     timer.start()

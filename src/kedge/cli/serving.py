@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
-    """Open the engine that the settings name, the embedded one in a process of its own unless they say otherwise.
+    """Open the engine that the settings name; the embedded one runs in its own process unless they say otherwise.
 
-    Raises `ConfigError` or `ModelNotFound` where it cannot be had.
+    Raises `ConfigError` or `ModelNotFound`.
     """
     if settings.engine.backend != "local" or not settings.server.engine_process:
         return run.open_engine(settings)
@@ -30,7 +30,7 @@ def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
 
 
 def _open_local(settings: Settings) -> LocalEngine:
-    """Open the embedded engine in its process, whose log reads as the server's does."""
+    """Open the embedded engine in its process, with the server's log format."""
     from kedge.engine.local.engine import LocalEngine
     from kedge.server.telemetry import logs
 

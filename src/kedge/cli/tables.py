@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 _UNBOUNDED = 10_000
-"""Columns of a terminal in which a table takes just the width that it needs"""
+"""Terminal columns from which on a table takes only the width that it needs."""
 
 
 @dataclass(frozen=True)
 class FittingTable:
-    """A table whose cells are never cut: columns that find no room are shown in further tables with the same rows.
+    """A table with cells that are never cut: columns that do not fit are shown in further tables with the same rows.
 
-    The first `keys` columns say what a row is about; they are repeated in every table. Headings break between words.
-    A text in a key column is folded only where it leaves no room for a single other column.
+    The first `keys` columns identify a row and are repeated in every table. Headings break between words. A text in a
+    key column is folded only where it leaves no room for a single other column.
     """
 
     title: str
@@ -29,7 +29,7 @@ class FittingTable:
     rows: Sequence[Sequence[str]]
     keys: int = 1
     left: frozenset[str] = field(default_factory=frozenset)
-    """Headings of columns that are aligned to the left"""
+    """Headings of left-aligned columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="italic")
@@ -37,7 +37,7 @@ class FittingTable:
             yield self._table(columns, console, options)
 
     def _groups(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
-        """The columns of each table: as many as fit, at least one beside the keys."""
+        """Yield the columns of each table: as many as fit, at least one beside the keys."""
         keys = list(range(self.keys))
         group = keys
         for column in range(self.keys, len(self.headings)):
@@ -70,7 +70,7 @@ class FittingTable:
         return table
 
     def _wrapped(self, column: int) -> str:
-        """The heading in lines no longer than the widest cell or the longest word."""
+        """Wrap the heading in lines no longer than the widest cell or the longest word."""
         heading = self.headings[column]
         widest = max((len(row[column]) for row in self.rows), default=0)
         width = max([widest, *map(len, heading.split())])

@@ -24,32 +24,34 @@ from kedge.workflow.forecast import AgentKey, Changes
 
 @runtime_checkable
 class Preparing(Protocol):
-    """What an `Engine` may do besides: assemble prompts before their requests arrive."""
+    """An optional capability of an `Engine`: assembling prompts before their requests arrive."""
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Take a hint: such a request is expected. Segments of placeholders whose values are not known yet have no
-        tokens; with `sample` they name whose answer they wait for. The same agent's next hint replaces this one and
+        """Take the hint that such a request is expected. Segments of placeholders whose values are not known yet have
+        no tokens; their `sample` names the answer that they wait for. The same agent's next hint replaces this one and
         may know more. `request_id` is the hint's own: `cancel` withdraws it.
 
         Returns at once and never raises. A hint delays no request and changes no token: a request of this agent that
-        begins with the same segments finds them assembled, and any other one throws that away.
+        begins with the same segments finds them assembled, and any other request of the agent discards them.
         """
 
 
 class Stream(Protocol):
-    """One request's tokens as they come."""
+    """The tokens of one request, as they are generated."""
 
     request_id: RequestId
 
     def __iter__(self) -> Iterator[TokenDelta]:
-        """Deltas until the one that carries the completion. Raises the request's error. One reader, once."""
+        """Iterate over the deltas, up to the one that carries the completion. Raises the request's error. For one
+        reader, once.
+        """
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end; raises the request's error, or `TimeoutError` after `timeout` seconds."""
+        """Wait for the completion. Raises the request's error, or `TimeoutError` after `timeout` seconds."""
 
 
 Item = TokenDelta | BaseException
-"""What comes in a stream: a delta, or the error that ends it."""
+"""An item of a stream: a delta, or the error that ends it."""
 Listener = Callable[[Item], None]
 
 
@@ -65,23 +67,23 @@ class Listenable(Protocol):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What Kedge needs of a tokenizer."""
+    """The tokenizer interface that Kedge needs."""
 
     eos_token_id: int | None
 
     def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Return token ids of `text` by itself; no special tokens are added.
+        """Return the token ids of `text` by itself; no special tokens are added.
 
-        Those spelled out in it are recognised where `special`: in templates. In what a user or a tool wrote they are
-        plain text, so that nobody can end a turn from inside a value.
+        Special tokens that are spelled out in `text` are recognised if `special` is true, as for templates. In text
+        that a user or a tool wrote they stay plain text, so that a value cannot end a turn.
         """
 
     def decode(self, tokens: Tokens) -> str:
-        """Return text of `tokens`, without special tokens."""
+        """Return the text of `tokens`, without special tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what one token stands for, in UTF-8: a part of a character, perhaps; a special token as it is spelled
-        out. Nothing for an id that stands for nothing.
+        """Return the UTF-8 bytes of one token, which may be part of a character; a special token as it is spelled out.
+        Empty for an id without a token.
         """
 
     def chat(self, system: str | None, user: str) -> str:
@@ -90,7 +92,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may hold, in all its namespaces together; None is no limit."""
+    """The limits of what one tenant may hold, in all its namespaces together; None is no limit."""
 
     anchors: int | None = None
     anchor_bytes: int | None = None
@@ -103,12 +105,14 @@ class Limiting(Protocol):
     """An engine that keeps tenants to their quotas."""
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """From now on a tenant that has too much loses its own first, and nobody else's."""
+        """Limit what a tenant holds. A tenant over its quota loses its own data first, and never that of another
+        tenant.
+        """
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates; see the module's text for the contract."""
+    """The interface that all engines implement; see the module's docstring for the contract."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -130,20 +134,20 @@ class Engine(Protocol):
         """Forget what the run shared between its agents; an unknown run is no error."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = ...) -> None:
-        """Take a hint: agents whose next run is another than before, as a `ForecastBoard` tells it. `prompts` are the
-        fixed prompts of agents that are going to call, so that what is cached of them can be kept and fetched.
+        """Take the changes of the forecast, as a `ForecastBoard` reports them. `prompts` are the fixed prompts of
+        agents that are about to call, so that what is cached of them can be kept and fetched.
 
-        Returns at once and never raises. Hints may be absent, late or wrong: no answer changes with them. What cannot
-        be meant (steps that are negative or no number, say) is ignored.
+        Returns at once and never raises. Hints may be missing, late or wrong: they change no answer. Impossible values
+        (steps that are negative or not a number) are ignored.
         """
 
     def close(self) -> None:
-        """Cancel what runs, frees everything. Idempotent."""
+        """Cancel all requests and free everything. Idempotent."""
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """An engine that can be looked into. Both answers are plain data, taken between two steps; any thread may ask.
+    """An engine that reports its state. Both methods return plain data, taken between two steps; any thread may call.
 
     Both raise `EngineClosed` after `close`.
     """

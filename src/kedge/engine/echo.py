@@ -69,7 +69,7 @@ class ByteTokenizer:
         return bytes([token]) if token < 256 else self._spelled[token]
 
     def chat(self, system: str | None, user: str) -> str:
-        """`<|bos|>`, the messages by `<|turn|>`, and the beginning of the answer's turn."""
+        """Return `<|bos|>`, the messages separated by `<|turn|>`, and the beginning of the answer's turn."""
         opening = "" if system is None else f"<|turn|>system\n{system}"
         return f"<|bos|>{opening}<|turn|>user\n{user}<|turn|>assistant\n"
 
@@ -86,7 +86,7 @@ class _Text:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, data: bytes, *, last: bool = False) -> str:
-        """The text that became certain with `data`."""
+        """Return the text that became certain with `data`."""
         self._held += "" if self.stopped else self._utf8.decode(data, last)
         found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         self.stopped = self.stopped or bool(found)
@@ -114,22 +114,23 @@ class _Job:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cancelled: bool = False
-    told: int = 0
-    """Log-probabilities of the answer that are in the stream."""
+    sent_logprobs: int = 0
+    """Number of the answer's log-probabilities that are in the stream already."""
     told_prompt: bool = False
 
 
 class EchoEngine:
-    """Answers every request with its script's text or, where there is none, with an echo of the last placeholder's
-    bytes (of the whole prompt's, without placeholders), then EOS; with `ignore_eos`, again from the start.
+    """An engine that answers every request with its script's text or, where there is none, with an echo of the last
+    placeholder's bytes (of the whole prompt's, without placeholders), then EOS; with `ignore_eos`, again from the
+    start.
 
-    `script` is by agent (agents that are not in it echo) or a function, called by `submit` in the caller's thread.
-    `delay_s` is the length of a step, which gives each running request one token. `requests` are all that were
-    accepted, in order; `forecasts` are all hints with the fixed prompts that came along, `prepared` the requests that
-    were expected: both change nothing here.
-    `capacity` in tokens bounds the cache; a request waits until prompt and `max_tokens` fit.
+    `script` maps agents to texts (agents that are not in it echo) or is a function, called by `submit` in the caller's
+    thread. `delay_s` is the length of a step, which gives each running request one token. `requests` are all accepted
+    requests, in order; `forecasts` are all hints with their fixed prompts, and `prepared` the expected requests:
+    neither changes anything here. `capacity` in tokens bounds the cache; a request waits until its prompt and
+    `max_tokens` fit.
 
-    Log-probabilities are made up: an echo gives the token that comes 1/2, the one after it in the vocabulary 1/4, the
+    Log-probabilities are made up: the generated token has probability 1/2, the one after it in the vocabulary 1/4, the
     next 1/8 and so on.
     """
 
@@ -182,10 +183,10 @@ class EchoEngine:
         return job is not None
 
     def end_run(self, run: RunKey) -> None:
-        """Nothing to forget: an echo shares nothing between the agents of a run."""
+        """Do nothing: an echo engine shares nothing between the agents of a run."""
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Keep what can be meant of the hint in `forecasts`."""
+        """Keep the valid entries of the hint in `forecasts`."""
         self.forecasts.append(sensible_hints(changes, prompts))
 
     def prepare(self, request: GenerateRequest) -> None:
@@ -193,7 +194,7 @@ class EchoEngine:
         self.prepared.append(request)
 
     def close(self) -> None:
-        """Cancel what runs or waits, and ends the worker. Idempotent."""
+        """Cancel what runs or waits, and end the worker. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -238,7 +239,7 @@ class EchoEngine:
             time.sleep(self._delay_s)
 
     def _next_jobs(self) -> list[_Job]:
-        """Wait for work. Once closed, every job is cancelled and ends with its next step; then there are none."""
+        """Wait for work. Once closed, cancel every job, which ends it with its next step; then return none."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             for job in self._jobs.values():
@@ -309,14 +310,14 @@ def _of_prompt(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
 
 
 def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None = None) -> TokenDelta:
-    news, job.told = tuple(job.logprobs[job.told :]), len(job.logprobs)
+    news, job.sent_logprobs = tuple(job.logprobs[job.sent_logprobs :]), len(job.logprobs)
     prompt, job.told_prompt = () if job.told_prompt else job.prompt_logprobs, True
     return TokenDelta(text, tokens, completion, news, prompt)
 
 
 def _tokens_with_kv(job: _Job) -> Tokens:
-    """Return what others may reuse: all but the last token, which was drawn and never read; nothing where reuse is
-    off.
+    """Return the tokens that others may reuse: all but the last one, which was drawn and never read; none where reuse
+    is off.
     """
     return () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
 
@@ -338,7 +339,7 @@ def _completion(job: _Job, reason: FinishReason) -> Completion:
 
 
 def _receipt(job: _Job, ttft_ms: float) -> Receipt:
-    """Return the spans sum to the prompt; a request that was cancelled in the queue has none."""
+    """Return a receipt whose spans sum to the prompt; that of a request cancelled in the queue has none."""
     request = job.request
     if job.lease is None:
         return Receipt(request.request_id, request.reuse, (), parts_ms={"queue": ttft_ms})

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64
-"""Positions that a program looks at together"""
+"""Positions that a program processes together"""
 SHARES = 16
-"""Programs for one row and KV head: one request keeps a whole GPU reading"""
+"""Programs per row and KV head, so that a single request keeps a whole GPU reading"""
 FEWEST = 16
-"""Rows that a matrix product has at least; a group of heads is padded to them"""
+"""Least rows of a matrix product; a group of heads is padded to them"""
 
 
 def attend(
@@ -31,12 +31,11 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend with `query` [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim].
+    """Compute attention of `query` [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim].
 
-    Returns [rows, heads, head_dim].
-
-    `blocks` (int32 [rows, width]) are the blocks of each row's context, of which its first `lengths` (int32 [rows]) are
-    seen; with a `window` only the last so many of them. With a `softcap` a score s is softcap * tanh(s / softcap).
+    Returns [rows, heads, head_dim]. `blocks` (int32 [rows, width]) are the blocks of each row's context, of which the
+    first `lengths` (int32 [rows]) tokens are visible; with a `window` only the last ones. With a `softcap` a score s
+    becomes softcap * tanh(s / softcap).
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -60,10 +59,11 @@ def _attend(
     CAPPED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     SHARES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one share of one row's context, for the heads of a group.
+    """Compute attention over one share of one row's context, for the heads of a group.
 
-    Writes parts [rows, heads, shares, head_dim] float32 and the
-    logarithms of their softmax sums [rows, heads, shares]; -inf where a share is empty."""
+    Writes parts [rows, heads, shares, head_dim] float32 and the logarithms of their softmax sums [rows, heads, shares];
+    -inf where a share is empty.
+    """
     row, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, dim, place = tl.arange(0, ROWS), tl.arange(0, WHOLE), tl.arange(0, TILE)
     head = kv_head * GROUP + member

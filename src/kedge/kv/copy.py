@@ -21,7 +21,7 @@ from kedge.kv.storage import PagedStorage
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PIECE, GPU_PIECE = 1 << 20, 8 << 20
-"""Bytes after which a copy lets a more urgent one go first: well below a millisecond."""
+"""Bytes after which a copy yields to a more urgent one: well below a millisecond."""
 
 
 class HostStorage:
@@ -35,7 +35,7 @@ class HostStorage:
 
 
 class Clock:
-    """Real time; tests have a virtual one."""
+    """The real clock; tests use a virtual one."""
 
     def now(self) -> float:
         """Return seconds since some fixed moment."""
@@ -52,7 +52,7 @@ Pools = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class _Order:
-    """A copy on its way: the first `done` blocks have been copied, in `seconds`."""
+    """A queued copy: the first `done` blocks have been copied, in `seconds`."""
 
     copy: Copy
     number: int
@@ -63,16 +63,16 @@ class _Order:
 
     @property
     def rank(self) -> tuple[bool, bool, int]:
-        """Least goes first."""
+        """Return the sort key; the least goes first."""
         return not self.urgent, self.copy.direction is Direction.OFFLOAD, self.number
 
 
 class PoolCopier:
-    """Carries out copies on a thread of its own, as `kedge.cache.Copier` says: those in a hurry, then loads, then
-    offloads. It copies piece by piece, so a copy under way holds up one in a hurry by no more than a piece.
+    """A copier with its own thread, as `kedge.cache.Copier` specifies: urgent copies first, then loads, then offloads.
+    It copies piece by piece, so that a running copy delays an urgent one by at most a piece.
 
-    On a GPU on a stream of its own, after whatever was started before `submit`. On the CPU by one thread that never
-    asks for a second one, since the model wants the others.
+    On a GPU it uses its own stream, ordered after all work started before `submit`. On the CPU it copies with one
+    thread only, since the model needs the others.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class PoolCopier:
             self._changed.notify()
 
     def hurry(self, copy_id: int) -> None:
-        """Put this copy first."""
+        """Move this copy to the front."""
         with self._changed:
             if order := self._orders.get(copy_id):
                 order.urgent = True
 
     def drain(self) -> list[Copied]:
-        """Return what has ended since the last call."""
+        """Return the copies that have ended since the last call."""
         return _taken(self._ended)
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class PoolCopier:
 
 
 class TorchCopier(PoolCopier):
-    """Copies between the two tiers of the embedded engine."""
+    """A copier between the two tiers of the embedded engine."""
 
     def __init__(
         self,

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 
 class Rotary:
-    """Rotates keys [layers, tokens, kv_heads, head_dim] whose first `rotary_dim` dimensions pair up half with half.
+    """The rotation of keys [layers, tokens, kv_heads, head_dim], of which the first `rotary_dim` dimensions pair up
+    half with half.
 
-    The tables hold what the model's module answers (llama3 and YaRN scaling included), for every position up to
+    The tables hold the outputs of the model's module (llama3 and YaRN scaling included), for every position up to
     `max_positions`. YaRN scales cos and sin by a factor s, so that rotating back must divide by s².
     """
 

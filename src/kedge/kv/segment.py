@@ -1,4 +1,4 @@
-"""KV of a run of tokens, apart from any position: keys are unrotated."""
+"""KV of consecutive tokens, independent of position: keys are unrotated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kedge.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class KVSegment:
-    """Keys (unrotated) and values of neighbouring tokens, each [layers, tokens, kv_heads, head_dim], of one dtype.
+    """The keys (unrotated) and values of neighbouring tokens, each [layers, tokens, kv_heads, head_dim], of one dtype.
 
     Raises `PlanError` where the two differ in shape or dtype.
     """
@@ -50,12 +50,12 @@ class KVSegment:
         return KVSegment(self.keys[:, start:stop], self.values[:, start:stop])
 
     def owned(self) -> KVSegment:
-        """Return the same KV in memory of its own: a view is copied, so that it does not keep a larger tensor alive."""
+        """Return the same KV in its own memory: a view is copied, so that it does not keep a larger tensor alive."""
         return KVSegment(_owned(self.keys), _owned(self.values))
 
     @classmethod
     def cat(cls, parts: Sequence[KVSegment]) -> KVSegment:
-        """Return the parts one after the other (at least one)."""
+        """Return the concatenation of at least one part."""
         return cls(torch.cat([p.keys for p in parts], dim=1), torch.cat([p.values for p in parts], dim=1))
 
 

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Kinds of RoPE whose frequencies depend on how long the longest sequence of a pass is"""
+"""Kinds of RoPE with frequencies that depend on the longest sequence of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """KV of one token: `layers` x 2 x [kv_heads, head_dim] of `dtype`; the first `rotary_dim` of a key are rotated."""
+    """The shape of one token's KV: `layers` x 2 x [kv_heads, head_dim] of `dtype`; the first `rotary_dim` of a key are
+    rotated.
+    """
 
     layers: int
     kv_heads: int
@@ -32,7 +34,7 @@ class KVSpec:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> KVSpec:
-        """Return the shape; raise `UnsupportedModel` for what is not a RoPE decoder with one KV per token and layer."""
+        """Return the shape. Raises `UnsupportedModel` unless it is a RoPE decoder with one KV per token and layer."""
         config = _text(config)
         if reason := _unservable(config):
             raise UnsupportedModel("model_type", config.model_type, reason)
@@ -47,10 +49,10 @@ class KVSpec:
 
 
 def longest(config: PretrainedConfig) -> int:
-    """Return how many positions a sequence may have: as many as the model is made for and rotates in one way.
+    """Return the largest number of positions of a sequence: those that the model supports and rotates consistently.
 
-    Beyond its original length a model with RoPE that changes with the length rotates all keys anew, and those that are
-    cached already, or belong to shorter sequences of the same pass, are not.
+    Beyond its original length a model with length-dependent RoPE rotates all keys anew; cached keys, and those of
+    shorter sequences in the same pass, would differ.
     """
     config = _text(config)
     rope, positions = _rope(config), config.max_position_embeddings
@@ -76,7 +78,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _unservable(config: PretrainedConfig) -> str | None:
-    """Return why Kedge does not run such a model, as far as its config tells. `config` is that of its text part."""
+    """Return why Kedge cannot run such a model according to its text part's `config`, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has no single KV cache"
     if getattr(config, "kv_lora_rank", None):
@@ -94,7 +96,7 @@ def _unservable(config: PretrainedConfig) -> str | None:
 
 
 def _incomplete(config: PretrainedConfig) -> str | None:
-    """Return which size the config does not give as one number, or None."""
+    """Return the size that the config does not give as a single number, or None."""
     sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
     sizes.append("head_dim" if getattr(config, "head_dim", None) else "hidden_size")
     odd = [name for name in sizes if not isinstance(getattr(config, name, None), int)]

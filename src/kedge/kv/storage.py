@@ -15,12 +15,12 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 
 Runs = tuple[slice, ...]
-"""Slots in the order of positions, as slices of neighbours: most requests have one or two."""
+"""Slots in order of positions, as contiguous slices; most requests have one or two."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """Where the tokens of one request lie: position -> slot."""
+    """The map from a request's positions to slots."""
 
     slots: Tensor
     """int64 [capacity], on the CPU"""
@@ -31,7 +31,7 @@ class SlotTable:
         return cls((starts[:, None] + torch.arange(block_size)).flatten())
 
     def runs(self, start: int, stop: int) -> Runs:
-        """Return the slots of positions [start, stop) as slices of neighbours."""
+        """Return the slots of positions [start, stop) as contiguous slices."""
         slots = self.slots[start:stop]
         if not len(slots):
             return ()
@@ -41,7 +41,9 @@ class SlotTable:
 
 
 class PagedStorage:
-    """Keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one request."""
+    """The keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one
+    request.
+    """
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotary) -> None:
         shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
@@ -67,8 +69,9 @@ class PagedStorage:
         return KVSegment(self.rotary.unrotate(keys, slice(start, stop)), values)
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
-        """Write `base` plus `offsets` (of all layers but the first, whose offset is zero) to the positions from
-        `start` on, keys rotated to them. Memory is the limit: nothing is copied on the way but the keys' sum."""
+        """Write `base` plus `offsets` (of all layers but the first, which has offset zero) to the positions from
+        `start` on, with keys rotated to them. Bound by memory: only the sum of the keys is copied on the way.
+        """
         done = 0
         for run in table.runs(start, start + base.tokens):
             part = slice(done, done + run.stop - run.start)

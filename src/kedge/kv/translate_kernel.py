@@ -1,8 +1,8 @@
 """Translation in one pass over the bytes, as a Triton kernel (KVCOMM, Eq. 6 and 7).
 
-Base KV and the rows of offsets that a token is blended from are read once, added in float32, turned to their position
-and written to their slots; nothing lies in memory in between. The twin in PyTorch is
-`kedge.anchors.translator.in_chunks`. Importing this module needs Triton.
+Base KV and the blended rows of offsets are read once, added in float32, rotated to their position and written to their
+slots, without intermediate results in memory. `kedge.anchors.translator.in_chunks` does the same in PyTorch. Importing
+this module needs Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage
 
 TILE = 16
-"""Tokens of one program: with a head of 128 dimensions it reads 4 KiB at a time"""
+"""Tokens per program: with head_dim 128 it reads 4 KiB at a time"""
 
 
 def translate(

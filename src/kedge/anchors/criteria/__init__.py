@@ -1,1 +1,1 @@
-"""Criteria: whether a value is shareable, and how wrong its estimates turned out to be."""
+"""Criteria of whether a value is shareable."""

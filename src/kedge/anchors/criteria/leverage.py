@@ -16,13 +16,13 @@ from kedge.anchors.keys import KeyBlock
 from kedge.structures.bounded import BoundedDict
 
 _RIDGE = 1e-3
-"""In units of the mean square of a dimension of the key vectors"""
+"""Ridge, in units of the mean square of a dimension of the key vectors."""
 _SPREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Shareable if two anchors are at least as long (KVCOMM, Table A.3, first row)."""
+    """A criterion by which a value is shareable if two anchors are at least as long (KVCOMM, Table A.3, first row)."""
 
     calibrates: bool = False
 
@@ -34,7 +34,7 @@ class Length:
 
 
 class Spread(NamedTuple):
-    """Where the key vectors x of a block's tokens lie: leverage of any x is ‖factor · [x, 1]‖²."""
+    """The distribution of the key vectors x of a block's tokens: the leverage of any x is ‖factor · [x, 1]‖²."""
 
     factor: Tensor
     """float32 [match_dim + 1, match_dim + 1]: the inverse of the Cholesky factor of XᵀX + λI"""
@@ -43,7 +43,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor) -> Spread:
-        """Of key vectors [columns, match_dim]."""
+        """Return the spread of key vectors [columns, match_dim]."""
         rows = _with_one(keys)
         gram = rows.mT @ rows
         gram += _RIDGE * float(gram.diagonal().mean()) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -62,10 +62,11 @@ def _with_one(keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Leverage:
-    """Shareable if its tokens lie where those of the anchors lie: a regression on these has seen the like.
+    """A criterion by which a value is shareable if its tokens lie where those of the anchors lie, so that a regression
+    on these has seen similar ones.
 
-    Leverage xᵀ (XᵀX + λI)⁻¹ x of the key vectors, over the anchors' own mean: 1 is a token like any other, more is
-    extrapolation. It asks nothing of what was observed, so it works before anything has been calibrated.
+    It uses the leverage xᵀ (XᵀX + λI)⁻¹ x of the key vectors, over the anchors' own mean: 1 is a token like any other,
+    more is extrapolation. It needs no observed errors, so it works before anything has been calibrated.
     """
 
     min_anchors: int

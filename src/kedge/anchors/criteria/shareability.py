@@ -1,4 +1,4 @@
-"""Criteria: whether a value is shareable, from what its pool holds."""
+"""Criteria that judge from a pool's content whether a value is shareable."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from kedge.anchors.estimators.blending import Match, anchor_weights
 from kedge.anchors.keys import KeyBlock
 
 _STILL = 64
-"""One unshareable value in so many goes on teaching a site that has seen enough of them"""
+"""One unshareable value in this many still teaches a site that has seen enough of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` says why a value is not shareable; tokens that are `weak` (bool [tokens], CPU) should be computed, of it
-    and of the prefix segment after it."""
+    """The result of a criterion. `reason` says why a value is not shareable; tokens marked in `weak` (bool [tokens],
+    CPU) should be computed, in the value and in the prefix segment after it.
+    """
 
     reason: str
     weak: Tensor
     weak_prefix: Tensor | None = None
     learnable: bool = True
-    """Whether dense prefill of the prompt is worth its time, if it is not shareable"""
+    """Whether dense prefill of the prompt pays off, if the value is not shareable."""
 
     @property
     def shareable(self) -> bool:
@@ -34,23 +35,25 @@ class Verdict:
 
 
 class Criterion(Protocol):
-    """Judges a value by the anchors that have offsets for the site in question."""
+    """A rule that judges a value by the anchors that have offsets for the site in question."""
 
     @property
     def calibrates(self) -> bool:
         """Whether it needs the site's calibration."""
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:
-        """Return why a value of `tokens` tokens cannot be judged shareable whatever it is, or the empty text."""
+        """Return why no value of `tokens` tokens can be shareable now, or the empty text."""
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
-        """Return the verdict, where nothing lacks."""
+        """Return the verdict. Called only where `lacks` returns the empty text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """KVCOMM, Eq. 5: not shareable if longer than every anchor, or if the entropy of its weights over the anchors at
-    least as long exceeds gamma · log of their number. One such anchor alone is no ground to share."""
+    """The criterion of KVCOMM, Eq. 5: a value is not shareable if it is longer than every anchor, or if the entropy of
+    its weights over the anchors at least as long exceeds gamma · log of their number. A single such anchor is not
+    enough.
+    """
 
     gamma: float
     temperature: float
@@ -69,7 +72,7 @@ class Entropy:
 
 
 def lacks_length(tokens: int, block: KeyBlock) -> str:
-    """Return why the anchors are not as long as Eq. 5 asks for, or the empty text."""
+    """Return why the anchors are too short for Eq. 5, or the empty text."""
     match len(block.long_enough(tokens)):
         case 0:
             return "longer than every anchor"
@@ -79,16 +82,18 @@ def lacks_length(tokens: int, block: KeyBlock) -> str:
 
 
 def entropy(weights: Tensor) -> float:
-    """-Σ w log w of weights that sum to 1."""
+    """Return -Σ w log w of weights that sum to 1."""
     return float(torch.special.entr(weights).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Shareable, from enough anchors, if the mean predicted relative error of its offsets is small but for weak tokens,
-    which are computed. Until twice as many values were observed as it takes to share one, these count, too: there is
-    something to learn. After that a value that is not shareable is computed and the rest of its prompt translated, but
-    for a few, by which the site follows what changes.
+    """A criterion by which a value is shareable, given enough anchors, if the mean predicted relative error of its
+    offsets is small without its weak tokens, which are computed.
+
+    Until twice as many values were observed as sharing needs, weak tokens count as well, since there is something to
+    learn. After that an unshareable value is computed and the rest of its prompt translated; a few such values are
+    still learned from, so that the site follows changes.
     """
 
     min_anchors: int

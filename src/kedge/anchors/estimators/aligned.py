@@ -1,4 +1,4 @@
-"""Estimators that weigh whole anchors in another way than Eq. 6: the paper's Table A.4, and the mean."""
+"""Estimators with other weights of whole anchors than Eq. 6: those of the paper's Table A.4, and the mean."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weigh = Callable[[Query, KeyBlock, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """Token t takes the weighted offsets of token t of every anchor that is at least as long."""
+    """An estimator in which token t takes the weighted offsets of token t of every anchor that is at least as long."""
 
     weigh: Weigh
     aligned: bool = True
@@ -34,20 +34,20 @@ class Aligned:
 
 
 def nearest() -> Aligned:
-    """Return the offsets of the one anchor of least L2 distance (Table A.4)."""
+    """Return the estimator that uses the one anchor of least L2 distance (Table A.4)."""
     return Aligned(_least)
 
 
 def mean() -> Aligned:
-    """Return the mean of the offsets: what can be known of them without a look at the value."""
+    """Return the estimator that uses the mean of all offsets, whatever the value."""
     return Aligned(_equal)
 
 
 def cosine(temperature: float) -> Aligned:
-    """Return weights by cosine similarity over all tokens (Table A.4).
+    """Return the estimator that weighs anchors by cosine similarity over all tokens (Table A.4).
 
-    The distance is the chord sqrt(2 - 2 cos), which is the L2 distance of what has been normalised, so that
-    `temperature` means what it means for `interpolate`.
+    The distance is the chord sqrt(2 - 2 cos), the L2 distance of normalised vectors, so that `temperature` has the same
+    meaning as for `interpolate`.
     """
     return Aligned(partial(_by_angle, temperature))
 

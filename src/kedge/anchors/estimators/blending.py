@@ -16,7 +16,7 @@ from kedge.anchors.anchor import Query
 from kedge.anchors.keys import KeyBlock
 
 _LAST = 16
-"""Tokens at the end of a value that decide for the prefix segment after it"""
+"""Tokens at the end of a value that determine the weights for the prefix segment after it."""
 _TINY = 1e-30
 
 
@@ -38,31 +38,34 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A value against the anchors of a block."""
+    """The result of matching a value against the anchors of a block."""
 
     query: Query
     block: KeyBlock
     same: int | None
-    """Index of the anchor that is this very value"""
+    """Index of the anchor that equals this value."""
     proposal: Proposal
 
 
 class Estimator(Protocol):
-    """Chooses anchor tokens and weights."""
+    """A rule that chooses anchor tokens and weights."""
 
     @property
     def aligned(self) -> bool:
         """Whether only anchors at least as long as the value can serve it."""
 
     def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
-        """`same` is the index of the anchor that is this very value: it alone is used. The block is not empty and,
-        where the estimator is `aligned`, has an anchor that is long enough."""
+        """Return the blend for a value. `same` is the index of the anchor that equals the value, which alone is used
+        then.
+
+        The block is not empty and, for an `aligned` estimator, has an anchor that is long enough.
+        """
 
 
 def anchor_weights(distances: Tensor, temperature: float, same: int | None = None) -> Tensor:
     """Return float32 [anchors]: softmax(-temperature · d / mean d), or all on `same`.
 
-    KVCOMM's softmax(-d) means another thing at every length and scale; divided by the mean, only ratios count.
+    KVCOMM's softmax(-d) depends on length and scale; divided by the mean, only ratios count.
     """
     if same is not None:
         return torch.zeros_like(distances).index_fill_(0, torch.tensor(same, device=distances.device), 1.0)
@@ -71,9 +74,10 @@ def anchor_weights(distances: Tensor, temperature: float, same: int | None = Non
 
 @dataclass(frozen=True, slots=True)
 class Interpolate:
-    """KVCOMM, Eq. 6 and 7: token t takes the weighted offsets of token t of every anchor that is at least as long.
+    """The estimator of KVCOMM, Eq. 6 and 7: token t takes the weighted offsets of token t of every anchor that is at
+    least as long.
 
-    The weights come from the L2 distance over all tokens, and the prefix segment after the value takes the same ones.
+    The weights come from the L2 distance over all tokens; the prefix segment after the value takes the same ones.
     """
 
     temperature: float
@@ -89,7 +93,8 @@ class Interpolate:
 
 
 def whole_anchors(query: Query, block: KeyBlock, anchors: Tensor, squared: Tensor, weights: Tensor) -> Proposal:
-    """Token t takes token t of every one of `anchors` (int64 [anchors]) by its one weight (float32 [anchors]).
+    """Return the blend in which token t takes token t of each of `anchors` (int64 [anchors]) by that anchor's weight
+    (float32 [anchors]).
 
     `squared` [anchors, tokens] are the squared distances token by token.
     """
@@ -107,9 +112,11 @@ def whole_anchors(query: Query, block: KeyBlock, anchors: Tensor, squared: Tenso
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Every token looks up its most similar tokens among all tokens of all anchors, at any place.
+    """An estimator in which every token looks up its most similar tokens among all tokens of all anchors, at any
+    position.
 
-    The prefix segment after the value takes whole anchors, weighted by how much their last tokens resemble the value's.
+    The prefix segment after the value takes whole anchors, weighted by how similar their last tokens are to the
+    value's.
     """
 
     top_k: int
@@ -132,7 +139,7 @@ class Token:
 
 
 def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
-    """The offsets of one anchor as they are."""
+    """Return the blend that takes the offsets of one anchor unchanged."""
     columns = block.starts[same] + torch.arange(len(query.tokens), device=block.starts.device)
     weights = query.keys.new_ones(len(query.tokens), 1)
     mass = anchor_weights(query.keys.new_zeros(len(block.ids)), 1.0, same)

@@ -1,4 +1,4 @@
-"""Slots of the estimators `linear` and `linear+token`: what regressions say of offsets (KVCOMM.md, section 3)."""
+"""Sites of the estimators `linear` and `linear+token`: offsets predicted by regression (KVCOMM.md, section 3)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from kedge.kv.segment import KVSegment
 
 
 class LinearOffsets(SiteOffsets):
-    """A regression for the value and the mean for the prefix segment after it, whose base KV never changes.
+    """A regression for the value, and the mean for the prefix segment after it, since its base KV never changes.
 
-    No rows are kept, so nothing is forgotten when an anchor is dropped, and a value that was observed is not recovered
-    exactly.
+    No rows are kept, so dropping an anchor forgets nothing, and an observed value is not recovered exactly.
     """
 
     leaves_out = False
@@ -58,10 +57,10 @@ class LinearOffsets(SiteOffsets):
 
 
 class CorrectedOffsets(SiteOffsets):
-    """Token lookup, and a regression for what base KV lacks of the base KV that was looked up.
+    """Token lookup, corrected by a regression on the difference between the value's base KV and the base KV looked up.
 
-    W x₀ + Σ w (Δ - W x) = Σ w Δ + W (x₀ - Σ w x) for weights w that sum to 1: the lookup of what the regression W
-    leaves over. Written like this, what is stored does not change when the regression learns.
+    W x₀ + Σ w (Δ - W x) = Σ w Δ + W (x₀ - Σ w x) for weights w that sum to 1: the lookup of the residuals of the
+    regression W. Written like this, the stored rows do not change when the regression learns.
     """
 
     leaves_out = False

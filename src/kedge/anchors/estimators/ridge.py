@@ -1,4 +1,4 @@
-"""Ridge regression from base KV to offset, which keeps no samples: only sums over all tokens that it has seen."""
+"""Ridge regression from base KV to offset, which keeps no samples, only sums over all observed tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from torch import Tensor
 
 
 class Ridge:
-    """For every layer, K and V, and head by itself: offset = base · W + c (KVCOMM.md, section 3, `linear`).
+    """A regression for every layer, K and V, and head separately: offset = base · W + c (KVCOMM.md, section 3,
+    `linear`).
 
     Minimises Σ ‖offset - base · W - c‖² + λ ‖W‖², where λ is `strength` times the mean of the diagonal of Σ baseᵀ base;
-    c is not held down. Memory does not grow with what is added.
+    c is not regularised. Memory is constant.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], strength: float, device: torch.device) -> None:
-        """`shape`: layers without the first, 2 (K before V), heads, dimensions of a head."""
+        """Start without data. `shape` is (layers without the first, 2 for K before V, heads, head_dim)."""
         *groups, dim = shape
         self._shape, self._strength = shape, strength
         self._gram = torch.zeros(*groups, dim + 1, dim + 1, device=device)
@@ -27,7 +28,7 @@ class Ridge:
         return self._gram.nbytes + self._moment.nbytes + self._weights.nbytes
 
     def add(self, base: Tensor, offset: Tensor) -> None:
-        """Learn from rows [tokens, width] of base KV and of their offsets (finite, float32)."""
+        """Add rows [tokens, width] of base KV and of their offsets (finite, float32)."""
         features, targets = _with_one(self._groups(base)), self._groups(offset)
         self._gram += features.mT @ features
         self._moment += features.mT @ targets
@@ -43,7 +44,7 @@ class Ridge:
         return torch.linalg.solve(gram + torch.diag_embed(held), self._moment.double()).float()
 
     def predict(self, base: Tensor) -> Tensor:
-        """Return float32 rows [tokens, width]: the offsets of rows of base KV. Zeros before anything was learned."""
+        """Return float32 rows [tokens, width]: the predicted offsets of rows of base KV; zeros before any data."""
         return self._rows(_with_one(self._groups(base)) @ self._weights)
 
     def predict_change(self, difference: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one agent observed at one placeholder of its template: the offsets of its anchors, and how well they predict."""
+"""The observations of one agent at one placeholder of its template: anchors' offsets, and how well they predict."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from kedge.kv.segment import KVSegment
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Offsets measured after a dense prefill: float32 rows [tokens, width] of the value and of the prefix segment
-    after it, and the real KV of both as rows."""
+    """The offsets measured after a dense prefill: float32 rows [tokens, width] of the value and of the prefix segment
+    after it, and the real KV of both as rows.
+    """
 
     value: Tensor
     prefix: Tensor
@@ -34,7 +35,7 @@ class Observation:
     def measure(
         cls, base: KVSegment, real: KVSegment, base_prefix: KVSegment | None, real_prefix: KVSegment | None
     ) -> Observation:
-        """Raise `PlanError` where base and real KV are not of the same tokens."""
+        """Measure the offsets of real KV from base KV. Raises `PlanError` where the two differ in tokens."""
         rows = rows_of(real).float()
         value = _offset(base, rows)
         if base_prefix is None or real_prefix is None:
@@ -57,15 +58,15 @@ class Offsets(NamedTuple):
 
 
 class SiteOffsets(Offloadable):
-    """Two tables over the same anchors, in the order in which they were observed, and the calibration."""
+    """The offsets of one site: two tables over the same anchors, in order of observation, and the calibration."""
 
     leaves_out = True
-    """Whether a match without an anchor makes no use of what was learned from it."""
+    """Whether leaving an anchor out of a match also leaves out what was learned from it."""
     is_saved = True
-    """Whether rows are all that is known, so that a snapshot can hold it."""
+    """Whether the rows hold everything learned, so that a snapshot can save it."""
 
     def __init__(self, base: KVSegment, prefix_tokens: int, bits: int = 16) -> None:
-        """`bits` of every number that is kept: 16 or 8."""
+        """Create empty tables. `bits` per stored number: 16 or 8."""
         self.value, self.prefix = _table(base, bits), _table(base, bits)
         self.calibration = Calibration()
         self.holders: list[AnchorId] = []
@@ -100,7 +101,7 @@ class SiteOffsets(Offloadable):
                 raise PlanError("holders", self.holders, f"a table holds {sorted(table.anchors)}")
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
-        """Add both parts or none. Raises `PlanError` where they do not fit the site, or it knows the anchor."""
+        """Add both parts or none. Raises `PlanError` if they do not fit the site, or the anchor is known already."""
         self._check(anchor, observed)
         with ExitStack() as undo:
             undo.callback(self.drop, anchor)
@@ -118,7 +119,7 @@ class SiteOffsets(Offloadable):
             )
 
     def drop(self, anchor: AnchorId) -> None:
-        """Forget an anchor, where it is known."""
+        """Forget an anchor, if it is known."""
         self.value.drop(anchor)
         self.prefix.drop(anchor)
         if anchor in self.holders:
@@ -133,23 +134,23 @@ class SiteOffsets(Offloadable):
         return Offsets(self.prefix_blend(match), self.prefix)
 
     def value_blend(self, match: Match) -> Blend:
-        """Return the proposal in rows of `value`."""
+        """Return the proposal as a blend of rows of `phi`."""
         rows = self.value.rows_of_anchors(match.block.ids)
         return Blend(rows[match.proposal.columns], match.proposal.weights, self.value.version)
 
     def prefix_blend(self, match: Match) -> Blend:
-        """Return the same anchors' rows of `prefix`, weighted as proposed; anchors without weight are left out."""
+        """Return the blend of the same anchors' rows of `prefix`, weighted as proposed, without anchors of weight 0."""
         kept = match.proposal.after.nonzero().flatten()
         rows = self.prefix.rows_of_anchors(match.block.ids).view(len(match.block.ids), self._prefix_tokens)
         weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
         return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
 
     def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
-        """Return float32 [tokens]: relative error of what would have been estimated, mean over keys and values."""
+        """Return float32 [tokens]: the relative error of the estimate, mean over keys and values."""
         return self._error(self.value_offsets(match, base), observed.value, observed.real)
 
     def prefix_error(self, match: Match, observed: Observation) -> Tensor:
-        """Return the same of the prefix segment after the value."""
+        """Return the relative error of the estimate for the prefix segment after the value."""
         return self._error(self.prefix_offsets(match), observed.prefix, observed.real_prefix)
 
     def _error(self, estimated: Offsets, offsets: Tensor, real: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ class SiteOffsets(Offloadable):
         return (wrong / size.clamp_min(1e-12)).mean(1)
 
     def _norms(self, rows: Tensor) -> Tensor:
-        """[tokens, 2]: over all layers, of keys and of values."""
+        """Return norms [tokens, 2] over all layers, of keys and of values."""
         return rows.view(len(rows), *self._shape).norm(dim=3).norm(dim=1)
 
 
@@ -170,4 +171,4 @@ def _table(base: KVSegment, bits: int) -> OffsetTable:
 
 
 MakeSlot = Callable[[KVSegment, int], SiteOffsets]
-"""Base KV of a value, for its shape, and tokens of the prefix segment after it -> a site that has observed nothing"""
+"""(base KV of a value, for its shape; tokens of the prefix segment after it) -> an empty site"""

@@ -1,8 +1,8 @@
-"""What outlives a process: anchor pools and the base KV of prefix segments, as records of tensors and plain data.
+"""Records of what outlives a process: anchor pools and the base KV of prefix segments, as tensors and plain data.
 
-A view is taken by the stores' owner thread and costs next to nothing; its record is made by any thread, while the owner
-goes on. Keys are unrotated, here as everywhere, so that what is saved has no position. Base KV of values is not saved:
-it is made again when a value comes for the first time. The way back is `kedge.anchors.saving.restoring`.
+A view is taken by the stores' owner thread at almost no cost; any thread makes its record, while the owner goes on.
+Keys are unrotated, so that saved KV has no position. Base KV of values is not saved: it is computed again when a value
+first comes up. `kedge.anchors.saving.restoring` reads records back.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ POOL, TEMPLATE = "pool", "template"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One pool, or one template's prefix segments, as it is written."""
+    """The saved form of one pool, or of one template's prefix segments."""
 
     name: tuple[str, ...]
-    """Its kind, its namespace as text, and its name there."""
+    """Its kind, its namespace as text, and its name in that namespace."""
     data: Mapping[str, Any]
     """JSON"""
     tensors: Mapping[str, Tensor]
@@ -43,7 +43,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a table that are not copied yet."""
+    """Rows of a table, not copied yet."""
 
     table: OffsetTable
     arena: Tensor
@@ -55,9 +55,9 @@ class _Rows:
         return cls(table, table.arena, table.rows_of_anchors(anchors), table.version)
 
     def copied(self) -> Tensor | None:
-        """[rows, width] on the CPU; None where rows have moved or been freed in the meantime.
+        """Return the rows [rows, width] on the CPU; None if they have moved or been freed in the meantime.
 
-        A table writes to rows that nobody has. Before it writes to those that somebody had, its version has changed.
+        A table writes to free rows only, and changes its version before it writes to rows that were in use.
         """
         rows = self.table.decode(self.arena[self.rows]).cpu()
         return rows if self.table.version == self.version else None
@@ -94,7 +94,7 @@ class _SiteView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool as it is now."""
+    """A snapshot of a pool."""
 
     key: PoolKey
     anchors: tuple[Anchor, ...]
@@ -112,11 +112,13 @@ class PoolView:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for two views of one store between which nothing was learned or dropped. Hits do not count."""
+        """Return a value that is equal for two views of one store if nothing was learned or dropped between them. Hits
+        do not count.
+        """
         return tuple((view.site, view.holders, view.calibration.observations) for view in self.sites)
 
     def record(self) -> Record | None:
-        """None where the pool has changed so much that another view is needed."""
+        """Return the record; None if the pool has changed so much that a new view is needed."""
         tensors = {
             "tokens": torch.tensor([token for anchor in self.anchors for token in anchor.tokens]),
             "keys": torch.cat([anchor.keys for anchor in self.anchors]).cpu(),
@@ -132,7 +134,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class TemplateView:
-    """The base KV of a template's prefix segments, which nobody ever writes to again."""
+    """A view of the immutable base KV of a template's prefix segments."""
 
     base: TemplateBase
 
@@ -152,13 +154,13 @@ class TemplateView:
 
 
 def names(anchors: AnchorStore, bases: BaseStore) -> list[tuple[str, ...]]:
-    """Of everything that can be saved now, least recently used first."""
+    """Return the names of everything that can be saved now, least recently used first."""
     templates: list[tuple[str, ...]] = [(TEMPLATE, str(base.namespace), base.template) for base in bases.templates()]
     return templates + [_pool_name(key) for key, pool in anchors.pools.items() if pool.anchors]
 
 
 def view(anchors: AnchorStore, bases: BaseStore, name: tuple[str, ...]) -> PoolView | TemplateView | None:
-    """Return what has this name now; None where nothing has it any more."""
+    """Return a view of what has this name now; None if it has gone."""
     if name[0] == TEMPLATE:
         found = (base for base in bases.templates() if (str(base.namespace), base.template) == name[1:])
         return next(map(TemplateView, found), None)
@@ -172,6 +174,6 @@ def _pool_name(key: PoolKey) -> tuple[str, ...]:
 
 
 def pool_key(name: tuple[str, ...]) -> PoolKey:
-    """Return the key of the pool whose record has this name."""
+    """Return the key of the pool that is saved under this name."""
     _, namespace, workflow, placeholder = name
     return PoolKey(Namespace.parse(namespace), WorkflowId(workflow), placeholder)

@@ -28,23 +28,23 @@ from kedge.types import Namespace
 _NONSENSE = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, PlanError, TranslationRefused
 )  # fmt: skip
-"""What unpacking a record that makes no sense can raise"""
+"""Errors that unpacking an invalid record can raise."""
 _CALIBRATION = dict(zip(PARTS, (torch.float32, torch.float32, torch.int64, torch.float64), strict=True))
 
 
 class Restored:
-    """What records held, rebuilt and not yet part of any store, in the order in which they were added."""
+    """The content of records, rebuilt in the order in which they were added, and not yet part of any store."""
 
     def __init__(self, anchors: AnchorStore, like: KVSegment) -> None:
-        """Restore in the bounds of `anchors`, which stays as it is. `like` is KV, perhaps of no tokens, of the model's
-        shape, dtype and device.
+        """Restore within the bounds of `anchors`, which stays unchanged. `like` is KV, perhaps of no tokens, of the
+        model's shape, dtype and device.
         """
         self._anchors, self._like = anchors, like
         self._pools: dict[PoolKey, AnchorPool] = {}
         self._templates: list[tuple[Namespace, str, Mapping[int, KVSegment]]] = []
 
     def add(self, record: Record) -> None:
-        """Rebuild one record. Raises `StateDamaged`, having added nothing, for one that makes no sense."""
+        """Rebuild one record. Raises `StateDamaged` for an invalid one, and adds nothing then."""
         try:
             if record.name[0] == TEMPLATE:
                 _, namespace, template = record.name
@@ -56,7 +56,7 @@ class Restored:
             raise StateDamaged("record", record.name, f"makes no sense: {error!r}") from error
 
     def install(self, anchors: AnchorStore, bases: BaseStore) -> None:
-        """Put it in the place of everything that was learned. In the owner's thread."""
+        """Replace everything learned by the restored content. Called by the owner's thread."""
         bases.clear()
         for namespace, template, parts in self._templates:
             for index, kv in parts.items():

@@ -10,7 +10,7 @@ from kedge.engine.common.tokenizer import HFTokenizer
 
 
 class TextStream:
-    """The text of one response. `push` answers what became certain; `stopped` tells that a stop string was met."""
+    """The text of one response. `push` returns what became certain; `stopped` is true once a stop string was met."""
 
     def __init__(self, tokenizer: HFTokenizer, stop: Sequence[str]) -> None:
         self._raw = tokenizer.inner.backend_tokenizer

@@ -10,12 +10,13 @@ from torch import Tensor
 from kedge.types import GenerateRequest, TokenLogprob
 
 LOGIT_ROWS = 256
-"""Rows of logits that one pass computes for prompts whose log-probabilities are asked for. With a vocabulary of
-150,000 they take 154 MB as float32; all rows of a long prompt would take gigabytes."""
+"""Maximum rows of logits in one pass for prompts with log-probabilities: 154 MB as float32 with a vocabulary of
+150,000.
+"""
 
 
 class Logprobs:
-    """Those of one request, as they come. It asks for none where the request does not."""
+    """The log-probabilities of one request, as they become known; empty where the request does not ask for them."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._top, self._prompt_top = request.logprobs, request.prompt_logprobs
@@ -29,10 +30,9 @@ class Logprobs:
         return self._prompt_top is not None
 
     def read_prompt(self, positions: Sequence[int], logits: Tensor) -> None:
-        """Logits [positions, vocab] after these neighbouring positions; what they say of the prompt is noted.
+        """Record the prompt's log-probabilities from logits [positions, vocab] after these neighbouring positions.
 
-        It takes the place of what was noted of these positions and those behind them: after a request has stepped
-        aside its prompt is read again.
+        This replaces what was recorded for these positions and later ones: a preempted request reads its prompt again.
         """
         following = self._prompt[positions[0] + 1 : positions[-1] + 2]
         if self._prompt_top is not None and following:
@@ -40,19 +40,19 @@ class Logprobs:
             self.prompt[positions[0] + 1 :] = noted
 
     def read_answer(self, token: int, logits: Tensor) -> None:
-        """`token` was drawn from logits [vocab]."""
+        """Record the log-probability of `token`, drawn from logits [vocab]."""
         if self._top is not None:
             self.answer += token_logprobs(logits[None], (token,), self._top)
 
     def news(self) -> tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob | None, ...]]:
-        """Return what nobody has been told yet: of the answer, of the prompt."""
+        """Return the log-probabilities since the last call: of the answer, and of the prompt."""
         answer, prompt = self.answer[self._told_answer :], self.prompt[self._told_prompt :]
         self._told_answer, self._told_prompt = len(self.answer), len(self.prompt)
         return tuple(answer), tuple(prompt)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Return what logits [tokens, vocab] say of `tokens`, and of the `top` likeliest in their places.
+    """Return the log-probabilities of `tokens` from logits [tokens, vocab], each with the `top` likeliest alternatives.
 
     A token that is among the likeliest has the same number in both places, bit for bit.
     """

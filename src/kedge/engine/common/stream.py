@@ -15,7 +15,7 @@ class TokenStream:
     """A queue between an engine's thread, which puts deltas and then a completion or an error, and one reader."""
 
     def __init__(self, request_id: RequestId, on_end: Callable[[RequestId], object] = lambda _: None) -> None:
-        """`on_end` is called when the end is put, before anybody can read it."""
+        """Create an empty stream. `on_end` is called when its end is put, before a reader can see it."""
         self.request_id = request_id
         self._on_end = on_end
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -24,7 +24,7 @@ class TokenStream:
         self._handing_over = threading.Lock()
 
     def put(self, item: Item) -> None:
-        """Add what comes next."""
+        """Add the next item."""
         if isinstance(item, BaseException) or item.completion is not None:
             self._on_end(self.request_id)
         with self._handing_over:
@@ -57,7 +57,7 @@ class TokenStream:
         except queue.Empty:
             raise TimeoutError(f"no token of {self.request_id} in time") from None
         if isinstance(item, BaseException):
-            self._items.put(item)  # whoever asks again gets it again
+            self._items.put(item)  # a later call gets it again
             raise item
         self._completion = item.completion
         return item

@@ -1,4 +1,4 @@
-"""What single tokens stand for, in bytes. A tokenizer's own `decode` shows half a character as U+FFFD."""
+"""The bytes of single tokens. A tokenizer's own `decode` shows half a character as U+FFFD."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _SPACE = "\u2581"
 
 
 class Spelling:
-    """Reads the vocabulary of a byte-level tokenizer, or of one that writes spaces as U+2581 and bytes as <0xNN>."""
+    """A reader of the vocabulary of a byte-level tokenizer, or of one that writes spaces as U+2581 and bytes as
+    <0xNN>.
+    """
 
     def __init__(self, raw: Tokenizer) -> None:
         self._raw = raw
@@ -22,7 +24,9 @@ class Spelling:
         self._is_byte_level = raw.decoder is not None and _has_part(json.loads(raw.decoder.__getstate__()), "ByteLevel")
 
     def __call__(self, token: int) -> bytes:
-        """Nothing for an id that is not in the vocabulary: models may have more rows than tokens."""
+        """Return the bytes of a token; empty for an id that is not in the vocabulary: models may have more rows than
+        tokens.
+        """
         if token in self._added:
             return self._added[token].encode()
         text = self._raw.id_to_token(token) or ""
@@ -34,5 +38,5 @@ class Spelling:
 
 
 def _has_part(decoder: dict, kind: str) -> bool:
-    """Return whether a decoder, as its state tells it, is of a kind or has one of it among its parts."""
+    """Return whether a decoder, given as its state, is of a kind or contains one of that kind."""
     return decoder["type"] == kind or any(_has_part(part, kind) for part in decoder.get("decoders", ()))

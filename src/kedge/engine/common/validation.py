@@ -1,5 +1,5 @@
-"""What a request and a hint may hold, whatever the engine. Engines call this where values enter, before anything else
-sees them: behind it nobody has to expect a float for a token id, or a temperature that is no number.
+"""Validation of requests and hints for all engines. Engines call it where values enter, so that the code behind it
+never meets a float as a token id, or a temperature that is not a number.
 
 O(number of tokens), at the speed of C: a prompt of 100,000 tokens takes a few milliseconds.
 """
@@ -49,9 +49,9 @@ def require_new_id(request_id: RequestId, in_flight: Container[RequestId]) -> No
 def sensible_hints(
     changes: Changes, prompts: Mapping[AgentKey, Tokens]
 ) -> tuple[dict[AgentKey, NextRun | None], dict[AgentKey, Tokens]]:
-    """Return what can be used of a forecast; entries of a wrong type or with impossible numbers are left out.
+    """Return the valid entries of a forecast; those of a wrong type or with impossible numbers are left out.
 
-    Raises nothing, whatever it is given: a hint is never an error.
+    Never raises: a hint is never an error.
     """
     return _usable_changes(changes), _usable_prompts(prompts)
 
@@ -140,7 +140,7 @@ def _is_agent(key: object) -> bool:
 
 
 def _is_run(next_run: object) -> bool:
-    """Return whether a forecast may say so: 0 or more steps (perhaps infinitely many), or None for an agent that
+    """Return whether a forecast may have this entry: 0 or more steps (infinity included), or None for an agent that
     ended.
     """
     if not isinstance(next_run, NextRun):

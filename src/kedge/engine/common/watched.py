@@ -1,4 +1,4 @@
-"""An engine that tells a watcher what it is asked and what comes of it. Nothing else about it is different."""
+"""An engine wrapper that reports calls and results to a watcher, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Watcher:
         """Take note that a request is over, without a completion where there is no answer. The first call counts."""
 
     def cancelled(self, request_id: RequestId) -> None:
-        """Take note that a request is being cancelled; its stream may have no reader who would tell its end."""
+        """Take note that a request is being cancelled; its stream may have no reader who would report its end."""
 
     def forecast(self, changes: Changes) -> None:
-        """Take note of agents whose next run is another than before."""
+        """Take note of the changes of the forecast."""
 
     def run_ended(self, run: RunKey) -> None:
         """Take note that a run is over."""
@@ -51,7 +51,7 @@ class WatchedEngine:
 
     @property
     def watched(self) -> Engine:
-        """The engine itself, for what not every engine can."""
+        """The wrapped engine, for capabilities that not every engine has."""
         return self._engine
 
     @property
@@ -70,7 +70,7 @@ class WatchedEngine:
         return WatchedStream(stream, request.tenant, self._watcher)
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Nothing to tell: the request itself will come."""
+        """Forward a hint. The watcher gets no report: the request itself will come."""
         if isinstance(self._engine, Preparing):
             self._engine.prepare(request)
 
@@ -94,7 +94,7 @@ class WatchedEngine:
 
 
 class WatchedStream:
-    """A stream whose first token and whose end are told, see `kedge.engine.base.Stream`."""
+    """A stream that reports its first token and its end, see `kedge.engine.base.Stream`."""
 
     def __init__(self, stream: Stream, tenant: TenantId, watcher: Watcher) -> None:
         self.request_id = stream.request_id
@@ -123,13 +123,15 @@ class WatchedStream:
             self._tell_end(delta.completion)
 
     def _tell_end(self, completion: Completion | None) -> None:
-        """The first one counts. None, or a cancelled one: there is no answer."""
+        """Report the end; only the first call counts. None, or a cancelled completion, means that there is no
+        answer.
+        """
         answered = completion and completion.finish_reason is not FinishReason.CANCELLED
         self._watcher.ended(self._tenant, self.request_id, completion if answered else None)
 
 
 class WatchedListenable(WatchedStream):
-    """The same of a stream that calls its reader, see `kedge.engine.base.Listenable`."""
+    """A watched stream that calls its reader, see `kedge.engine.base.Listenable`."""
 
     def listen(self, listener: Listener) -> None:
         """Pass everything to the listener and the watcher."""

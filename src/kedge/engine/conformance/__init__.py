@@ -1,4 +1,4 @@
-"""What every `Engine` must do, as tests. Subclass and give an engine:
+"""Conformance tests for every `Engine`. Subclass `EngineConformance` and provide an engine:
 
     class TestMyEngine(EngineConformance):
         @pytest.fixture
@@ -43,7 +43,7 @@ class EngineConformance(
     AnswerTests,
     TokenizerTests,
 ):
-    """The suite. `engine` comes from the subclass; the numbers may be set to fit it."""
+    """The conformance suite. `engine` comes from the subclass, which may also set the numbers to fit it."""
 
     def test_close_cancels_refuses_and_is_idempotent(self, engine: Engine) -> None:
         request = self.request(engine, fresh_text("closing"), max_tokens=self.long_tokens)

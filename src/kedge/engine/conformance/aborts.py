@@ -1,4 +1,4 @@
-"""What an abort must end: the request it names, and nothing else."""
+"""Tests that an abort ends the request that it names, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class AbortTests(Harness):
         self.serves(engine)
 
     def test_aborts_at_any_stage_leave_a_neighbour_alone(self, engine: Engine) -> None:
-        """The neighbour's tokens are the clock: by some the other is in its prefill, by others in its answer."""
+        """Abort a request at every stage. The neighbour's tokens are the clock: some aborts hit the prefill, others the
+        answer.
+        """
         text = fresh_text("neighbours")
         alone = self.run(engine, self.request(engine, text)).tokens
         for stage in range(self.max_tokens):
@@ -53,7 +55,7 @@ class AbortTests(Harness):
         self.serves(engine)
 
     def test_many_aborts_at_once(self, engine: Engine) -> None:
-        """Every stream ends with exactly one completion."""
+        """Abort many requests from several threads; every stream ends with exactly one completion."""
         texts = [fresh_text("aborts") for _ in range(8)]
         streams = [engine.submit(self.request(engine, text, max_tokens=self.long_tokens)) for text in texts]
         with ThreadPoolExecutor(16) as threads:  # half of them only read

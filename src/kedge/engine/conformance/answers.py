@@ -1,4 +1,4 @@
-"""What one request must be answered with."""
+"""Tests of the answer to a single request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kedge.types import FinishReason, ReuseMode
 
 
 class AnswerTests(Harness):
-    """One request at a time."""
+    """Tests of one request at a time."""
 
     def test_max_tokens_is_honoured(self, engine: Engine) -> None:
         for max_tokens in (1, self.max_tokens):

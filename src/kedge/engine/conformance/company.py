@@ -1,4 +1,4 @@
-"""What several requests at once must not do to each other."""
+"""Tests that concurrent requests do not affect each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kedge.types import FinishReason, RequestId, ReuseMode
 
 
 class CompanyTests(Harness):
-    """A few requests side by side."""
+    """Tests of a few concurrent requests."""
 
     def test_requests_at_once_answer_as_one_by_one(self, engine: Engine) -> None:
         texts = [fresh_text("company") * (1 + n) for n in range(4)]
@@ -41,4 +41,4 @@ class CompanyTests(Harness):
         self.serves(engine)
 
     def test_cancel_of_an_unknown_request(self, engine: Engine) -> None:
-        assert engine.cancel(RequestId("nobody's")) is False
+        assert engine.cancel(RequestId("unknown")) is False

@@ -1,4 +1,4 @@
-"""What the tests of the suite are built from."""
+"""The helpers that the tests of the suite are built from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def fresh_text(topic: str) -> str:
 
 
 class Harness:
-    """Numbers that fit the engine, and how requests are made and run. Subclasses may set and override all of it."""
+    """The base class of the tests: sizes that fit the engine, and helpers that make and run requests. Subclasses may
+    set and override all of it.
+    """
 
     timeout_s = 60.0
     max_tokens = 12
@@ -59,7 +61,9 @@ class Harness:
         raise SkipTest(f"no small engine is provided beside {type(engine).__name__}")
 
     def check_at_rest(self, engine: Engine) -> None:
-        """Raise where anything is left of requests that have ended. An engine that can tell overrides it."""
+        """Raise if anything is left of requests that have ended. Does nothing here; engines that can check
+        override it.
+        """
 
     # building and running ---------------------------------------------------------------------------------------------
 
@@ -73,7 +77,9 @@ class Harness:
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
     ) -> GenerateRequest:
-        """Return a greedy request that only a stop string ends early: three segments, the middle one a placeholder."""
+        """Return a greedy request of three segments, the middle one a placeholder, which only a stop string
+        ends early.
+        """
         before, _, after = engine.tokenizer.chat("You answer in short words.", "\0").partition("\0")
         encode = engine.tokenizer.encode
         segments = (
@@ -124,7 +130,7 @@ def expect(error: type[E], call: Callable[[], object]) -> E:
 
 
 def are_chances(entries: Sequence[TokenLogprob], top: int) -> None:
-    """Assert that `entries` are what distributions say: the likeliest first, none likelier, no more than certain."""
+    """Assert that `entries` are valid distributions: the likeliest token first, and probabilities of at most 1."""
     for entry in entries:
         logprobs = [logprob for _, logprob in entry.top]
         assert len(entry.top) == len({token for token, _ in entry.top}) == top

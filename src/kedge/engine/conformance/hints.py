@@ -1,4 +1,4 @@
-"""What hints may do: save time, and change nothing."""
+"""Tests that hints save time and change no answer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kedge.workflow.steps import NextRun
 
 
 class HintTests(Harness):
-    """Forecasts, preparations and the ends of runs: right, wrong, late or hostile."""
+    """Tests of forecasts, preparations and the ends of runs: right, wrong, late or hostile."""
 
     def test_the_end_of_an_unknown_run_is_no_error(self, engine: Engine) -> None:
         engine.end_run(RunKey(Namespace(TenantId("conformance")), "", RunId("unknown")))
         self.serves(engine)
 
     def test_hints_change_no_token(self, engine: Engine) -> None:
-        """Return whether right, wrong, late or about nobody."""
+        """Check forecasts that are right, wrong, late, or about unknown agents."""
         text = fresh_text("hints")
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
         plain = self.run(engine, request).tokens
-        keys = [AgentKey(*request.run_key, AgentId(name)) for name in ("speaker", "nobody")]
+        keys = [AgentKey(*request.run_key, AgentId(name)) for name in ("speaker", "unknown")]
         for steps in (0.0, 3.0, math.inf):
             engine.forecast(dict.fromkeys(keys, NextRun(steps)), dict.fromkeys(keys, request.segments[0].tokens))
             again = replace(request, request_id=RequestId(f"hinted-{next(fresh)}"))
@@ -35,7 +35,7 @@ class HintTests(Harness):
         self.serves(engine)
 
     def test_preparing_changes_no_token(self, engine: Engine) -> None:
-        """Hints of nothing, of half of the prompt, of all of it, of another one. An engine may do without them."""
+        """Check hints of an empty, half, whole or different prompt. An engine may ignore them."""
         text = " ".join(fresh_text("preparing") for _ in range(3))
         request = replace(self.request(engine, text), agent=AgentId("speaker"), run=RunId("run"))
         plain = self.run(engine, request).tokens
@@ -72,7 +72,7 @@ class HintTests(Harness):
             assert self.again(engine, request).tokens == plain
 
     def test_the_end_of_a_run_ends_no_request(self, engine: Engine) -> None:
-        """Neither that of another run or tenant, nor that of its own."""
+        """Check the end of another run, of another tenant's run, and of the request's own run."""
         request = replace(self.request(engine, fresh_text("runs"), reuse=ReuseMode.TRANSLATE), run=RunId("run"))
         plain = self.again(engine, request, reuse=ReuseMode.OFF).tokens
         for tenant, run in (("others", "run"), (request.tenant, "other"), ("", ""), (request.tenant, "run")):
@@ -95,7 +95,7 @@ IMPOSSIBLE_PREPARATIONS: tuple[dict[str, Any], ...] = (
 
 
 def _nonsense(key: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield forecasts, with prompts, that nobody can mean."""
+    """Yield invalid forecasts, with prompts."""
     runs: list[Any] = [(steps, 1.0) for steps in (math.nan, -1.0, -math.inf, "soon", None, True)]
     runs += [(1.0, probability) for probability in (math.nan, -1.0, 2.0, "likely", None)]
     for run in runs:

@@ -1,4 +1,4 @@
-"""What a request's id must mean: one request at a time."""
+"""Tests that a request id names one request at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kedge.types import AgentId, FinishReason, GenerateRequest, ReuseMode, RunId
 
 
 class IdentityTests(Harness):
-    """Requests with an id that was there before."""
+    """Tests of requests that repeat an earlier id."""
 
     def test_a_duplicate_of_a_request_in_flight_is_refused(self, engine: Engine) -> None:
         request = self.request(engine, fresh_text("duplicates"), max_tokens=self.long_tokens)
@@ -48,7 +48,9 @@ class IdentityTests(Harness):
         self.serves(engine)
 
     def test_an_id_may_come_again_once_its_request_has_ended(self, engine: Engine) -> None:
-        """Also where the engine still learns from the one before."""
+        """Submit an id again after its request has ended, also while the engine still learns from the earlier
+        request.
+        """
         for reuse in ReuseMode:
             request = self.call(engine, fresh_text("repetitions"), reuse)
             plain = self.again(engine, request, reuse=ReuseMode.OFF).tokens
@@ -67,7 +69,7 @@ class IdentityTests(Harness):
             assert self.run(engine, request).finish_reason is FinishReason.LENGTH
 
     def call(self, engine: Engine, text: str, reuse: ReuseMode) -> GenerateRequest:
-        """Return an agent's call, whose answer others are going to read."""
+        """Return an agent's call with an answer that other agents are going to read."""
         return replace(
             self.request(engine, text, reuse=reuse),
             request_id=fresh_id(),

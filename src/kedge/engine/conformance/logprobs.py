@@ -1,4 +1,4 @@
-"""What must be answered where log-probabilities are asked for."""
+"""Tests of requests that ask for log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kedge.types import FinishReason, ReuseMode
 
 
 class LogprobTests(Harness):
-    """Log-probabilities of answers and of prompts, and prompts without an answer."""
+    """Tests of log-probabilities of answers and prompts, and of prompts without an answer."""
 
     def test_an_answer_is_told_with_its_log_probabilities(self, engine: Engine) -> None:
         request = replace(self.request(engine, fresh_text("chances")), logprobs=3)
@@ -35,11 +35,11 @@ class LogprobTests(Harness):
         assert tuple(entry.token for entry in done.logprobs)[: len(done.tokens)] == done.tokens
 
     def test_a_prompt_is_told_with_its_log_probabilities(self, engine: Engine) -> None:
-        """And its whole prefill is paid for, whatever is in the cache; they are the same with and without reuse."""
+        """Check that the whole prompt is computed, whatever is cached, and that its logprobs do not depend on reuse."""
         text = " ".join(fresh_text("scores") for _ in range(3))
         for _ in range(2):
             self.run(engine, self.request(engine, text, reuse=ReuseMode.EXACT))
-        told = []
+        reported = []
         for reuse in ReuseMode:
             request = replace(self.request(engine, text, reuse=reuse), prompt_logprobs=2)
             stream = engine.submit(request)
@@ -52,17 +52,17 @@ class LogprobTests(Harness):
             assert [bool(delta.prompt_logprobs) for delta in deltas] == [True] + [False] * (len(deltas) - 1)
             assert deltas[0].prompt_logprobs == done.prompt_logprobs
             assert done.receipt.computed == request.prompt_tokens
-            assert bool(done.receipt.misses) or reuse is ReuseMode.OFF, "nobody says why nothing was reused"
+            assert bool(done.receipt.misses) or reuse is ReuseMode.OFF, "the receipt gives no reason"
             assert done.logprobs == ()
-            told.append([round(entry.logprob, 3) for entry in others if entry])
-        assert told[0] == told[1] == told[2]
+            reported.append([round(entry.logprob, 3) for entry in others if entry])
+        assert reported[0] == reported[1] == reported[2]
 
     def test_nobody_asked_nobody_is_told(self, engine: Engine) -> None:
         done = self.run(engine, self.request(engine, fresh_text("silence")))
         assert done.logprobs == done.prompt_logprobs == ()
 
     def test_a_prompt_can_be_computed_without_an_answer(self, engine: Engine) -> None:
-        """With `max_tokens=0`; what it leaves behind is reused."""
+        """Run a prompt with `max_tokens=0`; later requests reuse its KV."""
         text = " ".join(fresh_text("warming") for _ in range(3))
         request = self.request(engine, text, reuse=ReuseMode.EXACT)
         request = replace(request, sampling=replace(request.sampling, max_tokens=0))

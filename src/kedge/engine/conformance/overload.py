@@ -1,4 +1,4 @@
-"""What an engine must do with more than it has room for."""
+"""Tests of an engine that gets more requests than it has room for."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kedge.types import (
 ANSWER = 4
 """Tokens of an answer on the small engine."""
 KINDS = 6
-"""Different prompts among those that come at once."""
+"""Number of different prompts among the concurrent requests."""
 
 
 class OverloadTests(Harness):
-    """A full cache, and many clients."""
+    """Tests of a full cache, and of many clients."""
 
     crowd = 24
-    """Requests that come at once to the small engine."""
+    """Number of concurrent requests to the small engine."""
 
     def test_overload_on_a_small_pool_ends_every_request(self, engine: Engine) -> None:
-        """In every mode; and afterwards the engine answers as before."""
+        """Overload the small engine in every reuse mode; afterwards it answers as before."""
         with self.small_engine(engine) as small:
             alone = [self.run(small, self.large(small, kind, ReuseMode.OFF)).tokens for kind in range(KINDS)]
             for reuse in ReuseMode:
@@ -58,7 +58,7 @@ class OverloadTests(Harness):
                 self.check_at_rest(small)
 
     def test_many_clients_at_once_are_answered_as_one_by_one(self, engine: Engine) -> None:
-        """Some of them ask for what cannot be, some give up."""
+        """Compare concurrent with sequential answers, while some clients send invalid requests and others cancel."""
         requests = [self.request(engine, fresh_text("clients"), reuse=ReuseMode.EXACT) for _ in range(4)]
         alone = [self.run(engine, request).tokens for request in requests]
 

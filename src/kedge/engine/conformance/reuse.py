@@ -1,4 +1,4 @@
-"""What must be reused, and what must not."""
+"""Tests of what is reused, and of what must not be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kedge.types import ReuseMode
 
 
 class ReuseTests(Harness):
-    """Exact reuse, and the walls between tenants."""
+    """Tests of exact reuse, and of the isolation of tenants."""
 
     def test_exact_reuse_changes_no_token(self, engine: Engine) -> None:
         text = " ".join(fresh_text("reuse") for _ in range(3))
@@ -19,7 +19,7 @@ class ReuseTests(Harness):
         assert plain.tokens == first.tokens == second.tokens == again.tokens
         assert again.receipt.exact == 0, "a request without reuse leaned on others"
         assert second.receipt.exact > 0, "the second call reused nothing"
-        assert second.receipt.computed > 0, "nobody computed the first logits"
+        assert second.receipt.computed > 0, "the first logits were not computed"
         assert second.receipt.translated == 0
 
     def test_reuse_never_crosses_tenants(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""What a tokenizer must do."""
+"""Tests of the engine's tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kedge.engine.conformance.harness import Harness
 
 
 class TokenizerTests(Harness):
-    """Texts and the tokens that they become."""
+    """Tests of texts and their tokens."""
 
     def test_texts_survive_encoding(self, engine: Engine) -> None:
         for text in ("", "Hello, world!", "  two  spaces\n\nand lines\t", "naïve 日本 🚢", "12 + 30 = 42"):
@@ -28,7 +28,7 @@ class TokenizerTests(Harness):
         assert "What is a kedge?" in engine.tokenizer.chat(None, "What is a kedge?")
 
     def test_specials_in_a_value_are_plain_text(self, engine: Engine) -> None:
-        """What a user or a tool wrote cannot end a turn."""
+        """Check that text from a user or a tool cannot end a turn."""
         prompt = engine.tokenizer.chat(None, "x")
         apart = engine.tokenizer.encode(prompt, special=False)
         assert len(apart) > len(engine.tokenizer.encode(prompt))

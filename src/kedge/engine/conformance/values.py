@@ -1,4 +1,4 @@
-"""Which values must be refused, and which must be answered."""
+"""Tests of the values that requests may hold, and of those that must be refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ NO_TOKENS: tuple[Any, ...] = (1.5, math.nan, True, None, "a", (1,), -1, MAX_COUN
 
 
 class ValueTests(Harness):
-    """Prompts and parameters, from the usual to the impossible."""
+    """Tests of prompts and parameters, valid and invalid."""
 
     def test_an_empty_prompt_is_refused(self, engine: Engine) -> None:
         self.refuses(engine, (), EmptyPrompt)
@@ -92,7 +92,9 @@ class ValueTests(Harness):
         self.serves(engine)
 
     def test_what_is_no_token_is_refused_wherever_it_stands(self, engine: Engine) -> None:
-        """In what is only a hint, too: it runs through the model like a prompt."""
+        """Check invalid token ids in every segment, also in one that is only a hint: it runs through the model like a
+        prompt.
+        """
         good = self.request(engine, fresh_text("nonsense"))
         valid = good.segments[1].tokens
         for token in NO_TOKENS:

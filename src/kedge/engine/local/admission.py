@@ -18,9 +18,9 @@ from kedge.reuse.runtime import Runtime
 
 
 class Admission:
-    """Leases blocks to sequences. A request takes what prompts that nobody has asked for yet, learning and base
-    prefills hold; these take only what is free. The first request of a tenant takes what another tenant's youngest one
-    holds, if there is no other way: that one is computed again later.
+    """The admission of sequences, which leases blocks to them. A request takes blocks from speculatively prepared
+    prompts, learning and base prefills; these take free blocks only. If there is no other way, the first request of a
+    tenant takes the blocks of another tenant's youngest one, which is computed again later.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class Admission:
         preempt: Callable[[RequestSequence], bool],
         end: Callable[[RequestSequence, BaseException], None],
     ) -> None:
-        """`preempt` takes a running request's blocks for another one, if it may; `end` ends a request that cannot be
-        planned, with the error.
+        """Build the admission. `preempt` takes a running request's blocks for another one, if permitted; `end` ends a
+        request that cannot be planned, with the error.
         """
         self._cache, self._runtime, self._loading, self._assembler = cache, runtime, loading, assembler
         self._preassembly, self._learning, self._costs = preassembly, learning, costs
         self._preempt, self._end = preempt, end
 
     def admit(self, sequence: Sequence) -> bool:
-        """Find KV and room for a sequence; False where it has to wait for blocks, or has ended with an error."""
+        """Find KV and room for a sequence. Returns False if it has to wait for blocks, or has ended with an error."""
         if isinstance(sequence, RequestSequence):
             return self._admit_request(sequence)
         lease = self._try_lease(sequence, len(sequence.tokens))
@@ -69,7 +69,7 @@ class Admission:
         return self._loading.is_ready(sequence) and not self._learning.awaits_base(sequence, busy=busy)
 
     def skipped(self, sequence: RequestSequence) -> None:
-        """Another request went before one that stepped aside."""
+        """Count that another request was admitted before one that stepped aside."""
         if sequence.load_asked is not None:
             self._loading.skipped(sequence)
 
@@ -139,8 +139,8 @@ class Admission:
         return began
 
     def _lease(self, sequence: RequestSequence) -> Lease | None:
-        """Lease blocks to a request, evicting speculatively prepared prompts first, then what waits to be learned from,
-        then base prefills, then another tenant's requests; None where there is no room now.
+        """Lease blocks to a request, evicting speculatively prepared prompts first, then prompts kept for learning,
+        then base prefills, then another tenant's requests. Returns None if there is no room now.
         """
         while (lease := self._try_lease(sequence, sequence.room)) is None:
             if not (self._reclaim() or self._preempt(sequence)):
@@ -151,7 +151,7 @@ class Admission:
         return self._reclaim_spare() or self._learning.reclaim_job()
 
     def _reclaim_spare(self) -> bool:
-        """Free blocks of what nobody waits for; False where there are none."""
+        """Free blocks of work that no request waits for. Returns False if there is none."""
         return self._preassembly.give_back() or self._learning.reclaim()
 
     def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:

@@ -30,7 +30,7 @@ Drawing = tuple[RequestSequence, Tensor]
 
 
 class Answers:
-    """The answers of one engine's requests, token by token. Called by its owner thread only."""
+    """The answers of one engine's requests, generated token by token. Called by its owner thread only."""
 
     def __init__(
         self,
@@ -43,25 +43,25 @@ class Answers:
         preassembly: PromptPreassembler,
         end: Callable[[RequestSequence, BaseException], None],
     ) -> None:
-        """`end` ends a request early, with an error."""
+        """Build it; `end` ends a request early, with an error."""
         self._eos_token_ids, self._scheduler, self._cache, self._fixed = eos_token_ids, scheduler, cache, fixed
         self._runtime, self._learning, self._preassembly, self._end = runtime, learning, preassembly, end
 
     def read_prompts(self, work: Sequence[Work], logits: Sequence[Tensor]) -> None:
-        """Note the log-probabilities of prompts, where they are asked for."""
+        """Record the log-probabilities of prompts, where requested."""
         for item, rows in zip(work, logits, strict=True):
             if isinstance(item.sequence, RequestSequence) and item.sequence.needs_all_logits:
                 with self._contained(item.sequence, "its prompt's log-probabilities were read"):
                     item.sequence.logprobs.read_prompt(item.positions, rows)
 
     def go_on(self, computed: Sequence[Drawing]) -> None:
-        """Draw the next tokens of requests whose tokens are all computed, or finish them."""
+        """Draw the next tokens of requests with all tokens computed, or finish them."""
         drawing = [one for sequence, row in computed if not sequence.is_over for one in self._drawing(sequence, row)]
         if drawing:
             self._draw(drawing)
 
     def _drawing(self, sequence: RequestSequence, row: Tensor) -> list[Drawing]:
-        """The sequence and its logits if a token is to be drawn; one that needs none is finished."""
+        """Return the sequence and its logits if a token is to be drawn; finish one that needs none."""
         if not sequence.finish and sequence.max_tokens:
             return [(sequence, row)]
         with self._contained(sequence, "it was finished"):
@@ -100,13 +100,13 @@ class Answers:
         return None
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """Finish, after one more pass where KV is left behind for others."""
+        """End the answer, with one more pass if its KV is left for readers."""
         sequence.end_response(reason, computed, is_read=self._is_read(sequence))
         if not sequence.todo:
             self._finish(sequence)
 
     def _is_read(self, sequence: RequestSequence) -> bool:
-        """Return whether others are going to read the response and may have its KV translated."""
+        """Return whether other agents are going to read the response and may have its KV translated."""
         request = sequence.request
         return request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
 
@@ -122,7 +122,7 @@ class Answers:
         self._learning.started(sequence)
 
     def _finish(self, sequence: RequestSequence) -> None:
-        """Answer, leave the answer's KV to its readers, and learn from the prompt or free its blocks."""
+        """Complete the request, keep the answer's KV for its readers, and learn from the prompt or free its blocks."""
         held = sequence.text.flush()
         self._keep_response(sequence)
         self._scheduler.done(sequence)
@@ -131,7 +131,7 @@ class Answers:
         sequence.finished(held, sequence.finish)
 
     def _keep_response(self, sequence: RequestSequence) -> None:
-        """Leave an answer's KV to those that read it; its text is known to their prepared prompts."""
+        """Keep an answer's KV for its readers, and pass its text to their prepared prompts."""
         request = sequence.request
         if self._is_read(sequence):
             self._learning.keep_response(sequence)
@@ -140,7 +140,7 @@ class Answers:
 
     @contextmanager
     def _contained(self, sequence: RequestSequence, when: str) -> Iterator[None]:
-        """End a request, and nothing else, with what is raised on its behalf."""
+        """Contain what is raised on a request's behalf: end that request, and nothing else."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Flattens the work of several sequences into one batch."""
+"""Flattening the work of several sequences into one batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kedge.kv.storage import PagedStorage, SlotTable
 
 
 def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
-    """One batch of all positions; logits are wanted after the last one, or several, of each sequence."""
+    """Return one batch of all positions, with logits after the last position, or several, of each sequence."""
     device = storage.keys.device
     tokens = [item.sequence.tokens[p] for item in work for p in item.positions]
     positions = torch.tensor([p for item in work for p in item.positions])

@@ -1,4 +1,4 @@
-"""Puts the parts of an embedded engine together from its settings."""
+"""Building an embedded engine from its settings."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ T = TypeVar("T")
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Do `work` with tensors on a thread that ends with it.
+    """Run `work` on a temporary thread.
 
-    OpenMP keeps a team of workers for every living thread that ever asked for one. With more workers than cores, GCC's
-    lets them sleep between two parallel regions, and a pass of a small model takes half as long again: so that the
-    engine's thread is to be the only one.
+    OpenMP keeps a team of workers for every living thread that ever used one. With more workers than cores, GCC's
+    runtime lets them sleep between parallel regions, and a pass of a small model takes half as long again. The engine's
+    thread is therefore the only one with a team.
     """
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(work).result()
 
 
 def load_runner(path: Path, config: EngineSettings) -> ModelRunner:
-    """Load a model as the settings ask for."""
+    """Load the model that the settings name."""
     device = pick_device(config.device)
     return checked_runner(models.load(path, pick_dtype(config.dtype, device), device))
 
@@ -107,5 +107,5 @@ def _blocks(spec: KVSpec, config: EngineSettings) -> int:
 
 
 def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> HostBound:
-    """Return host memory for anchors or base KV, under the same policy and forecast as the blocks."""
+    """Return the host memory for anchors or base KV, under the same policy and forecast as the blocks."""
     return HostBound(nbytes, policy_of(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)

@@ -22,7 +22,7 @@ from kedge.types import GenerateRequest
 
 
 class Assembler(Protocol):
-    """What brings a plan's KV into a request's slots when the request is admitted. Called by the engine's thread."""
+    """The step that writes a plan's KV into a request's slots when it is admitted. Called by the engine's thread."""
 
     works_ahead: ClassVar[bool]
     """Whether translations may also be written piece by piece, before the request arrives."""

@@ -1,7 +1,7 @@
 """The engine without its thread: schedule, forward, sample, finish. One owner, no locks.
 
-What one request brings along (its sampling, its text, what is learned from it) ends that request and no other. A pass
-that raises ends the batch that was in it.
+An error in one request's own parts (its sampling, its text, what is learned from it) ends that request and no other. A
+pass that raises ends the requests in its batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
 MEASURED = 64
-"""Tokens of a pass from which it tells what computing costs: below, its fixed cost is most of it."""
+"""Least tokens of a pass for measuring the cost of computing; the fixed cost dominates smaller ones."""
 
 
 class EngineCore:
@@ -59,7 +59,7 @@ class EngineCore:
         config: EngineSettings,
         capacity: int,
     ) -> None:
-        """`capacity`: tokens of the device tier."""
+        """Build the engine; `capacity` is the tokens of the device tier."""
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
         self._copier, self._assembler, self._costs = copier, assembler, costs
         self._fixed = FixedPrompts(cache)
@@ -86,7 +86,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to be done but learning."""
+        """Whether no work is left except learning."""
         return self.scheduler.idle and not self._preassembly.pending and not self._runtime.due
 
     def prepare(self, request: GenerateRequest) -> None:
@@ -100,7 +100,7 @@ class EngineCore:
         self._learning.end_run(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Take the changes of the forecast, and the fixed prompts of agents that are going to call."""
+        """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
         self._cache.on_forecast(changes)
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)
@@ -114,16 +114,16 @@ class EngineCore:
         return self._cache.transferring
 
     def pump(self) -> None:
-        """Land what has been copied, and start what is to be copied next."""
+        """Complete finished copies, and start the next ones."""
         if self._cache.pump():
             self._preassembly.wake()
         if self._cache.starved:
             self._preassembly.give_back()
 
     def step(self) -> bool:
-        """Run one pass over the model, and one piece of what no request waits for.
+        """Run one forward pass, and one piece of work that no request waits for.
 
-        Returns False where all that is left to do waits for a copy.
+        Returns False if all remaining work waits for a copy.
         """
         self.pump()
         began = time.monotonic()
@@ -139,10 +139,10 @@ class EngineCore:
         return True
 
     def _spare(self, seconds: float) -> bool:
-        """Do a piece of what no request waits for, after a pass of so many seconds. Returns False if there was none.
+        """Do a piece of work that no request waits for, after a pass of `seconds`. Returns False if there was none.
 
-        While anything runs that is learning, within its budget; and while nobody waits for a first token, a piece of
-        what is needed next: anchors and base KV from the host, then the prompt itself.
+        While requests run, that is learning, within its budget; while none waits for a first token, also a piece of
+        what is needed next: anchors and base KV from the host, then the prepared prompt itself.
         """
         if self.scheduler.running:
             self._learning.spend(seconds)
@@ -163,7 +163,7 @@ class EngineCore:
         began = time.monotonic()
         try:
             logits = self._forward(work)
-        except Exception as error:  # out of memory, say: whoever is not in this batch is served all the same
+        except Exception as error:  # such as out of memory: requests outside of this batch are still served
             logger.exception("a batch of %s sequences failed", len(work))
             return self._fail(work, error)
         for item in work:
@@ -172,18 +172,20 @@ class EngineCore:
         ready = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
-        if ready:  # a GPU is done for certain only once a result has been read
+        if ready:  # a GPU has certainly finished only once a result has been read
             self._costs.observe_pass(tokens, len(work), seconds)
             if tokens >= MEASURED:
                 self._cache.observe_compute(tokens, seconds)
         return None
 
     def _forward(self, work: list[Work]) -> tuple[Tensor, ...]:
-        """Return the logits [rows, vocab] of each share: after its last position, or after all of them."""
+        """Return the logits [rows, vocab] of each sequence: after its last position, or after all of them."""
         return self._runner.forward(flatten(work, self._storage)).split([item.logit_rows for item in work])
 
     def _fail(self, work: list[Work], error: Exception) -> None:
-        """Give up what no request waits for of a pass that raised, and run the rest again; else end what was in it."""
+        """Drop work that no request waits for from a pass that raised, and run the rest again; without such work, end
+        the requests in the pass.
+        """
         asked = [item for item in work if isinstance(item.sequence, RequestSequence)]
         failed = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
@@ -198,9 +200,9 @@ class EngineCore:
         return None
 
     def recover(self, error: Exception) -> None:
-        """End the batch after an error of the engine's own, so that it can go on.
+        """End the batch after an error of the engine itself, so that it can continue.
 
-        Raises `PlanError` where its books are not in order even then.
+        Raises `PlanError` if the block accounting is inconsistent even then.
         """
         for sequence in tuple(self.scheduler.running):
             self.requests.end_failed(sequence, f"the engine raised {error!r}")
@@ -209,7 +211,7 @@ class EngineCore:
         self.inspection.check_integrity()
 
     def _make_room(self) -> None:
-        """Give up what waits to be learned from, a base prefill, or what the first request waits for.
+        """Drop learning, a base prefill, or what the first request waits for.
 
         Called when nothing runs, nothing is copied and no request can be admitted.
         """
@@ -227,7 +229,7 @@ class EngineCore:
     # after a pass ---------------------------------------------------------------------------------------------
 
     def _computed(self, sequences: list[Sequence], rows: list[Tensor]) -> None:
-        """Go on with sequences whose tokens are all computed; `rows` are their last logits [vocab]."""
+        """Continue sequences with all tokens computed; `rows` are their last logits [vocab]."""
         for sequence in sequences:
             if isinstance(sequence, BaseJob):
                 self._learning.done(sequence)
@@ -245,13 +247,13 @@ class EngineCore:
         self._cache.limit_host(tenant, quota.host_bytes)
 
     def clear(self) -> None:
-        """Empty the prefix cache and forget all anchors and base KV; what runs goes on."""
+        """Empty the prefix cache and forget all anchors and base KV; running requests go on."""
         self._preassembly.clear()
         self._cache.clear_all()
         self._runtime.clear()
 
     def shut(self, cause: BaseException | None) -> None:
-        """End everything: as cancelled, or, where the thread died, with `EngineClosed`."""
+        """End all requests: as cancelled, or, if the thread died, with `EngineClosed`."""
         error = cause and EngineClosed("engine", cause, "its thread has died")
         for sequence in self.requests.sequences:
             self.requests.end(sequence, error)

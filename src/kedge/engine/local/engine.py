@@ -49,9 +49,9 @@ T = TypeVar("T")
 class LocalEngine:
     """An `Engine` that runs the model of a folder (None: the bundled one) in this process.
 
-    Raises `ModelNotFound`, `CorruptWeights`, `UnsupportedModel` or `ConfigError`. On a model that cannot be
-    translated (`translation_refusal` says why) requests in mode `translate` are served with exact reuse, and their
-    receipts give the reason.
+    Raises `ModelNotFound`, `CorruptWeights`, `UnsupportedModel` or `ConfigError`. With a model that cannot be
+    translated (`translation_refusal` gives the reason) requests in mode `translate` are served with exact reuse, and
+    their receipts give the reason.
     """
 
     def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
@@ -81,7 +81,7 @@ class LocalEngine:
 
     def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
         self.runner = runner
-        """The model, and what was found out about it when it was loaded."""
+        """The model, with the results of the checks at load."""
         self._mailbox = Mailbox(self.config.max_waiting)
         build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
         self._core, self.capacity = build.apart(build_core)
@@ -105,7 +105,7 @@ class LocalEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread; None while it works, and after a `close` of an engine that worked."""
+        """The error that ended the engine's thread; None while it works, and after a `close` of a working engine."""
         return self._mailbox.failure
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
@@ -130,7 +130,7 @@ class LocalEngine:
         return sequence.stream
 
     def _submit(self, sequence: RequestSequence) -> None:
-        """Hand a request to the core; where this fails, it ends with the error."""
+        """Pass a request to the core; if that fails, end the request with the error."""
         try:
             self._core.requests.submit(sequence)
         except Exception as error:
@@ -151,7 +151,7 @@ class LocalEngine:
         self._mailbox.post(partial(self._core.end_run, run))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Take the hint how soon agents run. A closed engine ignores it."""
+        """Take the hint of how soon agents run. A closed engine ignores it."""
         with suppress(EngineClosed):
             self._mailbox.post(partial(self._core.forecast, *sensible_hints(changes, prompts)))
 
@@ -162,14 +162,14 @@ class LocalEngine:
             self._mailbox.post(partial(self._core.prepare, self._with_trails(request)))
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with the tokens kept that follow each value. Those of an answer take its agent one more
-        pass, which is worth it only where tokens that no offset predicts are not computed again.
+        """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
+        which pays only if tokens that no offset predicts are not computed again.
         """
         return with_trails(request, self.config.planner.trail, of_answers=not self.config.anchors.computes_weak_tokens)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
-        """Wait until nothing runs, waits, is copied, can be assembled ahead or is left to be learned. Raises
-        `TimeoutError` after `timeout` seconds.
+        """Wait until no work is left: requests, copies, prompts to assemble ahead, learning. Raises `TimeoutError`
+        after `timeout` seconds.
         """
         done = threading.Event()
         self._mailbox.post(partial(self._thread.when_idle, done))
@@ -181,7 +181,7 @@ class LocalEngine:
         return self.query(Inspection.stats)
 
     def query(self, question: Callable[[Inspection], T]) -> T:
-        """Return what `question`, called between two steps by the engine's thread, finds in the engine's parts.
+        """Return the result of `question`, called with the engine's parts by its thread, between two steps.
 
         For tests and experiments. Raises what the question raises, and `EngineClosed`.
         """
@@ -190,7 +190,7 @@ class LocalEngine:
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
-        """Return what is held for some tenants; see `kedge.engine.base.Inspectable`."""
+        """Return the holdings of some tenants; see `kedge.engine.base.Inspectable`."""
         return self.query(lambda parts: parts.tenant_stats(owns, prompts))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
@@ -202,25 +202,25 @@ class LocalEngine:
         self._mailbox.ask(self._core.clear)
 
     def save(self, folder: str | Path) -> SavedState:
-        """Write the anchors and the base KV of prefix segments to `folder`: all of it, or nothing has changed there.
+        """Write the anchors and the base KV of prefix segments to `folder`, atomically.
 
-        Costs the engine's thread next to nothing: tensors are copied and written by the caller's. What has not changed
-        since the last time is not written again. From the first `save` or `load` until it is closed, the engine has
-        the folder to itself. Raises `ConfigError` where another process has it, and `OSError`.
+        Costs the engine's thread almost nothing: the caller's thread copies and writes the tensors. Unchanged content
+        is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
+        folder. Raises `ConfigError` if another process uses it, and `OSError`.
         """
         return self._state.save(Path(folder))
 
     def load(self, folder: str | Path) -> SavedState:
-        """Replace all anchors and base KV by what `save` wrote; an empty folder holds nothing.
+        """Replace all anchors and base KV by saved ones; an empty folder holds none.
 
-        What is damaged is put aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
-        `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` where another
-        process has the folder, and `OSError`.
+        Damaged files are moved aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
+        `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process
+        uses the folder, and `OSError`.
         """
         return self._state.load(Path(folder))
 
     def close(self) -> None:
-        """End every stream as cancelled, and the engine's thread. A second call does nothing."""
+        """End every stream as cancelled, and the engine's thread. Idempotent."""
         self._mailbox.close()
         self._thread.join()
         self._state.close()

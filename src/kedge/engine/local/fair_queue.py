@@ -1,8 +1,8 @@
-"""Weighted fair queueing by tokens: which request is served next when several tenants wait.
+"""Weighted fair queueing by tokens between tenants.
 
 Every tenant has a virtual counter of the tokens that it received, divided by its weight, and the tenant with the least
-counter is next (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A tenant that comes back
-is lifted to the least counter of those that wait, so that idle time earns no credit.
+counter is next (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning tenant is
+lifted to the least counter of those that wait, so that idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ T = TypeVar("T", bound=Hashable)
 
 
 class FairQueue(Generic[T]):
-    """Waiting items of many tenants: by priority (lower numbers first), fair by tokens within a priority, and first
+    """The waiting items of many tenants: by priority (lower numbers first), fair by tokens within a priority, and first
     come, first served within a tenant. Items are hashable and distinct.
 
-    Counters are kept per priority, so that what a tenant receives in one
-    class neither costs nor earns it anything in another. Not thread-safe.
+    Counters are kept per priority, so that service in one class does not affect another. Not thread-safe.
     """
 
     def __init__(self, weights: Mapping[str, float] = NO_WEIGHTS) -> None:
@@ -60,12 +59,12 @@ class FairQueue(Generic[T]):
             yield from self._classes[priority].in_order()
 
     def peek(self) -> T | None:
-        """Return the item that is next, None where nothing waits. O(tenants + classes)."""
+        """Return the next item, or None. O(tenants + classes)."""
         waiting = [priority for priority, one in self._classes.items() if one.queues]
         return self._classes[min(waiting)].peek() if waiting else None
 
     def heads(self) -> list[T]:
-        """Return the next item of every tenant in the first class where one waits, in the order of service.
+        """Return the next item of every tenant in the first non-empty class, in the order of service.
 
         O(tenants log tenants + classes).
         """
@@ -73,9 +72,9 @@ class FairQueue(Generic[T]):
         return self._classes[min(waiting)].heads() if waiting else []
 
     def push(self, item: T, tenant: TenantId, cost: float, priority: int = 0) -> None:
-        """Let an item wait that will cost about `cost` tokens (above 0). O(1), O(tenants) if its tenant was idle.
+        """Add an item that will cost about `cost` tokens (above 0). O(1), or O(tenants) if its tenant was idle.
 
-        Raises `PlanError` for an item that waits already, and for a cost that cannot be.
+        Raises `PlanError` for a duplicate item or an invalid cost.
         """
         if item in self._places:
             raise PlanError("item", item, "waits already")
@@ -85,7 +84,7 @@ class FairQueue(Generic[T]):
         self._places[item] = priority, tenant
 
     def take(self, item: T, tokens: float | None = None) -> None:
-        """Remove an item because it is served now, and charge its tenant `tokens`, by default the item's cost.
+        """Remove an item to serve it, and charge its tenant `tokens`, by default the item's cost.
 
         Raises `PlanError` for an item that does not wait.
         """
@@ -96,13 +95,13 @@ class FairQueue(Generic[T]):
         self.remove(item)
 
     def remove(self, item: T) -> None:
-        """Remove an item that is not served; it costs nothing. Raises `PlanError` for an item that does not wait."""
+        """Remove an item without serving it, at no cost. Raises `PlanError` for an item that does not wait."""
         priority, owner = self._place(item)
         self._classes[priority].remove(item, owner)
         del self._places[item]
 
     def charge(self, tenant: TenantId, tokens: float, priority: int = 0) -> None:
-        """Count service that a tenant received beyond what `take` counted, such as the tokens of an answer."""
+        """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
         self._class(priority).charge(tenant, self._virtual(tenant, tokens))
 
     def _place(self, item: T) -> tuple[int, TenantId]:
@@ -126,7 +125,7 @@ class FairQueue(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """What orders a waiting item: its cost divided by its tenant's weight, and its arrival number."""
+    """The sort key of a waiting item: its cost divided by its tenant's weight, and its arrival number."""
 
     cost: float
     arrival: int
@@ -141,9 +140,9 @@ class _PriorityClass(Generic[T]):
         self._active: dict[TenantId, float] = {}
         """Counters of the tenants in `queues`"""
         self._idle: dict[TenantId, float] = {}
-        """Counters of others that are known"""
+        """Counters of other known tenants"""
         self._last: TenantId | None = None
-        """Who left last; its counter is the level that newcomers are lifted to while nobody waits"""
+        """The tenant that left last; its counter is the level for newcomers while no item waits"""
         self._level = 0.0
 
     def peek(self) -> T:
@@ -191,16 +190,16 @@ class _PriorityClass(Generic[T]):
             self._level = counter
 
     def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
-        """Return what is least for the tenant that is next; of equal counters the cheaper item, then the older one."""
+        """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
         head = next(iter(self.queues[tenant].values()))
         return self._active[tenant], head.cost, head.arrival
 
     def _least(self) -> float:
-        """Return the least counter of those that wait, which newcomers are lifted to."""
+        """Return the least counter of tenants that wait, to which newcomers are lifted."""
         return min(self._active.values()) if self._active else self._level
 
     def _remember(self, tenant: TenantId, counter: float) -> None:
-        """Keep an idle tenant's counter; of too many, forget those that would be lifted anyway, then the least."""
+        """Keep an idle tenant's counter; beyond the limit, forget those that would be lifted anyway, then the least."""
         self._idle[tenant] = counter
         if len(self._idle) > MAX_IDLE_TENANTS:
             level = self._least()

@@ -1,4 +1,4 @@
-"""Requests whose KV is on its way from the host: who waits, for how long, and when waiting has been enough."""
+"""Requests that wait for KV from the host: which ones, for how long, and when they stop waiting."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from kedge.settings import TierSettings
 
 @dataclass(slots=True)
 class LoadStats:
-    """What waiting for the host has cost since the start."""
+    """The costs of waiting for the host since the start."""
 
     waited: int = 0
     """Requests that waited for a load."""
     stall_s: float = 0.0
-    """Seconds that they waited, summed; others ran meanwhile."""
+    """Total seconds that they waited, while other requests ran."""
     skips: int = 0
-    """How often another request went before one of them."""
+    """Number of times that another request went before one of them."""
     given_up: int = 0
-    """Those that had waited, or been skipped, for as long as the settings allow."""
+    """Requests that had waited, or been passed, as long as the settings allow."""
 
 
 class Loading:
-    """Asks the cache for what requests have on the host. Without a host tier nobody ever waits."""
+    """The loading of requests' KV from the host. Without a host tier no request waits."""
 
     def __init__(self, cache: CacheManager, tiers: TierSettings, has_host: bool) -> None:
         self._cache, self._tiers, self._has_host = cache, tiers, has_host
         self.lets_pass = tiers.status_aware
-        """Whether others go before who waits (KVFlow's status-aware scheduling)."""
+        """Whether others go before a request that waits (KVFlow's status-aware scheduling)."""
         self._stats = LoadStats()
 
     def is_ready(self, sequence: RequestSequence) -> bool:
-        """Return whether to admit `sequence` now: its KV is there (always if it was prepared), or it has waited long
-        enough to compute what is not.
+        """Return whether to admit `sequence` now: its KV is there (always if it was prepared), or it has waited so long
+        that the rest is computed.
         """
         if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
             return True
@@ -57,18 +57,18 @@ class Loading:
         return sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait
 
     def give_up(self, sequence: RequestSequence) -> None:
-        """It waits no longer: what has come by now is used, the rest is computed."""
+        """Stop waiting: use what has been loaded, and compute the rest."""
         sequence.gave_up = True
         self._stats.given_up += 1
         self._cache.withdraw(sequence.key)
 
     def skipped(self, sequence: RequestSequence) -> None:
-        """Another request went before it."""
+        """Count that another request went before `sequence`."""
         sequence.skips += 1
         self._stats.skips += 1
 
     def ended(self, sequence: RequestSequence, now: float) -> float:
-        """`sequence` waits no longer, because it was admitted or has ended; the seconds for which it did."""
+        """Forget a sequence that was admitted or has ended. Returns the seconds that it waited."""
         waited = 0.0 if sequence.load_asked is None else now - sequence.load_asked
         self._stats.stall_s += waited
         return waited

@@ -1,4 +1,4 @@
-"""Looking into an engine: figures as plain data, taken between two steps."""
+"""Inspection of an engine: figures as plain data, taken between two steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kedge.types import Namespace, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """An engine's parts, and figures of them as plain data. For the engine's owner thread only."""
+    """The parts of an engine, and figures of them as plain data. For the engine's owner thread only."""
 
     scheduler: Scheduler
     cache: CacheManager
@@ -39,7 +39,7 @@ class Inspection:
         return anchors, bases
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` where a block has not exactly one owner."""
+        """Raise `PlanError` if a block does not have exactly one owner."""
         self.cache.check_integrity()
 
     def stats(self) -> dict[str, object]:
@@ -57,7 +57,7 @@ class Inspection:
     def tenant_stats(
         self, owns: Callable[[Namespace], bool], prompts: Iterable[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
-        """Return the anchor pools of some tenants, and how much of the given beginnings of prompts is in which tier."""
+        """Return the anchor pools of some tenants, and how many tokens of the given prompts are in each tier."""
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
         return {"prompts": cached, "pools": self.runtime.pool_stats(owns)}

@@ -1,8 +1,8 @@
-"""What the engine learns from dense prompts, and the base KV that it computes for later ones.
+"""Learning from dense prompts, and base prefills for later ones.
 
-Neither may cost anybody else: both are bounded, the blocks that they hold are given up as soon as a request needs
-them, and while requests wait for their first token they take no more than a share of each pass. What fails while it is
-learned costs what would have been learned, and nothing else.
+Neither may cost other requests anything: both are bounded, their blocks are given up as soon as a request needs them,
+and while requests wait for their first token they take at most a share of each pass. An error while learning loses what
+would have been learned, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)
 MAX_CREDIT = 0.25
-"""Seconds of learning that passes may save up"""
+"""Most seconds of learning that passes may save up"""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingObservation:
-    """A dense prompt whose offsets are measured, step by step. Its blocks are kept for that when the request ends."""
+    """A dense prompt with offsets to be measured step by step. It keeps its blocks for that when the request ends."""
 
     sequence: RequestSequence
     steps: Iterator[Placed]
@@ -43,7 +43,7 @@ class PendingObservation:
 
 @dataclass(slots=True)
 class LearningStats:
-    """What has been learned from since the start, and what had to be given up."""
+    """The numbers of requests learned from since the start, and of those given up."""
 
     pending: int = 0
     base_prefills: int = 0
@@ -51,14 +51,14 @@ class LearningStats:
     observed: int = 0
     """Requests that were learned from."""
     reclaimed: int = 0
-    """Requests that were not, because others needed their blocks or too many waited."""
+    """Requests not learned from, because others needed their blocks or too many waited."""
     failed: int = 0
     base_prefills_done: int = 0
     base_prefills_dropped: int = 0
 
 
 class Learning:
-    """All that an engine has left to learn. Called by its owner thread only."""
+    """The backlog of learning of one engine. Called by its owner thread only."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Learning:
         capacity: int,
         release: Callable[[RequestSequence], None],
     ) -> None:
-        """`jobs` is the scheduler's queue, `capacity` the tokens of the device tier; `release` frees the blocks of a
-        finished request.
+        """Start with an empty backlog. `jobs` is the scheduler's queue, `capacity` the tokens of the device tier;
+        `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
         self._jobs, self._settings, self._capacity = jobs, settings, capacity
@@ -84,8 +84,8 @@ class Learning:
     # requests -------------------------------------------------------------------------------------------------
 
     def started(self, sequence: RequestSequence) -> None:
-        """Take in a request that has its first token: queue the base prefills that its values need, and learn from its
-        prompt, where that is dense.
+        """Register a request that has its first token: queue the base prefills that its values need, and learn from its
+        prompt, if that is dense.
         """
         self._queue_base_prefills(sequence)
         request, plan, table = sequence.request, sequence.plan, sequence.table
@@ -104,13 +104,15 @@ class Learning:
             self._release(sequence)
 
     def forget(self, sequence: RequestSequence) -> None:
-        """Learn nothing more from a request, whose blocks are being taken from it."""
+        """Stop learning from a request, before its blocks are taken."""
         for observation in [one for one in self._pending if one.sequence is sequence]:
             self._pending.remove(observation)
             self._leave_run(observation.run)
 
     def keep_response(self, sequence: RequestSequence) -> None:
-        """Keep an answer's own KV, with that of its trail, as the base KV of the placeholder that it fills."""
+        """Keep an answer's own KV, with that of the tokens that follow it, as base KV of the placeholder that
+        it fills.
+        """
         request, table, plan = sequence.request, sequence.table, sequence.plan
         assert table is not None and plan is not None
         answer = tuple(sequence.tokens[request.prompt_tokens :])
@@ -123,7 +125,7 @@ class Learning:
 
     @property
     def ready(self) -> bool:
-        """Whether `step` has something to do: a request whose values' base KV is not being computed just now."""
+        """Whether `step` has work: a request without base prefills of its values under way."""
         return self._next() is not None
 
     def step(self) -> None:
@@ -134,7 +136,7 @@ class Learning:
             self._over(observation)
 
     def spend(self, seconds: float) -> None:
-        """Learn within the budget that a pass of so many seconds earned, while requests wait for their first token."""
+        """Learn within the budget that a pass of `seconds` earned, while requests wait for their first token."""
         share = self._settings.budget
         self._credit = min(self._credit + share * seconds, MAX_CREDIT)
         while self._credit > 0 and self.ready:
@@ -143,8 +145,8 @@ class Learning:
             self._credit -= time.monotonic() - began
 
     def reclaim(self) -> bool:
-        """Give up the oldest finished request that is still to be learned from, and free its blocks; False where there
-        is none.
+        """Give up the oldest finished request that is still to be learned from, and free its blocks. Returns False if
+        there is none.
         """
         holding = next((one for one in self._pending if one.sequence.is_over), None)
         if holding:
@@ -156,7 +158,7 @@ class Learning:
         self._over(observation)
 
     def end_run(self, run: RunKey) -> None:
-        """Forget what a run shared, as soon as nothing of it is left to be learned from."""
+        """Forget what a run shared, as soon as no request of it is left to learn from."""
         if self._runs[run]:
             self._ended.add(run)
         else:
@@ -164,14 +166,14 @@ class Learning:
             self._runtime.end_run(run)
 
     def _next(self) -> PendingObservation | None:
-        """Return the oldest request that no queued base prefill is for."""
+        """Return the oldest request without a queued base prefill."""
         if not self._pending:
             return None
         awaited = {job.wanted_by for job in self._jobs}
         return next((one for one in self._pending if one.sequence.key not in awaited), None)
 
     def _observes(self, observation: PendingObservation) -> bool:
-        """Observe one more segment; False where nothing is left, or it failed (which changes no pool)."""
+        """Observe one more segment. Returns False if none is left, or it failed (which changes no pool)."""
         try:
             return next(observation.steps, None) is not None
         except TranslationRefused as refusal:
@@ -182,7 +184,7 @@ class Learning:
         return False
 
     def _over(self, observation: PendingObservation) -> None:
-        """Nothing more is learned from a request; its blocks go where it has ended."""
+        """End learning from a request, and free its blocks if it has ended."""
         self._pending.remove(observation)
         if observation.sequence.is_over:
             self._release(observation.sequence)
@@ -199,8 +201,8 @@ class Learning:
     # base KV --------------------------------------------------------------------------------------------------
 
     def awaits_base(self, sequence: RequestSequence, *, busy: bool) -> bool:
-        """Return whether a request is to wait for base KV of its values, which is queued if the engine is `busy` when
-        this is first asked.
+        """Return whether a request should wait for base KV of its values. That is queued if the engine is `busy` at the
+        first call.
         """
         if sequence.awaits is None:
             sequence.awaits = self._queue_prerequisites(sequence) if busy else ()
@@ -223,7 +225,7 @@ class Learning:
             self.drop(job)
 
     def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:
-        """Return the base prefill of these tokens: the one that is queued, or a new one."""
+        """Return the base prefill of these tokens, a queued or a new one."""
         tokens = list(need.tokens)
         queued = next((job for job in self._jobs if job.tokens == tokens and job.namespace == need.namespace), None)
         if queued is None:
@@ -233,7 +235,7 @@ class Learning:
         return queued
 
     def done(self, job: BaseJob) -> None:
-        """Keep the base KV that a finished prefill is for."""
+        """Keep the base KV of a finished prefill."""
         assert job.table is not None
         self._jobs.remove(job)
         try:
@@ -246,14 +248,14 @@ class Learning:
         self._cache.finish(job.key, job.tokens)
 
     def drop(self, job: BaseJob) -> None:
-        """Give a base prefill up; whoever needs it asks again."""
+        """Give up a base prefill; requests that need it ask again."""
         if job.admitted:
             self._cache.abort(job.key)
         self._jobs.remove(job)
         self._stats.base_prefills_dropped += 1
 
     def reclaim_job(self) -> bool:
-        """Give up a base prefill that holds blocks, or one that a request waits for; False where there is none."""
+        """Give up a base prefill that holds blocks, or one that a request waits for. Returns False if there is none."""
         holding = next((job for job in self._jobs if job.admitted), None)
         given_up = holding or next((job for job in self._jobs if job.is_awaited), None)
         if given_up:
@@ -261,14 +263,14 @@ class Learning:
         return given_up is not None
 
     def _surplus(self) -> Collection[BaseJob]:
-        """Return the base prefills that are too many and have not begun, the oldest first."""
+        """Return the base prefills beyond the limit that have not begun, the oldest first."""
         waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
         return waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]
 
     # the end --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Give everything up."""
+        """Give up the whole backlog."""
         for observation in tuple(self._pending):
             self._give_up(observation)
         for job in tuple(self._jobs):

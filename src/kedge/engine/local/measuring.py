@@ -1,4 +1,4 @@
-"""Measuring at the start what passes and translations cost on this machine, in slots that nobody uses yet."""
+"""Measurement of the costs of passes and translations at the start, in slots that are not in use yet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ MANY = 4
 """Sequences of the pass with several"""
 REPEATS = 3
 SLOW = 0.25
-"""Seconds of a pass over one token from which no longer ones are measured: the model is too large for this machine to
-learn it so."""
+"""Seconds of a one-token pass from which longer ones are not measured: the model is too slow on this machine."""
 
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:

@@ -3,7 +3,7 @@
 A preparation is the prompt of an agent that can run next, as far as it is known: its exact prefix locked, blocks of
 its own, translated segments written, the tokens between them computed. It grows with every value that becomes known,
 one placeholder at a time, and whenever a real request could run it stands back. What was decided for a segment holds:
-whoever takes a preparation over goes on with its draft, so that the plan is the one of a single pass.
+a request that takes a prompt over continues its draft, so that the plan equals that of a single pass.
 
 | a preparation ends as | when                                                            | its blocks          |
 |-----------------------|-----------------------------------------------------------------|---------------------|
@@ -35,11 +35,11 @@ from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
 MAX_PREPARED = 16
-"""Preparations at once; the one that was asked for longest ago goes first."""
+"""Maximum prepared prompts; the one with the oldest hint goes first."""
 
 
 class Ended(StrEnum):
-    """How a preparation ended; see the module's table."""
+    """The ways in which a prepared prompt ends; see the module's table."""
 
     USED = "used"
     WASTED = "wasted"
@@ -50,7 +50,9 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PreassemblyStats:
-    """Preparations since the start; those that never held blocks do not count. `begun` is `live` and all the ended."""
+    """The counts of prepared prompts since the start, without those that never held blocks. `begun` is `live` plus all
+    that ended.
+    """
 
     begun: int
     live: int
@@ -62,11 +64,11 @@ class PreassemblyStats:
     used_tokens: int
     """Prompt tokens that were ready when their request arrived."""
     wasted_tokens: int
-    """Tokens that were translated or computed ahead, and of which no request had anything."""
+    """Tokens translated or computed ahead that no request used."""
 
 
 class PromptPreassembler:
-    """All preparations of an engine. Called by its owner thread only."""
+    """All prepared prompts of an engine. Called by its owner thread only."""
 
     def __init__(
         self,
@@ -78,13 +80,13 @@ class PromptPreassembler:
         ahead: deque[PreparedPrompt],
         costs: EngineCosts,
     ) -> None:
-        """`longest`: tokens of a prompt from which on nobody is served. `ahead`: the scheduler's queue of those that
-        have tokens to be computed.
+        """Start without prepared prompts. Prompts of `longest` tokens or more are not served; `ahead` is the
+        scheduler's queue of prepared prompts with tokens to compute.
         """
         self._cache, self._runtime, self._longest, self._ahead = cache, runtime, longest, ahead
         self._writer = PromptWriter(cache, runtime, translator, block_size, ahead, costs)
         self.expected: dict[AgentKey, PreparedPrompt] = {}
-        """What no request has claimed yet, what was asked for longest ago first."""
+        """The prepared prompts that no request has claimed, oldest hint first."""
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
         self._used_tokens = self._wasted_tokens = 0
@@ -92,9 +94,10 @@ class PromptPreassembler:
     # hints ----------------------------------------------------------------------------------------------------
 
     def expect(self, request: GenerateRequest) -> None:
-        """Such a request is going to come, or more is known of it. Without an agent, or without reuse: ignored.
+        """Take the hint that such a request is expected, or more of its segments. Ignored without an agent or without
+        reuse.
 
-        A hint may be older than an answer that has been heard here: what is known of a sample stays known.
+        A hint may be older than an answer that was reported here: values of known samples stay known.
         """
         if not request.agent or request.reuse is ReuseMode.OFF:
             return None
@@ -111,7 +114,7 @@ class PromptPreassembler:
         return None
 
     def answered(self, run: RunKey, sample: SampleId, tokens: Tokens) -> None:
-        """The value of a sample is known now. An empty one leaves no segment: another prompt is going to come."""
+        """Fill in the value of a sample. An empty one leaves no segment, so that another prompt is going to come."""
         for preparation in self._of_run(run):
             if any(segment.sample == sample and not segment.tokens for segment in preparation.request.segments):
                 filled = _filled(preparation.request, {sample: tokens})
@@ -121,7 +124,7 @@ class PromptPreassembler:
                     self._drop(preparation, Ended.WASTED)
 
     def forecast(self, changes: Changes) -> None:
-        """Forget whom the forecast does not expect soon any more."""
+        """Forget the prompts of agents that the forecast does not expect soon any more."""
         for key, next_run in changes.items():
             if key in self.expected and (next_run is None or next_run[0] > NEAR):
                 self._drop(self.expected[key], Ended.CANCELLED)
@@ -131,14 +134,14 @@ class PromptPreassembler:
             self._drop(preparation, Ended.CANCELLED)
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Withdraw the hint of this id; False if it is not (or no longer) known."""
+        """Withdraw the hint of this id. Returns False if it is not, or no longer, known."""
         found = [one for one in self.expected.values() if one.request.request_id == request_id]
         for preparation in found:
             self._drop(preparation, Ended.CANCELLED)
         return bool(found)
 
     def clear(self) -> None:
-        """Forget all that no request has claimed."""
+        """Forget all prepared prompts that no request has claimed."""
         for preparation in list(self.expected.values()):
             self._drop(preparation, Ended.CANCELLED)
 
@@ -148,9 +151,9 @@ class PromptPreassembler:
     # requests -------------------------------------------------------------------------------------------------
 
     def claim(self, request: GenerateRequest) -> PreparedPrompt | None:
-        """The preparation of a request that has arrived, if there is one that fits it: no more is done ahead.
+        """Return the prepared prompt that fits an arrived request, or None; it is assembled no further.
 
-        Whatever else was expected of its agent has not come true.
+        Other prepared prompts of its agent are dropped as wrong.
         """
         preparation = self.expected.get(_agent_key(request))
         if preparation is None:
@@ -164,9 +167,9 @@ class PromptPreassembler:
         return preparation
 
     def adopt(self, sequence: RequestSequence, room: int) -> Lease | None:
-        """The blocks of the preparation that a sequence has claimed are its own now, with `room` for so many tokens.
+        """Transfer the blocks of a claimed prompt to its sequence, with `room` for this many tokens.
 
-        None where it has been given back, where the cache knows more of the prompt exactly, or for want of room.
+        Returns None if it was given back, if the cache has more of the prompt exactly, or for lack of room.
         """
         preparation = sequence.preparation
         if preparation is None or preparation not in self._claimed:
@@ -182,7 +185,7 @@ class PromptPreassembler:
         return self._cache.hand_over(preparation.key, sequence.key)
 
     def complete(self, sequence: RequestSequence) -> tuple[ReusePlan, list[int]]:
-        """Draft what is left of an adopted preparation and writes it; the plan, and what is still to be computed.
+        """Draft and write the rest of an adopted prompt. Returns the plan, and the positions still to compute.
 
         Raises as translating does.
         """
@@ -198,13 +201,13 @@ class PromptPreassembler:
         return preparation.plan, todo
 
     def abandon(self, sequence: RequestSequence) -> None:
-        """A sequence ends before it was admitted; what it has claimed goes, too."""
+        """Drop the prompt that a sequence has claimed, if it ends before it was admitted."""
         if sequence.preparation in self._claimed:
             self._drop(sequence.preparation, Ended.CANCELLED)
 
     def give_back(self, spare: PreparedPrompt | None = None) -> bool:
-        """Free the blocks of the preparation that was asked for last, a claimed one only after all others; False
-        where none but `spare` holds any.
+        """Free the blocks of the prompt with the latest hint, a claimed one only after all others. Returns False if
+        none but `spare` holds any.
         """
         holding = [one for one in (*self._claimed, *self.expected.values()) if one.admitted and one is not spare]
         if holding:
@@ -212,7 +215,7 @@ class PromptPreassembler:
         return bool(holding)
 
     def _cached(self, sequence: RequestSequence) -> int:
-        """Return exact tokens of its prompt in both tiers."""
+        """Return the number of exact tokens of its prompt in both tiers."""
         status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         return status.device_tokens + status.host_tokens
 
@@ -220,18 +223,18 @@ class PromptPreassembler:
 
     @property
     def pending(self) -> bool:
-        """Whether `assemble` has something to do."""
+        """Whether `assemble` has work."""
         return any(True for _ in self._assemblable())
 
     def assemble(self) -> bool:
-        """One piece of the work ahead: blocks for one prompt, or one placeholder with the prefix segment after it.
+        """Do one piece of work: blocks for one prompt, or one placeholder with the prefix segment after it.
 
-        False where nothing can be done now.
+        Returns False if nothing can be done now.
         """
         return any(self._advance(preparation) for preparation in list(self._assemblable()))
 
     def wake(self) -> None:
-        """Blocks have come free, or a copy has ended: those that waited for it may try again."""
+        """Let stalled prompts try again, after blocks have come free or a copy has ended."""
         for preparation in self.expected.values():
             preparation.stalled = False
 
@@ -254,7 +257,7 @@ class PromptPreassembler:
     # ends -----------------------------------------------------------------------------------------------------
 
     def failed(self, preparation: PreparedPrompt) -> None:
-        """The model raised on it."""
+        """Drop a prompt that made the model raise."""
         self._drop(preparation, Ended.FAILED)
 
     def shut(self) -> None:
@@ -271,14 +274,14 @@ class PromptPreassembler:
             self._free(preparation, ended)
 
     def _free(self, preparation: PreparedPrompt, ended: Ended) -> None:
-        """Free the blocks. What was computed exactly, for a request that takes nothing else, is cached instead."""
+        """Free the blocks. Exact tokens, computed for a request without translation, are cached instead."""
         worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
         self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
         preparation.table = None
         self.wake()
 
     def _forget(self, preparation: PreparedPrompt) -> None:
-        """Take it out of what is worked on."""
+        """Remove it from the prompts in progress."""
         self.expected = {key: one for key, one in self.expected.items() if one is not preparation}
         if preparation in self._ahead:
             self._ahead.remove(preparation)
@@ -297,7 +300,7 @@ def _agent_key(request: GenerateRequest) -> AgentKey:
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:
-    """Return the request with these values in all places that wait for them."""
+    """Return the request with `values` filled in wherever it waits for them."""
     waiting = (one.is_placeholder and not one.tokens for one in request.segments)
     filled = (
         replace(one, tokens=value + one.held) if waits and (value := values.get(one.sample)) else one

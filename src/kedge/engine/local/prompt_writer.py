@@ -1,4 +1,4 @@
-"""Writing a prompt before its request arrives, piece by piece: blocks, translated segments, and what to compute."""
+"""Writing prompts before their requests arrive, piece by piece: blocks, translated segments, positions to compute."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kedge.reuse.runtime import Runtime
 from kedge.types import GenerateRequest
 
 NEAR = 1.0
-"""Steps-to-execution up to which a prompt is assembled ahead: for it, only KV that is needed later is evicted."""
+"""Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 
 
 class PromptWriter:
-    """Drafts and writes prepared prompts. `queue` gets those that have tokens to be computed."""
+    """The writer of prepared prompts. `queue` gets those that have tokens to compute."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class PromptWriter:
         self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
         self._ahead, self._costs = queue, costs
         self.begun = 0
-        """Prompts that got blocks."""
+        """Number of prompts that got blocks."""
         self.wasted_tokens = 0
         """Tokens translated or computed for prompts that then had to be computed densely."""
 
     def begin(self, preparation: PreparedPrompt) -> bool:
-        """Lock the exact prefix and take blocks. Returns False without room, or while a part is being loaded."""
+        """Lock the exact prefix and lease blocks. Returns False without room, or while a part is being loaded."""
         space, tokens, limit = preparation.namespace, preparation.tokens, preparation.exact_limit
         if self._cache.status(space, tokens[:limit]).readiness is Readiness.LOADING:
             return False
@@ -54,7 +54,7 @@ class PromptWriter:
         return True
 
     def advance(self, preparation: PreparedPrompt) -> bool:
-        """Draft on to the end of the next placeholder's prefix segment. Returns False without room."""
+        """Draft to the end of the next placeholder's prefix segment. Returns False without room."""
         placed, segments = layout(preparation.request), preparation.next_stop
         if not self.extend(preparation, placed[segments - 1].stop, NEAR):
             return False
@@ -65,7 +65,7 @@ class PromptWriter:
         return True
 
     def grow(self, preparation: PreparedPrompt, table: SlotTable, segments: int) -> None:
-        """Draft and write up to the first `segments`, and seal the plan where these are all."""
+        """Draft and write the first `segments`, and seal the plan if these are all."""
         draft, request = preparation.draft, preparation.request
         assert draft is not None
         before, translated, made = len(draft.sources), preparation.translates, preparation.made

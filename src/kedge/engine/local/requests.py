@@ -15,13 +15,15 @@ from kedge.types import FinishReason, RequestId, ReuseMode
 
 
 class Requests:
-    """Queues requests, frees their blocks and ends them. Called by the engine's owner thread only."""
+    """The register of requests: it queues them, frees their blocks and ends them. Called by the engine's owner thread
+    only.
+    """
 
     scheduler: Scheduler
     learning: Learning
 
     def __init__(self, cache: CacheManager, loading: Loading, preassembly: PromptPreassembler) -> None:
-        """The scheduler and learning, which free and end requests themselves, are set once they are there."""
+        """Start empty. The scheduler and learning, which free and end requests themselves, are set later."""
         self._cache, self._loading, self._preassembly = cache, loading, preassembly
 
     @property
@@ -30,7 +32,7 @@ class Requests:
         return [*self.scheduler.unadmitted, *self.scheduler.running]
 
     def submit(self, sequence: RequestSequence) -> None:
-        """Queue a request, with the prompt that was prepared for it, if there is one."""
+        """Queue a request, with its prepared prompt, if there is one."""
         sequence.preparation = self._preassembly.claim(sequence.request)
         self.scheduler.add(sequence)
 
@@ -41,7 +43,7 @@ class Requests:
         return sequence is not None or self._preassembly.cancel(request_id)
 
     def find(self, request_id: RequestId) -> RequestSequence | None:
-        """Return the request of this id, None if it is not in the engine."""
+        """Return the request of this id, or None."""
         return next((one for one in self.sequences if one.request.request_id == request_id), None)
 
     def preempt(self, sequence: RequestSequence) -> bool:
@@ -58,7 +60,7 @@ class Requests:
         return True
 
     def release(self, sequence: RequestSequence) -> None:
-        """Free a request's blocks. Exact tokens with KV enter the tree."""
+        """Free a request's blocks. Its exact tokens with KV enter the tree."""
         assert sequence.plan is not None
         last = sequence.request.prompt_tokens + len(sequence.response) - 1
         computed = sequence.todo[0] if sequence.todo else last
@@ -68,7 +70,7 @@ class Requests:
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
-        """End a request early: with an error, or as cancelled. Nothing of it is kept."""
+        """End a request early: with an error, or as cancelled. Nothing of it is cached."""
         if sequence.is_over:
             return
         self.scheduler.done(sequence)
@@ -90,7 +92,7 @@ class Requests:
         self.end(sequence, ForwardFailed("request_id", sequence.request.request_id, why))
 
     def fail_streams(self, error: BaseException) -> None:
-        """End every stream with an error, and leave all else as it is."""
+        """End every stream with an error, and change nothing else."""
         for sequence in self.sequences:
             if not sequence.is_over:
                 sequence.failed(error)

@@ -11,18 +11,18 @@ from torch import Tensor
 from kedge.types import SamplingParams
 
 Draw = Callable[[Tensor], int]
-"""Draws a request's next token from logits [vocab]; called by the engine's thread, token after token"""
+"""A function that draws a request's next token from logits [vocab]; called by the engine's thread for every token"""
 GREEDY = 1e-5
-"""A temperature below this is greedy: dividing by it would leave the range of floats."""
+"""Temperatures below this are greedy, since dividing by them would overflow."""
 
 
 @dataclass(slots=True)
 class Sampler:
-    """How the tokens of one request are drawn. Seeded requests repeat exactly, whatever runs beside them."""
+    """The sampling of one request. Seeded requests repeat exactly, whatever runs beside them."""
 
     params: SamplingParams
     draw: Draw | None = None
-    """Takes the place of `params`: it sees all logits and may force an answer."""
+    """Replaces `params`: it gets all logits and may force an answer."""
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Sampler:
         return self.draw is not None or self.params.temperature < GREEDY
 
     def __call__(self, logits: Tensor) -> int:
-        """Draw one token from logits [vocab]. Raises what `draw_tokens` has as an entry."""
+        """Draw one token from logits [vocab]. Raises the error that `draw_tokens` would return."""
         token = draw_tokens(logits[None], [self])[0]
         if isinstance(token, Exception):
             raise token
@@ -52,7 +52,7 @@ class Sampler:
 def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
     """Draw the next token of every request from logits [requests, vocab].
 
-    An entry is the error where a request's own `draw` raised, or gave no token, or where its logits are not finite.
+    An entry is an error if a request's own `draw` raised or returned no valid token, or its logits are not finite.
     """
     best, tokens = logits.max(-1)
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
@@ -80,7 +80,9 @@ def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
 
 
 def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest tokens of each row whose weights [requests, vocab] reach `top_p` [requests, 1], at least one."""
+    """Keep the fewest tokens of each row with weights [requests, vocab] that sum to `top_p` [requests, 1], at least
+    one.
+    """
     ordered, order = weights.sort(descending=True)
     dropped = ordered.cumsum(-1) - ordered >= top_p
     dropped[:, 0] = False
@@ -88,7 +90,7 @@ def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _drawn(draw: Draw, logits: Tensor) -> int | Exception:
-    """Call a request's own `draw`; its error, whatever it is, is the request's and nobody else's."""
+    """Call a request's own `draw`; return any error it raises, so that it ends this request only."""
     try:
         token = draw(logits)
     except Exception as error:  # foreign code

@@ -1,4 +1,4 @@
-"""Continuous batching: which positions of which sequences run in the next pass."""
+"""Continuous batching: the choice of sequences and positions for the next pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence
 from kedge.types import TenantId
 
 JOB_CHUNK = 256
-"""Tokens of base prefills in a pass while nobody waits: decodes beside them, or a request that comes, are held up by
-no more than these."""
+"""Tokens of base prefills in a pass while no request waits; they delay decodes, or a new request, by no more
+than this.
+"""
 FEW = 64
-"""Tokens of a prefill that goes before base prefills: it is of a prompt that is translated, and soon done."""
+"""Prefills of at most this many tokens go before base prefills: they belong to translated prompts and end soon."""
 AHEAD_CHUNK = 32
-"""Tokens that are computed ahead of a request in one pass."""
+"""Tokens computed ahead of requests in one pass."""
 
 Allowances = dict[TenantId, float]
 """Seconds that each tenant's work may still add to a pass"""
@@ -28,29 +29,29 @@ Allowances = dict[TenantId, float]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A sequence's share of the next pass: these positions, ascending."""
+    """A sequence's share of the next pass: its positions, ascending."""
 
     sequence: Sequence
     positions: list[int]
 
     @property
     def logit_rows(self) -> int:
-        """After how many of the positions, the last ones, the logits are wanted."""
+        """Number of positions, the last ones, that need logits."""
         return len(self.positions) if self.sequence.needs_all_logits else 1
 
 
 @dataclass(slots=True)
 class _Pass:
-    """The next pass as it fills up."""
+    """The next pass while it is filled."""
 
     left: int
     """Tokens that still fit"""
     rows: int
-    """Logits of whole prompts that still fit"""
+    """Rows of logits of whole prompts that still fit"""
     work: list[Work] = field(default_factory=list)
 
     def add(self, sequence: Sequence, most: int = sys.maxsize) -> int:
-        """Add up to `most` positions of a sequence; returns how many."""
+        """Add up to `most` positions of a sequence. Returns their number."""
         most = min(most, self.left, self.rows if sequence.needs_all_logits else sys.maxsize)
         positions = sequence.todo[: max(0, most)]
         if positions:
@@ -61,7 +62,9 @@ class _Pass:
 
 
 class Aside(Protocol):
-    """Knows which requests have to wait for KV: to come from the host, or to be computed for several at once."""
+    """The interface to requests that have to wait for KV: to come from the host, or to be computed for several
+    at once.
+    """
 
     @property
     def lets_pass(self) -> bool: ...
@@ -97,11 +100,13 @@ class Scheduler:
         jobs: deque[BaseJob] | None = None,
         ahead: deque[PreparedPrompt] | None = None,
     ) -> None:
-        """`admit` answers False where a sequence has to wait for blocks. `jobs` and `ahead` are filled by others."""
+        """Start with empty queues. `admit` returns False if a sequence has to wait for blocks. `jobs` and `ahead` are
+        filled by others.
+        """
         self._admit, self._aside, self._costs = admit, aside, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self.passes = 0
-        """How often `schedule` was called."""
+        """Number of calls of `schedule`."""
         self.waiting: FairQueue[RequestSequence] = FairQueue()
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
@@ -109,7 +114,7 @@ class Scheduler:
         self.ahead: deque[PreparedPrompt] = deque() if ahead is None else ahead
         self.running: list[RequestSequence] = []
         self.preempted: deque[RequestSequence] = deque()
-        """Requests that gave their blocks to another tenant's, with what they have answered so far."""
+        """Requests that lost their blocks to another tenant's, with their answers so far."""
 
     @property
     def idle(self) -> bool:
@@ -122,14 +127,14 @@ class Scheduler:
 
     @property
     def works_ahead(self) -> bool:
-        """Whether to assemble prompts before their requests arrive: nobody waits for anything else, and it costs those
-        that run less than it spares.
+        """Whether to assemble prompts before their requests arrive: no request waits, and it costs running ones less
+        than it saves.
         """
         return not self.someone_waits and not self.jobs and self._costs.ahead_pays(AHEAD_CHUNK, len(self.running))
 
     @property
     def someone_waits(self) -> bool:
-        """A request has yet to see its first token."""
+        """Whether a request waits for its first token."""
         return bool(self.waiting or self.loading) or any(sequence.waits_for_first_token for sequence in self.running)
 
     def add(self, sequence: RequestSequence) -> None:
@@ -137,7 +142,7 @@ class Scheduler:
         self.waiting.push(sequence, sequence.tenant, len(sequence.tokens))
 
     def schedule(self) -> list[Work]:
-        """Admit what has room, and fill the next pass."""
+        """Admit requests that have room, and fill the next pass."""
         self._admit_waiting()
         self.passes += 1
         filling, waits = _Pass(self._budget, LOGIT_ROWS), self.someone_waits
@@ -173,14 +178,14 @@ class Scheduler:
                 return
 
     def _next(self, room: bool) -> RequestSequence | None:
-        """Return the waiting request that goes next. Where it lacks a place or room, that holds up whoever is in the
-        same position, but not a tenant with nothing begun.
+        """Return the waiting request that goes next. If it lacks a place or room, it blocks all others in the same
+        position, but not a tenant with nothing begun.
         """
         heads = self.waiting.heads()
         return next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
 
     def _admit_aside(self) -> bool:
-        """Admit who was preempted, and who stepped aside and need not wait any more; False where one lacks room."""
+        """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""
         room = True
         for sequence in (*self.preempted, *self.loading):
             is_ready = sequence in self.preempted or self._aside.is_ready(sequence, busy=bool(self.running))
@@ -189,7 +194,7 @@ class Scheduler:
         return room
 
     def _start(self, sequence: RequestSequence) -> bool:
-        """Admit a request; False where it lacks room. One that has ended with an error holds nobody up."""
+        """Admit a request. Returns False if it lacks room; one that has ended with an error blocks no other."""
         if not self._admit(sequence):
             return sequence.is_over
         if sequence in self.waiting:
@@ -200,8 +205,8 @@ class Scheduler:
         return True
 
     def victim(self, sequence: RequestSequence) -> RequestSequence | None:
-        """Return the running request that gives its blocks to the first one of a tenant: the youngest of the tenant
-        that runs most, if that runs several; None where `sequence` may take nothing.
+        """Return the running request that loses its blocks to a tenant's first one: the youngest of the tenant that
+        runs the most, if it runs several. None if `sequence` may not preempt.
         """
         running = Counter(one.tenant for one in self.running)
         if not running or not self._is_first(sequence):
@@ -211,17 +216,19 @@ class Scheduler:
         return own[-1] if many > 1 and own else None
 
     def preempt(self, sequence: RequestSequence) -> None:
-        """Take a request whose blocks have been freed out of the batch; it is admitted again before all others."""
+        """Remove a request with freed blocks from the batch; it is admitted again before all others."""
         self.running.remove(sequence)
         self.preempted.append(sequence)
 
     def _is_first(self, sequence: RequestSequence) -> bool:
-        """Return whether nothing else of its tenant runs, or has stepped aside."""
+        """Return whether no other request of its tenant runs or has stepped aside."""
         begun = (*self.running, *self.preempted, *self.loading)
         return all(one is sequence or one.tenant != sequence.tenant for one in begun)
 
     def _has_place(self, sequence: RequestSequence) -> bool:
-        """Another request may run, and there is something left for it in a pass; a tenant's first needs neither."""
+        """Return whether another request may run and a pass has tokens left for it; a tenant's first request needs
+        neither.
+        """
         if self._is_first(sequence):
             return max(len(self.running), len(self.loading)) < 2 * self._max_running
         pending = sum(len(one.todo) for one in self.running)
@@ -229,17 +236,17 @@ class Scheduler:
         return len(self.running) < self._max_running and pending < self._budget
 
     def served(self, sequence: RequestSequence, tokens: int) -> None:
-        """Count tokens of an answer, which its tenant pays for as it does for prompts."""
+        """Charge a tenant for tokens of an answer, as for those of prompts."""
         self.waiting.charge(sequence.tenant, tokens)
 
     # one pass -------------------------------------------------------------------------------------------------
 
     def _decoding(self) -> list[RequestSequence]:
-        """Return the sequences that decode; those that the last passes had no room for first."""
+        """Return the decoding sequences, first those that the last passes had no room for."""
         return sorted((one for one in self.running if not one.waits_for_first_token), key=lambda one: one.last_pass)
 
     def _allowances(self) -> Allowances | None:
-        """Return the seconds that each tenant's work may add to the pass; None where only one tenant runs."""
+        """Return the seconds that each tenant's work may add to the pass; None if only one tenant runs."""
         wanted: dict[TenantId, list[int]] = {}
         for sequence in self.running:
             wanted.setdefault(sequence.tenant, []).append(len(sequence.todo))
@@ -255,14 +262,14 @@ class Scheduler:
                 sequence.last_pass = self.passes
 
     def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
-        """Add base prefills, oldest first; one that finds no room waits, and so do those behind it."""
+        """Add base prefills, oldest first, up to the first one without room."""
         for job in jobs:
             if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
                 return
             most -= self._add(filling, job, most, allowed)
 
     def _add(self, filling: _Pass, sequence: Sequence, most: int, allowed: Allowances | None) -> int:
-        """Add up to `most` positions of a sequence, and no more than its tenant is allowed; returns how many."""
+        """Add up to `most` positions of a sequence within its tenant's allowance. Returns their number."""
         if allowed is None:
             return filling.add(sequence, most)
         tenant = sequence.tenant
@@ -272,13 +279,13 @@ class Scheduler:
         return count
 
     def _affordable(self, sequence: Sequence, seconds: float) -> int:
-        """Return how many tokens of a sequence fit into so many seconds, at least one while any are left."""
+        """Return how many tokens of a sequence fit into `seconds`, at least one while any time is left."""
         if seconds <= 0:
             return 0
         return max(1, self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo)))
 
     def _add_spare(self, filling: _Pass, allowed: Allowances | None) -> None:
-        """Add what nobody waits for."""
+        """Add work that no request waits for."""
         if self.jobs:
             self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
         elif self.works_ahead:
@@ -289,7 +296,7 @@ class Scheduler:
         yield from [one for one in self.ahead if one.translates or not self.running][:1]
 
     def done(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is."""
+        """Remove a sequence from whatever queue it is in."""
         if isinstance(sequence, RequestSequence) and sequence in self.waiting:
             self.waiting.remove(sequence)
         for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):

@@ -1,4 +1,4 @@
-"""What the scheduler moves: a sequence of tokens with its cache lease, on its way through prefill and decode."""
+"""Sequences, the scheduler's units of work: tokens with a cache lease, on their way through prefill and decode."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ LocalStream = TokenStream
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens of which some positions are still to be run through the model, in ascending order."""
+    """A sequence of tokens with positions still to run through the model, in ascending order."""
 
     key: RequestId
     namespace: Namespace
     tokens: list[int]
     table: SlotTable | None = None
     todo: list[int] = field(default_factory=list)
-    """Positions to compute; the last of them answers the next token."""
+    """Positions to compute; the last one yields the next token."""
 
     @property
     def tenant(self) -> TenantId:
-        """The tenant whose work it is."""
+        """The tenant that the work belongs to."""
         return self.namespace.tenant
 
     @property
     def exact_limit(self) -> int:
-        """How many leading tokens may come from the cache: the last one gives the logits."""
+        """Most leading tokens that may come from the cache: the last token is computed for its logits."""
         return len(self.tokens) - 1
 
     @property
@@ -58,19 +58,19 @@ class Sequence:
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the logits after every position are wanted, not only those after the last one of a pass."""
+        """Whether the logits after every position are needed, not only those after the last one of a pass."""
         return False
 
 
 @dataclass(slots=True, eq=False)
 class BaseJob(Sequence):
-    """Computes base KV off the critical path: a short prefill whose KV is cut into segments and kept."""
+    """A base prefill off the critical path: a short prefill that is cut into segments and kept."""
 
     cuts: tuple[Cut, ...] = ()
     is_awaited: bool = False
-    """Whether a request waits for it, whose own work it is then."""
+    """Whether a request waits for it; then it counts as that request's own work."""
     wanted_by: RequestId | None = None
-    """The request that it is for: what that one teaches is learned once this is there."""
+    """The request that it is for, which is learned from once this is done."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,11 +81,11 @@ class PreparedPrompt(Sequence):
 
     request: GenerateRequest
     draft: Draft | None = None
-    """Since it holds blocks."""
+    """Set once it holds blocks."""
     plan: ReusePlan | None = None
-    """Once all of the prompt has been drafted."""
+    """Set once all of the prompt has been drafted."""
     stalled: bool = False
-    """Without room, or waiting for a load."""
+    """Whether it lacks room or waits for a load."""
 
     @classmethod
     def of(cls, key: RequestId, request: GenerateRequest) -> PreparedPrompt:
@@ -94,18 +94,18 @@ class PreparedPrompt(Sequence):
         return new
 
     def learn(self, request: GenerateRequest) -> None:
-        """More is known of the same request."""
+        """Take over a request with more known segments."""
         known = request.segments[: known_segments(request)]
         self.request, self.tokens, self.stalled = request, [t for segment in known for t in segment.tokens], False
 
     def agrees(self, request: GenerateRequest) -> bool:
-        """Return whether `request` is the one that this is made for, as far as it has come."""
+        """Return whether `request` is the expected one, as far as this is assembled."""
         mine, drafted, held = self.request, 0, 0
         mode = (request.reuse, request.workflow, template_key(request))
         if self.draft is not None:
             drafted, held = self.draft.drafted, len(self.draft.sources)
         return (
-            request.prompt_logprobs is None  # whose logits are wanted must run through the model
+            request.prompt_logprobs is None  # a prompt with logprobs must run through the model
             and (mine.reuse, mine.workflow, template_key(mine)) == mode
             and mine.segments[:drafted] == request.segments[:drafted]
             and mine.tokens[:held] == request.tokens[:held]
@@ -117,12 +117,12 @@ class PreparedPrompt(Sequence):
 
     @property
     def drafts_on(self) -> bool:
-        """Whether segments are known that have not been drafted."""
+        """Whether known segments are not drafted yet."""
         return (self.draft.drafted if self.draft else 0) < known_segments(self.request)
 
     @property
     def next_stop(self) -> int:
-        """How many segments there are up to the end of the next placeholder's prefix segment, of those known."""
+        """Number of known segments up to the end of the next placeholder's prefix segment."""
         assert self.draft is not None
         segments, known = self.request.segments, known_segments(self.request)
         places = (at for at in range(self.draft.drafted, known) if segments[at].is_placeholder)
@@ -135,14 +135,14 @@ class PreparedPrompt(Sequence):
 
     @property
     def ready(self) -> int:
-        """Leading tokens whose KV is there."""
+        """Number of leading tokens with KV."""
         if self.draft is None:
             return 0
         return self.todo[0] if self.todo else len(self.draft.sources) - (self.plan is not None)
 
     @property
     def exact(self) -> int:
-        """Leading tokens whose KV is there and is what dense prefill would give."""
+        """Number of leading tokens with KV equal to that of dense prefill."""
         if self.draft is None:
             return 0
         sources = self.draft.sources
@@ -150,7 +150,7 @@ class PreparedPrompt(Sequence):
 
     @property
     def made(self) -> int:
-        """Tokens that were translated or computed for it."""
+        """Number of tokens translated or computed for it."""
         return self.ready - self.draft.exact_tokens if self.draft else 0
 
 
@@ -167,29 +167,29 @@ class RequestSequence(Sequence):
     plan: ReusePlan | None = None
     preassembled: int = 0
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part, up to the first token."""
+    """Parts of the time to first token, in seconds."""
     load_asked: float | None = None
-    """When it began to wait for KV from the host, if it did."""
+    """Time at which it began to wait for KV from the host, if it did."""
     skips: int = 0
-    """Requests that went before it while it waited for that."""
+    """Number of requests that went before it during that wait."""
     gave_up: bool = False
-    """It waits for that no longer."""
+    """Whether it has stopped waiting for KV from the host."""
     first_token: float | None = None
     logprobs: Logprobs = field(init=False)
     preparation: PreparedPrompt | None = None
-    """What was assembled of its prompt before it arrived."""
+    """The part of its prompt that was assembled before it arrived."""
     trail: Tokens = ()
-    """What follows the response wherever it is read."""
+    """The tokens that follow the response in its readers' prompts."""
     finish: FinishReason | None = None
-    """Set when the response is complete; one more pass may follow, for KV that is left behind."""
+    """Set when the response is complete; one more pass may follow, for KV that is kept for readers."""
     response_stop: int | None = None
-    """The response ends here. `tokens` that follow are its trail."""
+    """End of the response in `tokens`; its trail follows."""
     awaits: tuple[RequestId, ...] | None = None
-    """Base prefills that are to end before it is admitted; None: nobody has looked yet."""
+    """Base prefills that it waits for before its admission; None before the first check."""
     is_over: bool = False
-    """Its stream has ended: with a completion, or with an error."""
+    """Whether its stream has ended, with a completion or an error."""
     last_pass: int = 0
-    """Number of the last pass that it had a part in."""
+    """Number of the last pass that it was part of."""
 
     def __post_init__(self) -> None:
         self.logprobs = Logprobs(self.request)
@@ -210,12 +210,12 @@ class RequestSequence(Sequence):
 
     @property
     def room(self) -> int:
-        """Tokens that it may come to have."""
+        """Most tokens that it can come to have."""
         return self.request.prompt_tokens + self.max_tokens + len(self.trail)
 
     def end_response(self, reason: FinishReason, computed: int, *, is_read: bool) -> None:
-        """The response is complete, and the KV of the first `computed` tokens is there. Where others are going to read
-        it, that of the rest and of the trail is still to be computed.
+        """Mark the response as complete, with the KV of the first `computed` tokens there. If others are going to read
+        it, the KV of the rest and of the trail is computed next.
         """
         self.finish, self.response_stop = reason, len(self.tokens)
         if is_read:
@@ -224,7 +224,7 @@ class RequestSequence(Sequence):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it has claimed a preparation that still holds its blocks."""
+        """Whether it has claimed a prepared prompt that still holds its blocks."""
         return self.preparation is not None and self.preparation.admitted
 
     @property
@@ -236,7 +236,7 @@ class RequestSequence(Sequence):
         self.stream.put(TokenDelta(text, tokens, completion, *self.logprobs.news()))
 
     def finished(self, text: str, reason: FinishReason) -> None:
-        """End the stream with the completion, and the text that was held back."""
+        """End the stream with the completion, and flush the text held back."""
         self.is_over = True
         self.tell(text, (), self.completion(reason))
 

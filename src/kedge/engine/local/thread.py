@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 T = TypeVar("T")
 LEARNING_DELAY = 0.02
-"""Seconds that an idle engine waits before it learns: the next agent of a workflow comes within milliseconds."""
+"""Seconds that an idle engine waits before it learns, since a workflow's next agent comes within milliseconds."""
 MAX_FAILURES = 3
-"""Steps in a row that fail before the engine's thread ends: nothing that it does works any more."""
+"""Consecutive failed steps after which the engine's thread ends."""
 MAX_COPY_WAIT = 0.05
-"""Longest time in seconds for which the engine waits for a copy without a look at the clock."""
+"""Longest wait for a copy, in seconds, before the clock is checked again."""
 
 
 class Mailbox:
-    """Commands from any thread, in the order in which they were posted, and the ids of the requests in flight."""
+    """The queue of commands from any thread, in order of posting, and the ids of the requests in flight."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -35,19 +35,19 @@ class Mailbox:
         self._in_flight: set[RequestId] = set()
         self._max_in_flight = max_in_flight
         self.failure: BaseException | None = None
-        """What ended the engine's thread; None while it works, and after a `close` of an engine that worked."""
+        """The error that ended the engine's thread; None while it works, and after a `close` of a working engine."""
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is posted any more."""
+        """Whether it takes no more commands."""
         return self._closed.is_set()
 
     def wake(self) -> None:
-        """Wake the engine's thread, closed or not: something is to be seen."""
+        """Wake the engine's thread, even if closed."""
         self._commands.put(lambda: None)
 
     def enter(self, request_id: RequestId, command: Command) -> None:
-        """Post a request's command, with its id among those in flight until `leave`.
+        """Post a request's command, and keep its id in flight until `leave`.
 
         Raises `RequestError` for an id that is in flight already, `Overloaded`, or `EngineClosed`.
         """
@@ -70,19 +70,19 @@ class Mailbox:
             self._commands.put(command)
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Have the engine's thread answer a question. Raises what the question raises, or `EngineClosed`."""
+        """Run a question on the engine's thread and return its answer. Raises what it raises, or `EngineClosed`."""
         answer: Future[T] = Future()
         self.post(partial(_settle, answer, question))
         return answer.result()
 
     def close(self) -> None:
-        """Take nothing more, and wake the engine's thread."""
+        """Refuse further commands, and wake the engine's thread."""
         with self._lock:
             self._closed.set()
             self.wake()
 
     def drain(self, wait: float | None = 0.0) -> bool:
-        """Run the commands that are there, waiting up to `wait` seconds (None: for ever) for a first one.
+        """Run the queued commands, waiting up to `wait` seconds (None: for ever) for a first one.
 
         Returns whether there was one. Called by the engine's thread only.
         """
@@ -101,7 +101,7 @@ class Mailbox:
 
 
 class EngineThread:
-    """Runs a core until the mailbox is closed or its steps fail `MAX_FAILURES` times in a row."""
+    """The engine's thread: it runs a core until the mailbox is closed or `MAX_FAILURES` steps in a row have failed."""
 
     def __init__(self, core: EngineCore, mailbox: Mailbox) -> None:
         self._core, self._mailbox = core, mailbox
@@ -111,7 +111,7 @@ class EngineThread:
         self._thread.start()
 
     def when_idle(self, waiter: threading.Event) -> None:
-        """Set `waiter` once nothing is left to be done. To be posted as a command."""
+        """Set `waiter` once no work is left. To be posted as a command."""
         self._idle_waiters.append(waiter)
 
     def join(self) -> None:
@@ -122,7 +122,7 @@ class EngineThread:
         try:
             while not self._mailbox.closed:
                 self._guarded_step()
-        except BaseException as error:  # the thread's last word: nobody may wait for it for ever
+        except BaseException as error:  # the thread ends here, and must leave no one waiting
             self._mailbox.failure = error
             logger.critical("the engine's thread ends", exc_info=error)
         finally:
@@ -131,7 +131,9 @@ class EngineThread:
             self._shut()
 
     def _guarded_step(self) -> None:
-        """Go on after an error of the engine's own, without what ran in it; not after `MAX_FAILURES` in a row."""
+        """Run a step; after an error of the engine itself continue without what ran in it, unless `MAX_FAILURES` steps
+        in a row failed.
+        """
         try:
             self._next_step()
             self._failures = 0
@@ -143,7 +145,7 @@ class EngineThread:
             self._core.recover(error)
 
     def _shut(self) -> None:
-        """End every stream, whatever state the core is in."""
+        """End every stream, whatever the state of the core."""
         while self._idle_waiters:
             self._idle_waiters.pop().set()
         try:
@@ -171,7 +173,7 @@ class EngineThread:
 
 
 def _obey(command: Command) -> None:
-    """Run a command; what it raises costs nobody else anything."""
+    """Run a command, and contain what it raises."""
     try:
         command()
     except Exception:

@@ -1,4 +1,4 @@
-"""The engine's process: an engine, what it is asked, and what it has to say."""
+"""The engine's process: it runs an engine, carries out the calls that arrive and sends the results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ Sent = Packed | Answer | Ready | Failed
 IN_ORDER = frozenset({"submit", "end_run", "forecast", "prepare"})
 """Methods that return at once. The others may wait for a step, and are called on threads of their own."""
 ASKING = 16
-"""Calls that wait for the engine at once."""
+"""Most calls that wait for the engine at the same time."""
 LOOK = 0.25
-"""Seconds between two looks at whether the engine has failed."""
+"""Seconds between two checks of whether the engine has failed."""
 
 
 class Outbox:
-    """The way back. A thread of its own sends what has gathered while it sent, so that the engine never waits."""
+    """The queue of outgoing messages. Its own thread sends what has gathered while it was sending, so that the engine
+    never waits.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -43,12 +45,12 @@ class Outbox:
         self._items.put(item)
 
     def close(self) -> None:
-        """Send everything that is left."""
+        """Send what is queued and end the thread."""
         self._items.put(None)
         self._thread.join()
 
     def _send(self) -> None:
-        with suppress(OSError):  # nobody is there any more: the other thread finds out as well
+        with suppress(OSError):  # the program has gone: the other thread notices as well
             self._send_all()
 
     def _send_all(self) -> None:
@@ -62,7 +64,9 @@ class Outbox:
 
 
 class Host:
-    """Calls the engine as it is asked to, until it is closed, has failed, or nobody is there who asks."""
+    """The server side of the engine's process. It carries out calls until the engine is closed or has failed, or the
+    program has hung up.
+    """
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine, self._connection = engine, connection
@@ -85,7 +89,7 @@ class Host:
             self._outbox.close()
 
     def _take(self, call: Call) -> bool:
-        """Start a call; False where it is the last one."""
+        """Start a call. Returns False for the last one."""
         if call.method in IN_ORDER:
             self._answer(call)
         elif call.method != "close":
@@ -96,7 +100,7 @@ class Host:
         try:
             value = self._call(call)
             answer = Answer(call.number or 0, pickle.dumps(value))
-        except Exception as error:  # whoever asked gets it, whatever it is
+        except Exception as error:  # the caller gets it, whatever it is
             answer = Answer(call.number or 0, error=portable(error))
         if call.number is not None:
             self._outbox.put(answer)
@@ -132,7 +136,7 @@ def main(descriptor: int) -> None:
     code = Host(engine, connection).serve()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # a call that still waits for the closed engine keeps nobody
+    os._exit(code)  # without waiting for calls that wait for the closed engine
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`ProcessEngine`: the embedded engine for a program whose own work must not slow it down, or be slowed down by it.
+"""`ProcessEngine`: the embedded engine in a process of its own, so that it and the program do not slow each other down.
 
-Two Python programs on two threads of one process take turns at the interpreter lock; in two processes they run at the
-same time. Calls and tokens cross a socket in batches.
+Two threads of one Python process take turns at the interpreter lock; two processes run at the same time. Calls and
+tokens cross a socket in batches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from kedge.workflow.forecast import AgentKey, Changes
 
 
 class ProcessEngine:
-    """Runs the engine that `make` makes in a process of its own, as `kedge.engine.base.Engine` describes.
+    """An engine in a process of its own, built there by `make`; see `kedge.engine.base.Engine`.
 
-    `make` is pickled: a function of a module or a `partial` of one, `partial(EchoEngine, delay_s=...)` say. Raises what
-    `make` raises. If the process ends by itself, everything that goes on raises `EngineClosed`, and `failure` says why.
+    `make` is pickled: a function of a module or a `partial` of one, such as `partial(EchoEngine, delay_s=...)`. Raises
+    what `make` raises. If the process ends by itself, everything in flight raises `EngineClosed`, and `failure` gives
+    the reason.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -40,9 +41,9 @@ class ProcessEngine:
         self._streams: dict[int, TokenStream] = {}
         self._closing = False
         self._cause: BaseException | None = None
-        """What the engine failed of, where it could still say so."""
+        """The error that ended the engine, where the process could still send it."""
         self._over: str | None = None
-        """Why the process is no more."""
+        """Why the process has ended."""
         self._process, self._connection = start()
         self.tokenizer: Tokenizer = self._begin(first)
         self._reader = threading.Thread(target=self._read, name="kedge-process", daemon=True)
@@ -114,7 +115,7 @@ class ProcessEngine:
     # to the process -------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None) -> Any:
-        """Return what the engine's method returned, and raise what it raised."""
+        """Call a method of the engine in its process. Returns what it returned, and raises what it raised."""
         answer, number = Future[Any](), next(self._numbers)
         data = _pickled(method, Call(number, method, arguments))
         with self._lock:
@@ -138,7 +139,7 @@ class ProcessEngine:
             raise self._closed_error(self._over or "was closed")
 
     def _write(self, data: bytes) -> None:
-        with self._sending, suppress(OSError):  # the reader finds out as well, and ends what is expected
+        with self._sending, suppress(OSError):  # the reader notices as well, and ends what is in flight
             self._connection.send_bytes(data)
 
     # from the process -----------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class ProcessEngine:
             pending.set_result(answer.value)
 
     def _end(self) -> None:
-        """End everything that is expected of a process that is no more."""
+        """End all streams and calls of a process that has ended."""
         with self._sending:
             self._connection.close()
         code = wait_for(self._process)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LocalProcessEngine(ProcessEngine):
-    """Runs a `LocalEngine` in a process of its own, with all that a server asks of one; see `ProcessEngine`."""
+    """A `LocalEngine` in a process of its own, with all methods that a server needs; see `ProcessEngine`."""
 
     def __init__(self, make: Callable[[], LocalEngine]) -> None:
         super().__init__(make)

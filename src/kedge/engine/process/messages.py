@@ -1,4 +1,4 @@
-"""What passes between a program and its engine's process, in pickled lists."""
+"""The messages between a program and its engine's process, sent as pickled lists."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ several times faster."""
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method of the engine to be called."""
+    """A call of one of the engine's methods."""
 
     number: int | None
-    """What the answer refers to; None where none is expected. A stream has the number of its `submit`."""
+    """The number that the answer repeats; None where no answer is expected. A stream has the number of its `submit`."""
     method: str
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned or raised."""
+    """The result of a call, or its error."""
 
     number: int
     value: bytes = b""
-    """Pickled, so that one that cannot be read hurts only its caller"""
+    """Pickled separately, so that a value that cannot be read fails only its caller."""
     error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine has started; or, with an error, it could not be."""
+    """The message that the engine has started, or, with an error, that it could not."""
 
     tokenizer: Tokenizer | None = None
     error: BaseException | None = None
@@ -45,7 +45,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine has ended by itself, and so does its process."""
+    """The message that the engine has ended by itself, and its process with it."""
 
     error: BaseException
 
@@ -67,7 +67,7 @@ def unpacked(data: Packed) -> tuple[int, Item]:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error as it can be sent: itself, or where that cannot be pickled, one that reads the same."""
+    """Return an error that can be pickled: itself, or else one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # foreign classes raise anything
@@ -78,7 +78,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 class Shown(str):
-    """A value that was left behind, as its `repr` showed it."""
+    """The `repr` of a value that could not be sent."""
 
     def __repr__(self) -> str:
         return str(self)

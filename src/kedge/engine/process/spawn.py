@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 ENDING = 60.0
-"""Seconds that the process has to end once it is to; then it is killed."""
+"""Seconds that the process may take to end before it is killed."""
 
 
 def start() -> tuple[subprocess.Popen[bytes], Connection]:

@@ -1,7 +1,8 @@
-"""What a model may hand to its attention function besides what Kedge's honours: the rest is refused by name.
+"""The arguments that models pass to their attention function besides those that Kedge's supports; the rest is refused
+by name.
 
-A model that is handed a function from outside trusts it with everything that its scores depend on. What is not read is
-a wrong answer that nobody sees: so nothing is ignored that is not listed here.
+A model that uses an external attention function passes it everything that its scores depend on. An argument that is
+silently ignored can mean a wrong answer, so only those listed here are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
 """Arguments that attention does not depend on, and why."""
 
 ONLY: Mapping[str, object] = MappingProxyType({"dropout": 0.0, "is_causal": True})
-"""Arguments that are honoured with this one value."""
+"""Arguments that are supported with this one value only."""
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -42,11 +43,11 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "s_aux": "attention sinks",
     }
 )
-"""What arguments mean that are known and not honoured."""
+"""The meanings of arguments that are known but not supported."""
 
 
 def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Raise `UnsupportedModel` for the first argument that attention would depend on."""
+    """Raise `UnsupportedModel` for the first unknown or unsupported argument."""
     for name, value in arguments.items():
         if value is not None and name not in HARMLESS and (name not in ONLY or value != ONLY[name]):
             meaning = f" ({MEANINGS[name]})" if name in MEANINGS else ""

@@ -1,7 +1,7 @@
 """The attention function that Transformers models run with: it writes and reads the paged pool.
 
-Registered under the name `kedge`. A forward pass gets one flattened batch [1, tokens] of several sequences; what
-belongs to whom is in a `Batch` that Transformers hands through its keyword arguments.
+Registered under the name `kedge`. A forward pass gets one flattened batch [1, tokens] of several sequences; a `Batch`,
+which Transformers passes on as a keyword argument, maps tokens to sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from kedge.kv.storage import PagedStorage, Runs
 
 NAME = "kedge"
 FEW = 64
-"""Up to this many queries attention is bound by reading the context, not by arithmetic."""
+"""Up to this many queries, attention is bound by reading the context, not by arithmetic."""
 ALONE = 512
-"""Tokens of a run from which it is read where it lies; shorter ones are copied together first, which costs less than a
-call for each."""
+"""Runs of at least this many tokens are read in place; shorter ones are copied together, which costs less than a call
+each.
+"""
 
 # What SDPA itself calls on a CPU. It gives the logarithm of the softmax's sum as well, by which parts can be joined.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -33,7 +34,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """What is added to the scores of a part of the context: 0 where a query sees a key, else -inf."""
+    """The mask of a part of the context, added to the scores: 0 where a query sees a key, else -inf."""
 
     scores: Tensor
     """[1, 1, queries, keys]"""
@@ -43,7 +44,7 @@ class Bias:
 
 @dataclass(slots=True)
 class SequenceSlice:
-    """One sequence's share of a batch: rows [start, stop) of the queries, and where its context lies."""
+    """One sequence's share of a batch: rows [start, stop) of the queries, and the place of its context."""
 
     start: int
     stop: int
@@ -53,14 +54,16 @@ class SequenceSlice:
     positions: Tensor
     """int64 [stop - start], ascending; the last one is context - 1"""
     contiguous: bool
-    """The positions are the last ones of the context, without gaps."""
+    """Whether the positions are the last ones of the context, without gaps."""
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    """By sliding window, made once per pass for all layers."""
+    """Masks by sliding window, made once per pass for all layers."""
     biases: dict[tuple[int | None, int], list[Bias]] = field(default_factory=dict)
-    """By sliding window and group size: of each part of the context. Made once per pass for all layers."""
+    """Biases of each part of the context by sliding window and group size, made once per pass for all layers."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[queries, context]: 0 where key j is seen by the query at position p (p - window < j <= p), else -inf."""
+        """Return [queries, context]: 0 where key j is visible to the query at position p (p - window < j <= p), else
+        -inf.
+        """
         if window not in self.masks:
             keys, queries = torch.arange(self.context, device=self.positions.device), self.positions[:, None]
             hidden = keys > queries if window is None else (keys > queries) | (keys <= queries - window)
@@ -75,7 +78,7 @@ class SequenceSlice:
         return [[i] for i, size in enumerate(sizes) if size >= ALONE] + ([short] if short else [])
 
     def part_biases(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Bias]:
-        """Return the mask part by part, repeated for the heads of a group."""
+        """Return the mask of each part, repeated for the heads of a group."""
         if (window, groups) not in self.biases:
             columns = self.mask(window, dtype).repeat(groups, 1).split([r.stop - r.start for r in self.runs], dim=1)
             masks = [torch.cat([columns[i] for i in part], dim=1) for part in self.parts()]
@@ -92,11 +95,13 @@ class Batch:
     slots: Tensor
     sequences: list[SequenceSlice]
     logits_rows: Tensor
-    """Rows whose logits are wanted."""
+    """Rows that need logits."""
     storage: PagedStorage
 
     def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """query [heads, tokens, head_dim] -> [tokens, heads, head_dim], each sequence over its own context."""
+        """Return each sequence's attention over its own context: query [heads, tokens, head_dim] -> [tokens, heads,
+        head_dim].
+        """
         out = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
         for sequence in self.sequences:
             rows = slice(sequence.start, sequence.stop)
@@ -109,7 +114,7 @@ class Batch:
 
 
 class ForwardBatch(Protocol):
-    """What the attention function is handed: how queries find their contexts in the paged pool."""
+    """The batch interface of the attention function: it finds the contexts of queries in the paged pool."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -121,10 +126,10 @@ class ForwardBatch(Protocol):
     def storage(self) -> PagedStorage: ...
     @property
     def logits_rows(self) -> Tensor | int:
-        """Rows whose logits are wanted; 0 is all of them."""
+        """Rows that need logits; 0 is all of them."""
 
     def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """As `Batch.attend`."""
+        """Compute attention as `Batch.attend` does."""
 
 
 def paged_attention(
@@ -140,9 +145,10 @@ def paged_attention(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+    """Compute paged attention, with Transformers' signature: query [1, heads, tokens, head_dim] -> [1, tokens, heads,
+    head_dim].
 
-    Raises `UnsupportedModel` for whatever else a model's scores depend on.
+    Raises `UnsupportedModel` for any other argument that a model's scores depend on.
     """
     if kedge is None:
         raise unsupported(module, "it does not get the batch: its model does not hand on what its `forward` is given")
@@ -157,7 +163,9 @@ def paged_attention(
 def _attend(
     query: Tensor, storage: PagedStorage, layer: int, sequence: SequenceSlice, scaling: float, window: int | None
 ) -> Tensor:
-    """One sequence's queries [heads, tokens, head_dim] over its context -> [tokens, heads, head_dim]."""
+    """Return one sequence's attention: queries [heads, tokens, head_dim] over its context -> [tokens, heads,
+    head_dim].
+    """
     if window is not None and window >= sequence.context:
         window = None
     if query.shape[1] <= FEW and query.device.type == "cpu":
@@ -185,14 +193,14 @@ def _attend_capped(
     window: int | None,
     softcap: float,
 ) -> Tensor:
-    """As `_attend`, with scores that are capped before the softmax: no fused kernel of PyTorch does that."""
+    """Compute attention with scores capped before the softmax, for which PyTorch has no fused kernel."""
     key, value = (_gather(pool[layer], sequence.runs) for pool in (storage.keys, storage.values))
     return capped.attend(query, key, value, sequence.mask(window, torch.float32), scaling, softcap).transpose(0, 1)
 
 
 def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Return the last tokens of a context, all [batch, heads, tokens, head_dim]: what lies before them is seen whole,
-    and of themselves the kernel leaves out what is not seen. A mask for both would cost the work of all pairs.
+    """Return causal attention of a context's last tokens [batch, heads, tokens, head_dim]: all earlier keys are
+    visible, and the kernel masks those tokens themselves. An explicit mask would cost the work of all pairs.
     """
     before = key.shape[2] - query.shape[2]
     out, own = _flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
@@ -203,13 +211,15 @@ def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
 
 
 def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Return the same on a GPU, whose flash attention takes this shape of a mask, and none that is written out."""
+    """Return causal attention on a GPU, where flash attention takes a mask of this shape, but no explicit one."""
     bias = causal_lower_right(query.shape[2], key.shape[2])
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
 
 
 def _gather(pool: Tensor, runs: Runs) -> Tensor:
-    """Run of one layer's slots [slots, kv_heads, head_dim] as [kv_heads, tokens, head_dim]; one alone is a view."""
+    """Return runs of one layer's slots [slots, kv_heads, head_dim] as [kv_heads, tokens, head_dim]; a single run is a
+    view.
+    """
     pieces = [pool[run] for run in runs]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, 1)
 
@@ -217,8 +227,8 @@ def _gather(pool: Tensor, runs: Runs) -> Tensor:
 def _attend_few(
     query: Tensor, storage: PagedStorage, layer: int, sequence: SequenceSlice, scaling: float, window: int | None
 ) -> Tensor:
-    """Return a few queries over a long context: reading it is the cost, so that long runs are read where they lie, once
-    for all heads of a group, and the parts' results are joined by their softmax sums.
+    """Return the attention of a few queries over a long context. Reading it is the cost, so long runs are read in
+    place, once for all heads of a group, and the parts' results are joined by their softmax sums.
     """
     kv_heads, head_dim = storage.keys.shape[2:]
     grouped = query.reshape(1, kv_heads, -1, head_dim)  # the heads of a group, and in each its queries
@@ -232,14 +242,16 @@ def _attend_few(
         key, value = (_gather(pool[layer], runs)[None] for pool in (storage.keys, storage.values))
         out, logsumexp = _flash(grouped, key, value, attn_mask=bias and bias.scores, scale=scaling)
         outs.append(out)
-        # Of a query that sees nothing of a part the kernel says 0, which would be a weight.
+        # For a query that sees no key of a part the kernel returns 0, which would count as a weight.
         sums.append(logsumexp if bias is None else logsumexp + bias.seen)
     out = outs[0] if len(outs) == 1 else _joined(outs, sums)
     return out.view(len(query), -1, head_dim).transpose(0, 1)
 
 
 def _joined(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
-    """Attention over all parts [1, heads, queries, head_dim] from that over each, with the logarithms of its sums."""
+    """Return the attention over all parts [1, heads, queries, head_dim], joined from each part's attention and the
+    logarithms of its softmax sums.
+    """
     return torch.stack(outs).mul_(torch.stack(sums).softmax(0)[..., None]).sum(0)
 
 

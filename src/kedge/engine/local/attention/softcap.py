@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 ROWS = 256
-"""Queries at once: the scores of all heads over a long context are written out, in float32."""
+"""Queries at once, since the scores of all heads over a long context are materialised in float32."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, cap: float) -> Tensor:
-    """Return [heads, queries, head_dim] for such queries over key and value [kv_heads, context, head_dim].
+    """Return attention with capped scores [heads, queries, head_dim] over key and value [kv_heads, context, head_dim].
 
     `mask` [queries, context] is added to the capped scores.
     """

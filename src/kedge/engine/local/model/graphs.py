@@ -20,16 +20,16 @@ from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Numbers of rows that are captured: decode steps, and the few tokens that are computed beside translated ones"""
+"""Numbers of rows that are captured: for decode steps, and the few tokens computed beside translated ones"""
 WARMUPS = 2
-"""Passes before the capture, in which kernels are compiled and libraries take their memory"""
+"""Passes before the capture, in which kernels are compiled and libraries allocate memory"""
 
 Captured = tuple[Callable[[], object], Tensor]
-"""A replay, and the tensor that it leaves its result in"""
+"""A replay function, and the tensor that holds its result"""
 
 
 class Attend(Protocol):
-    """Attention of single tokens, as `kedge.kv.attention_kernel.attend`."""
+    """The signature of attention of single tokens, as `kedge.kv.attention_kernel.attend`."""
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
@@ -46,7 +46,7 @@ class Rows:
     slots: Tensor
     """int64 [rows] like the two before"""
     lengths: Tensor
-    """int32 [rows]: tokens of each row's context, its own included"""
+    """int32 [rows]: tokens of each row's context, including its own"""
     blocks: Tensor
     """int32 [rows, longest context in blocks]"""
     storage: PagedStorage
@@ -55,7 +55,7 @@ class Rows:
 
     @classmethod
     def of(cls, storage: PagedStorage, longest: int, attend: Attend) -> Rows:
-        """Return room for the most rows, with contexts of up to `longest` tokens."""
+        """Allocate buffers for the most rows, with contexts of up to `longest` tokens."""
         device, most = storage.keys.device, ROWS[-1]
         tokens, positions, slots = torch.zeros(3, most, dtype=torch.int64, device=device)
         lengths = torch.ones(most, dtype=torch.int32, device=device)
@@ -68,7 +68,7 @@ class Rows:
         return replace(self, **{name: getattr(self, name)[:count] for name in names})
 
     def fill(self, batch: Batch) -> None:
-        """Take a batch of at most so many tokens; the other rows repeat the last one."""
+        """Copy in a batch of at most this many tokens; the other rows repeat the last one."""
         blocks = block_table(batch)
         _fill(self.tokens, batch.tokens)
         _fill(self.positions, batch.positions)
@@ -88,7 +88,7 @@ def _fill(target: Tensor, source: Tensor) -> None:
 
 
 def block_table(batch: Batch) -> Tensor:
-    """Return int32 [tokens, blocks], on the CPU: the blocks of each token's sequence, then zeros."""
+    """Return int32 [tokens, blocks], on the CPU: the blocks of each token's sequence, padded with zeros."""
     size = batch.storage.block_size
     lists = [[b for run in s.runs for b in range(run.start // size, -(-run.stop // size))] for s in batch.sequences]
     table = torch.zeros(len(batch.tokens), max(map(len, lists)), dtype=torch.int32)
@@ -98,7 +98,7 @@ def block_table(batch: Batch) -> Tensor:
 
 
 class StepGraphs:
-    """Replays passes of few tokens over one storage."""
+    """The CUDA graphs of passes of few tokens over one storage."""
 
     def __init__(
         self,
@@ -108,15 +108,15 @@ class StepGraphs:
         attend: Attend,
         capture: Callable[[Callable[[], Tensor]], Captured],
     ) -> None:
-        """`run` gives the logits of a pass; `capture` does some work and captures it."""
+        """Start without graphs. `run` returns the logits of a pass; `capture` runs some work and captures it."""
         self._run, self._storage, self._capture = run, storage, capture
         self._rows = Rows.of(storage, longest, attend)
         self._captured: dict[int, Captured] = {}
         self._works = True
 
     def replay(self, batch: Batch) -> Tensor | None:
-        """Return the logits of the wanted rows. None where the batch is too large or over another storage, or where
-        this model cannot be captured: then nothing has been done that running it would not do again.
+        """Return the logits of the rows that need them. None if the batch is too large or over another storage, or this
+        model cannot be captured; then running the pass normally is safe.
         """
         size = next((size for size in ROWS if size >= len(batch.tokens)), None)
         if size is None or batch.storage is not self._storage or not self._works:
@@ -132,14 +132,14 @@ class StepGraphs:
         rows = self._rows.first(size)
         try:
             self._captured[size] = self._capture(lambda: self._run(rows))
-        except RuntimeError as error:  # what CUDA raises for a model that looks at its own results on the way
+        except RuntimeError as error:  # raised by CUDA for a model that reads its own results on the way
             logger.warning("passes of few tokens run without CUDA graphs: %s", error)
             self._works = False
         return self._works
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share their memory: a result is good until the next replay of any of them."""
+    """A capture of work as CUDA graphs that share memory: a result is valid until the next replay of any of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -155,7 +155,9 @@ class CudaCapture:
 
     @staticmethod
     def _warm(work: Callable[[], Tensor]) -> None:
-        """On a stream of its own, as PyTorch asks for: captured is not what a first call does beside its work."""
+        """Run the work on a separate stream before the capture, as PyTorch requires, so that one-time initialisation is
+        not captured.
+        """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -165,7 +167,7 @@ class CudaCapture:
 
 
 def on_gpu(run: Callable[[ForwardBatch], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
-    """Return graphs for passes over `storage`; None where it has no kernels."""
+    """Return graphs for passes over `storage`; None if it has no kernels."""
     if not storage.has_kernels:
         return None
     from kedge.kv.attention_kernel import attend

@@ -26,7 +26,7 @@ from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec, translation_refusal
 
 MIN_BYTES_WITH_BAR = 1 << 30
-"""Bytes of weights that take seconds to load."""
+"""Bytes of weights from which loading takes seconds."""
 
 
 def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
@@ -61,9 +61,10 @@ def _progress_bar_for(path: Path) -> Iterator[None]:
 
 
 def require_buildable(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedModel` for a config that Kedge, or Transformers with Kedge's attention, makes no model of.
+    """Raise `UnsupportedModel` for a config that Kedge, or Transformers with Kedge's attention, cannot build a model
+    from.
 
-    A model is built without memory for weights, so that weights that do not fit are known for what they are.
+    The model is built without memory for weights, so that later errors are known to come from the weights.
     """
     KVSpec.from_config(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -74,9 +75,9 @@ def require_buildable(config: PretrainedConfig) -> None:
 
 
 def checked_runner(model: PreTrainedModel) -> ModelRunner:
-    """Return a runner of `model`, which has Kedge's attention from now on.
+    """Return a runner of `model`, which uses Kedge's attention from now on.
 
-    Raises `UnsupportedModel`, leaving the model as it was, where it does not compute the same with that.
+    Raises `UnsupportedModel`, leaving the model as it was, if its results change by that.
     """
     KVSpec.from_config(model.config)  # it has the most telling reasons
     probe.require_interface(type(model))

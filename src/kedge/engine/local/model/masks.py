@@ -1,8 +1,8 @@
-"""A check at load: at all distances a model masks what Kedge's attention leaves out.
+"""A check at load that a model's masks equal those of Kedge's attention at all distances.
 
 A window is larger than any prompt that could be tried at load. But Transformers makes masks from functions of two
-positions, and those can be asked about positions far apart. One token runs through the model for that, with an
-attention function that looks at what it gets and passes the values on: a token alone attends to nothing else.
+positions, which can be evaluated for positions far apart. For that, one token runs through the model, with an attention
+function that inspects its mask and passes the values on: a single token attends only to itself.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 NAME = "kedge-masks"
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of batch, head, query's position and key's position: whether the one sees the other"""
+"""(batch, head, query position, key position) -> whether the query sees the key"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a model gets in place of a mask: the function that one is made from."""
+    """A stand-in for a mask: it holds the function that the mask is made from."""
 
     sees: Sees
 
 
 @dataclass(slots=True)
 class Look:
-    """What is handed through the model: positions up to which its masks are asked about."""
+    """The object passed through the model: positions up to which its masks are evaluated."""
 
     longest: int
     layers: int = field(default=0)
@@ -56,7 +56,7 @@ class Look:
 
 
 def require_same(runner: ModelRunner) -> None:
-    """Raise `UnsupportedModel` unless every layer's mask is that of the window which its attention function gets."""
+    """Raise `UnsupportedModel` unless every layer's mask fits the window passed to its attention function."""
     look = Look(runner.max_positions)
     token = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
     with attention(runner.model, NAME), torch.inference_mode():
@@ -64,7 +64,7 @@ def require_same(runner: ModelRunner) -> None:
 
 
 def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return positions of queries and keys where masks that differ can be told apart: near, at a window's edge, far."""
+    """Return positions of queries and keys at which different masks differ: near, at a window's edge, far."""
     edges = (0, 1, 2, longest // 2) if window is None else (0, 1, 2, window - 1, window, window + 1, longest // 2)
     points = sorted({at for edge in edges for at in (edge, longest - 1 - edge) if 0 <= at < longest})
     query, key = torch.meshgrid(torch.tensor(points), torch.tensor(points), indexing="ij")
@@ -72,7 +72,7 @@ def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _make(mask_function: Sees, **_: Any) -> Mask:
-    """Return what a model takes for its mask: the signature is that of Transformers' mask functions."""
+    """Return a stand-in for a mask, with the signature of Transformers' mask functions."""
     return Mask(mask_function)
 
 
@@ -87,7 +87,7 @@ def _look(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature: value [1, kv_heads, 1, head_dim] -> [1, 1, heads, head_dim]."""
+    """Check the mask and return the values: value [1, kv_heads, 1, head_dim] -> [1, 1, heads, head_dim]."""
     kedge.require_same(module, attention_mask, sliding_window)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
 

@@ -1,4 +1,4 @@
-"""Short passes through a model as the engine runs it, for looking at what comes out."""
+"""Short passes through a model as the engine runs it, for the checks at load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Watched(Batch):
-    """A batch that keeps which layers have attended."""
+    """A batch that records which layers have attended."""
 
     layers: list[int] = field(default_factory=list)
 
@@ -30,7 +30,7 @@ class Watched(Batch):
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Tokens [start, stop) of a prompt, which lies in the slots from `slot` on."""
+    """Tokens [start, stop) of a prompt, stored in the slots from `slot` on."""
 
     prompt: Tensor
     slot: int
@@ -38,7 +38,7 @@ class PromptPiece:
     stop: int
 
     def share(self, row: int) -> SequenceSlice:
-        """Return its share of a batch, from a row on."""
+        """Return its share of a batch, starting at a row."""
         return SequenceSlice(
             start=row,
             stop=row + self.stop - self.start,
@@ -50,7 +50,7 @@ class PromptPiece:
 
 
 def storage_for(runner: ModelRunner, slots: int) -> PagedStorage:
-    """Return memory for the KV of a few tokens."""
+    """Return storage for the KV of a few tokens."""
     return PagedStorage(runner.spec, slots, 1, runner.device, runner.rotary)
 
 

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 LENGTH = 16
 """Tokens of a prompt"""
 SPLITS = (5, 11)
-"""Where each prompt is cut in two: the second pieces read cached keys, and have positions of their own"""
+"""Positions at which the prompts are cut in two: the second pieces read cached keys, at positions of their own"""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """By how much of their size logits may differ: rounding errors grow from layer to layer (with 32 random layers to 1e-5,
 0.008 and 0.06). Logits that have nothing in common differ by 1.4 times their size."""
 FASTER = {"high": torch.float16, "medium": torch.bfloat16}
-"""What float32 is rounded to inside of products, where PyTorch is allowed to do that"""
+"""Dtypes that products of float32 are rounded to, by PyTorch's precision setting"""
 PLACES = (0, 1, 5, 100)
-"""Positions at which keys are looked at"""
+"""Positions at which rotated keys are compared"""
 
 
 @contextmanager
 def refusing(model_type: str) -> Iterator[None]:
-    """Turn what a model's code raises into `UnsupportedModel` with its words; want of memory stays what it is."""
+    """Turn errors of a model's code into `UnsupportedModel` with their text; out-of-memory errors stay as they are."""
     try:
         yield
     except (KedgeError, MemoryError, torch.OutOfMemoryError):
@@ -51,7 +51,7 @@ def refusing(model_type: str) -> Iterator[None]:
 
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run a model with another attention function for a while."""
+    """Run a model with another attention function temporarily."""
     before = model.config.get_text_config()._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -61,14 +61,16 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def require_interface(model: type[PreTrainedModel]) -> None:
-    """Raise `UnsupportedModel` where Transformers knows that a class does not run with an attention from outside."""
+    """Raise `UnsupportedModel` if the class does not support external attention functions, according to
+    Transformers.
+    """
     if not model.is_backend_compatible():
         why = "Transformers runs it with attention of its own only (no `AttentionInterface`)"
         raise UnsupportedModel("model_type", model.config_class.model_type, why)
 
 
 def require_same(runner: ModelRunner) -> None:
-    """Raise `UnsupportedModel` unless the paged logits of two prompts are those of the model's own attention."""
+    """Raise `UnsupportedModel` unless the paged logits of two prompts equal those of the model's own attention."""
     if runner.spec.dtype not in TOLERANCE:
         raise refusal(runner, f"its weights are of {runner.spec.dtype}, which Kedge does not know")
     prompts = _prompts(runner)
@@ -83,9 +85,9 @@ def require_same(runner: ModelRunner) -> None:
 
 
 def foreign_rotation(runner: ModelRunner) -> str | None:
-    """Return the reason where a layer's keys are not rotated as `Rotary` does it, found by turning them back.
+    """Return the reason if a layer's keys are not rotated as `Rotary` does it, found by rotating them back, or None.
 
-    A token alone attends to nothing but itself: whatever its position, its keys differ by their rotation only.
+    A single token attends only to itself, so its keys at two positions differ by their rotation only.
     """
     places = torch.tensor([place for place in PLACES if place < runner.max_positions], device=runner.device)
     storage = storage_for(runner, len(places))
@@ -99,7 +101,7 @@ def foreign_rotation(runner: ModelRunner) -> str | None:
 
 
 def _prompts(runner: ModelRunner) -> Tensor:
-    """Return int64 [prompts, tokens], always the same; nobody else's random numbers change."""
+    """Return int64 [prompts, tokens], always the same, without use of global random state."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(runner.vocab_size, (len(SPLITS), LENGTH), generator=generator).to(runner.device)
 
@@ -128,9 +130,9 @@ def _precision(runner: ModelRunner) -> torch.dtype:
 
 
 def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return by how much of their size logits [prompts, tokens, vocab] differ, and by how much they may.
+    """Return the relative difference of logits [prompts, tokens, vocab], and its limit.
 
-    What is added to all logits of a row alike counts for nothing.
+    A constant added to all logits of a row does not count.
     """
     ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
     errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
@@ -139,10 +141,10 @@ def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float
 
 
 def _usual(errors: Tensor) -> Tensor:
-    """Return the error of rows [prompts, tokens] without what single ones have: by rounding some go to other experts.
+    """Return the error of rows [prompts, tokens] without outliers: by rounding, single rows go to other experts.
 
-    Most rows decide, in the first pieces and behind them; and both of those where a piece begins, for a model may see
-    no more than one token of what it keeps beside its keys.
+    Most rows decide, in the first pieces and behind them; and both rows where a second piece begins, since a model may
+    see only one token of state that it keeps beside its keys.
     """
     splits = torch.tensor(SPLITS)[:, None]
     cached = torch.arange(LENGTH) >= splits

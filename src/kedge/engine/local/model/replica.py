@@ -1,7 +1,7 @@
-"""Small random models of a kind: what a config leads to can be tried in no time, without its weights.
+"""Small random models of a kind, with which a config can be tried quickly without its weights.
 
-Sizes are cut down by name, and of layers that differ in kind one each is left. What a family computes from its sizes
-stays with it; a config whose sizes hang together in a way of its own may lead to no model.
+Sizes are cut down by name, and one layer of each kind is kept. Sizes that a family computes itself are left to it; a
+config with sizes that depend on each other in an unusual way may not yield a model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADS, HEAD_DIM, VOCABULARY, LONGEST, WINDOW = 4, 16, 264, 512, 8
 MOST_LAYERS = 8
 WIDTH = HEADS * HEAD_DIM
 PARAMETERS = 20_000_000
-"""What has more than this after all is not small"""
+"""Most parameters of a small model"""
 
 NAMES: Mapping[int, str] = MappingProxyType(
     {
@@ -49,9 +49,9 @@ NAMES: Mapping[int, str] = MappingProxyType(
     }
 )
 SIZES: Mapping[str, int] = MappingProxyType({name: size for size, names in NAMES.items() for name in names.split()})
-"""What a number of this name is cut down to"""
+"""The small sizes, by name"""
 NEEDED: Mapping[str, int] = MappingProxyType({"head_dim": HEAD_DIM, "num_key_value_heads": HEADS})
-"""What stands for a size that a family leaves to be filled in"""
+"""The small sizes that are set even where a family leaves them out"""
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers",
     "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers",
@@ -60,15 +60,15 @@ LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of trying a small model."""
+    """The result of trying a small model."""
 
     ran: bool
-    """It could be built: so it was run, and is right"""
+    """Whether it could be built; then it was run, and its results are right."""
     translation_refusal: str | None
 
 
 def trial(config: PretrainedConfig) -> Trial:
-    """Return how a small random model of this kind does. Raises `UnsupportedModel` where Kedge refuses it."""
+    """Try a small random model of this kind. Raises `UnsupportedModel` where Kedge refuses it."""
     try:
         model = random_model(small_config(config))
     except Exception as error:  # whatever a family raises for sizes that do not go together
@@ -85,7 +85,7 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return a float32 model with random weights, large enough that attention matters to its logits."""
+    """Return a float32 model with random weights, large enough that attention affects its logits."""
     with torch.device("meta"):
         count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     if count > PARAMETERS:
@@ -99,7 +99,7 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 @torch.no_grad()
 def _enliven(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draw all weights anew: as a family begins, its biases and sinks are zero, and all tokens look alike."""
+    """Draw all weights again, since a family initialises biases and sinks to zero and makes all tokens alike."""
     for weight in model.parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if weight.ndim > 1:
@@ -110,14 +110,14 @@ def _enliven(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """How many layers a config describes, and which of them are left."""
+    """The number of layers of a config, and those that are kept."""
 
     count: int
     kept: list[int]
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> _Layers:
-        """Keep the first of every kind, and two at least."""
+        """Keep the first layer of every kind, and at least two."""
         count = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), 0)
         lists = [value for value in values.values() if isinstance(value, list) and len(value) == count]
         kinds: dict[str, int] = {}
@@ -128,7 +128,7 @@ class _Layers:
 
 
 def _small(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a config's values cut down, and so those of the configs in it."""
+    """Return a config's values cut down, nested configs included."""
     layers = _Layers.of(values)
     small = {name: _cut(name, value, layers) for name, value in values.items()}
     heads = values.get("num_attention_heads")
@@ -138,7 +138,7 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(name: str, value: Any, layers: _Layers) -> Any:
-    """Return one value of a config as it is in the small one."""
+    """Return one value of a config cut down."""
     if isinstance(value, dict):
         return _cut_rope(value) if name.startswith("rope") else _small(value) if name.endswith("_config") else value
     if isinstance(value, list):
@@ -148,7 +148,7 @@ def _cut(name: str, value: Any, layers: _Layers) -> Any:
 
 
 def _cut_size(name: str, value: Any, layers: int = 0) -> Any:
-    """Return a number as it is in the small config, and whatever is none as it is."""
+    """Return a number as it is in the small config; other values unchanged."""
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if name.endswith(("_token_id", "_token_index")):
@@ -157,7 +157,7 @@ def _cut_size(name: str, value: Any, layers: int = 0) -> Any:
 
 
 def _cut_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of RoPE for small heads: of a list there is one number for each pair of dimensions."""
+    """Return the parameters of RoPE for small heads: lists have one number per pair of dimensions."""
     pairs = int(HEAD_DIM * (values.get("partial_rotary_factor") or 1.0)) // 2
     return {
         name: _cut_rope(value) if isinstance(value, dict)

@@ -19,16 +19,16 @@ from kedge.kv.spec import KVSpec, longest
 class ModelRunner:
     """A loaded model with what Kedge derives from it. `forward` is the only place where it runs.
 
-    `kedge.engine.local.model.loading.checked_runner` makes one whose results have been checked.
+    `kedge.engine.local.model.loading.checked_runner` makes a runner with checked results.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Give the model Kedge's attention. Raises `UnsupportedModel` where layers share no rotary module."""
+        """Give the model Kedge's attention. Raises `UnsupportedModel` if its layers share no rotary module."""
         self.model = model
         self.graphs: StepGraphs | None = None
-        """CUDA graphs over the storage of the engine that runs this model, where it has any."""
+        """CUDA graphs over the engine's storage, if it has any."""
         self.refusal: str | None = None
-        """Why the model's KV cannot be translated, None where it can."""
+        """Why the model's KV cannot be translated; None if it can."""
         config = model.config.get_text_config()
         self.spec = KVSpec.from_config(model.config, dtype=model.dtype)
         self.device = model.device
@@ -41,12 +41,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Write the KV of all tokens of the batch. Returns logits [rows wanted, vocab] as float32."""
+        """Write the KV of all tokens of the batch. Returns logits [rows, vocab] as float32, of the rows that
+        need them.
+        """
         replayed = self.graphs.replay(batch) if self.graphs else None
         return self.run(batch) if replayed is None else replayed
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Do as `forward` does for any pass, launching kernel by kernel."""
+        """Run a pass of any kind as `forward` does, launching kernel by kernel."""
         out = self.model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -58,7 +60,7 @@ class ModelRunner:
 
 
 def _rotary_module(model: PreTrainedModel) -> nn.Module:
-    """Return what gives all layers their cosines and sines. Raises `UnsupportedModel` where there is no such module."""
+    """Return the rotary module that all layers share. Raises `UnsupportedModel` if there is none."""
     module = getattr(model.base_model, "rotary_emb", None)
     if module is None:
         raise UnsupportedModel("model_type", model.config.model_type, "it has no rotary module for all layers")

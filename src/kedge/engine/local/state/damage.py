@@ -1,4 +1,4 @@
-"""Damaged files of saved state: what is known of them, and where they are put."""
+"""Damaged files of saved state: their description, and moving them aside."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 MARK = ".damaged-"
 MAX_PUT_ASIDE = 16
-"""Damaged files that a folder keeps; the oldest go first"""
+"""Maximum damaged files that a folder keeps; the oldest are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One damaged file of saved state and what it costs."""
+    """One damaged file of saved state, and what is lost by it."""
 
     file: str
     name: tuple[str, ...]
-    """The pool or template that it held; empty for a manifest, and for a file that does not tell"""
+    """The pool or template that it held; empty for a manifest, and where it cannot be known"""
     reason: str
     replacement: str = ""
-    """What is used in its place, if anything"""
+    """The content used instead, if any"""
 
     @property
     def lost(self) -> bool:
-        """Whether nothing takes the place of what the file held."""
+        """Whether the file's content has no replacement."""
         return not self.replacement
 
     def put_aside(self, folder: Path, *, rename: bool) -> None:
-        """Log the damage and, where `rename` asks for it, give the file a name that nobody reads."""
+        """Log the damage and, if `rename`, give the file a name that is never read."""
         aside = _renamed(folder / self.file) if rename else None
         held = repr(" ".join(self.name)) if self.name else "what it lists or holds"
         cost = f"is taken from {self.replacement}" if self.replacement else "is lost"
@@ -39,7 +39,7 @@ class Damage:
 
 
 def _renamed(path: Path) -> str | None:
-    """Return the new name of a damaged file; None where there is no file, or it cannot be renamed."""
+    """Rename a damaged file. Returns its new name; None if there is no file, or it cannot be renamed."""
     target = path.with_name(f"{path.name}{MARK}{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
     try:
         path.rename(target)
@@ -52,7 +52,7 @@ def _renamed(path: Path) -> str | None:
 
 
 def forget_oldest(folder: Path) -> None:
-    """Delete the damaged files of a folder but for the last `MAX_PUT_ASIDE`."""
+    """Delete a folder's damaged files except for the last `MAX_PUT_ASIDE`."""
     aside = [path for path in folder.glob(f"*{MARK}*") if not path.is_dir()]
     for path in sorted(aside, key=lambda path: path.name.rpartition(MARK)[2])[:-MAX_PUT_ASIDE]:
         path.unlink(missing_ok=True)

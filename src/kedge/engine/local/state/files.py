@@ -1,6 +1,6 @@
-"""The files of saved state: records, named after their content, and manifests, which name records.
+"""The files of saved state: records, named after their content, and manifests, which list records.
 
-Whatever is wrong with a file is a `StateDamaged`; sound state of another model or format is a `StateRefused`.
+A damaged file raises `StateDamaged`; sound state of another model or format raises `StateRefused`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MAX_MANIFEST_BYTES = 64 << 20
 Name = tuple[str, ...]
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _DAMAGED_DISK = frozenset({errno.ENOENT, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.ELOOP})
-"""Errors that say something of the file, and nothing of this process or of what it may do"""
+"""Errors that mean a damaged file, as opposed to a problem of this process or its permissions"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a snapshot and what is in it."""
+    """A file of a snapshot, with the name of its content."""
 
     name: Name
     file: str
@@ -46,13 +46,13 @@ class Entry:
 
 
 def manifest_of(entries: Sequence[Entry], identity: str) -> bytes:
-    """Return the content of a manifest, which carries its own SHA-256."""
+    """Return the content of a manifest, including its own SHA-256."""
     body = {"format": FORMAT, "identity": identity, "entries": [asdict(entry) for entry in entries]}
     return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
 
 def read_manifest(path: Path, identity: str) -> list[Entry]:
-    """Return what a manifest lists. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
+    """Return the entries of a manifest. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
     if _size(path) > MAX_MANIFEST_BYTES:
         raise StateDamaged("state", str(path), f"is larger than {MAX_MANIFEST_BYTES} bytes")
     with making_sense(path):
@@ -85,7 +85,7 @@ def _check_owner(head: Mapping[str, Any], path: Path, identity: str) -> None:
 
 
 def write_record(folder: Path, record: Record, identity: str) -> Entry:
-    """Write a record under the name of its content. It is on the disk once the folder is. Raises `OSError`."""
+    """Write a record under the name of its content. It is durable once the folder is synced. Raises `OSError`."""
     head = {"format": FORMAT, "identity": identity, "name": record.name, "data": record.data}
     partial = folder / f"record{PARTIAL}"
     tensors = {key: tensor.contiguous() for key, tensor in record.tensors.items()}
@@ -102,7 +102,7 @@ def write_record(folder: Path, record: Record, identity: str) -> Entry:
 
 
 def read_record(folder: Path, entry: Entry, identity: str) -> Record:
-    """Return what a file of a snapshot holds, byte by byte what was written. Raises `StateDamaged` and `OSError`."""
+    """Return the record in a snapshot's file, byte for byte as written. Raises `StateDamaged` and `OSError`."""
     path = folder / entry.file
     if (size := _size(path)) != entry.nbytes:
         raise StateDamaged("state", str(path), f"has {size} bytes of {entry.nbytes}")
@@ -129,7 +129,7 @@ def _head(metadata: Mapping[str, str], path: Path, identity: str) -> Mapping[str
 
 
 def entry_of_file(path: Path, identity: str) -> Entry:
-    """Return what a record's file says of itself. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
+    """Return the entry of a record's file from its own header. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
     size = _size(path)
     with making_sense(path):
         with safe_open(path, "pt") as file:
@@ -141,7 +141,7 @@ def entry_of_file(path: Path, identity: str) -> Entry:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file. Raises `StateDamaged` where there is none, and `OSError`."""
+    """Return the size of a regular file. Raises `StateDamaged` if there is none, and `OSError`."""
     with making_sense(path):
         status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
@@ -151,7 +151,7 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def making_sense(path: Path) -> Iterator[None]:
-    """Turn whatever reading a file that is damaged can raise into `StateDamaged`."""
+    """Turn errors of reading a damaged file into `StateDamaged`."""
     try:
         yield
     except FileNotFoundError as error:

@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class StateFolder:
-    """A folder of records that belong to one identity. Made where there is none, and locked until it is closed."""
+    """A folder of records of one identity. Created if missing, and locked until it is closed."""
 
     def __init__(self, path: Path, identity: str) -> None:
-        """Raise `ConfigError` where another process has it, and `OSError`."""
+        """Open and lock the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
         path.mkdir(parents=True, exist_ok=True)
         self._path, self._identity = path, identity
         self._snapshots: list[list[Entry]] | None = None
-        """The last two, the newer first, once they have been read"""
+        """The last two snapshots, the newer first, once they have been read"""
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,15 +48,14 @@ class StateFolder:
             raise ConfigError("state", str(path), "another process uses this folder") from None
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Unlock the folder."""
         os.close(self._lock)
 
     def recover(self, accept: Callable[[Record], None]) -> tuple[list[Entry], list[Damage]]:
-        """Give `accept` all that is sound of the last snapshot, and what is not as the snapshot before has it.
+        """Pass all sound records of the last snapshot to `accept`, and for damaged ones those of the snapshot before.
 
-        `accept` raises `StateDamaged` for a record that makes no sense. Damaged files are put aside and logged. Returns
-        what was accepted and what was damaged. Raises `StateRefused` for state of another model or format, and
-        `OSError`.
+        `accept` raises `StateDamaged` for an invalid record. Damaged files are moved aside and logged. Returns what was
+        accepted and what was damaged. Raises `StateRefused` for state of another model or format, and `OSError`.
         """
         self._snapshots = None
         found = Recovery(self._path, self._identity)
@@ -66,19 +65,20 @@ class StateFolder:
         return sound, found.damages
 
     def put(self, record: Record) -> Entry:
-        """Write a record, which belongs to no snapshot before `commit`. Raises `OSError`."""
+        """Write a record, which is part of no snapshot until `commit`. Raises `OSError`."""
         self._claim()
         return write_record(self._path, record, self._identity)
 
     def has(self, entry: Entry) -> bool:
-        """Return whether the file is there and of its size. Its content is not read."""
+        """Return whether the file exists with its size. Its content is not read."""
         path = self._path / entry.file
         return path.is_file() and path.stat().st_size == entry.nbytes
 
     def commit(self, entries: Sequence[Entry]) -> None:
-        """Make these the last snapshot and the last one the one before; delete what neither names. Raises `OSError`.
+        """Make these entries the last snapshot, and the last one the previous; delete files that neither lists. Raises
+        `OSError`.
 
-        The first snapshot is its own predecessor, so that no single damaged manifest costs anything.
+        The first snapshot is its own predecessor, so that a single damaged manifest costs nothing.
         """
         newest, known = list(entries), self._claim()
         before = next((snapshot for snapshot in known if snapshot != newest), newest)
@@ -92,7 +92,7 @@ class StateFolder:
         self._sweep({entry.file for entry in (*newest, *before)})
 
     def _claim(self) -> list[list[Entry]]:
-        """Return the snapshots that are there. Before the first write, what is of another model is moved away."""
+        """Return the existing snapshots. Before the first write, state of another model is moved away."""
         if self._snapshots is None:
             try:
                 found = Recovery(self._path, self._identity)
@@ -116,7 +116,7 @@ class StateFolder:
         partial.replace(self._path / name)
 
     def _force(self, folder: Path | None = None) -> None:
-        """Bring renames to the disk, which they are on once their folder is."""
+        """Sync the folder, which makes renames durable."""
         descriptor = os.open(folder or self._path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -129,9 +129,9 @@ class StateFolder:
                 _remove(path)
 
     def _move_refused(self, refusal: StateRefused) -> None:
-        """Move state of another model or format to a folder of its own, which appears there complete.
+        """Move state of another model or format to a subfolder, which appears there complete.
 
-        Files are linked first; without their manifests, the next sweep deletes the names that they have here.
+        Files are linked first; without their manifests, the next sweep deletes their old names.
         """
         aside = next(path for n in count(1) if not (path := self._path / f"refused-{n}").exists())
         partial = aside.with_name(f"{aside.name}{PARTIAL}")
@@ -150,7 +150,7 @@ class StateFolder:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; where the file system cannot do that, copy it."""
+    """Hard-link a file; copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What is sound in a folder of saved state, and what is used in the place of what is not."""
+"""Recovery of saved state: what is sound in a folder, and what replaces damaged files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ BEFORE, RECORDS = "the snapshot before", "the records themselves"
 
 
 class Recovery:
-    """One reading of a folder. Nothing in it changes before `put_aside`."""
+    """One reading of a folder, which it does not change before `put_aside`."""
 
     def __init__(self, path: Path, identity: str) -> None:
         """Read the manifests. Raises `StateRefused` for state of another model or format, and `OSError`."""
         self._path, self._identity = path, identity
         self.damages: list[Damage] = []
         self.snapshots = self._read_snapshots()
-        """The last two, the newer first, or as many as there are"""
+        """The last two snapshots, the newer first, or as many as there are"""
 
     def accepted(self, accept: Callable[[Record], None]) -> list[Entry]:
-        """Return what `accept` took of the last snapshot, record by record, or else of the one before."""
+        """Return the entries that `accept` took, record by record from the last snapshot, or else from the one
+        before.
+        """
         before = {entry.name: entry for snapshot in self.snapshots[1:] for entry in snapshot}
         entries = self.snapshots[0] if self.snapshots else []
         copies = [dict.fromkeys([entry, before.get(entry.name, entry)]) for entry in entries]
@@ -42,7 +44,7 @@ class Recovery:
         return [entry for entry in sound if entry]
 
     def put_aside(self, kept: Sequence[Entry]) -> None:
-        """Rename and log the damaged files, but leave those that hold something sound under another name."""
+        """Rename and log damaged files, except for those that hold something sound under another name."""
         files = {entry.file for entry in kept}
         for damage in self.damages:
             damage.put_aside(self._path, rename=damage.file not in files)
@@ -81,13 +83,13 @@ class Recovery:
         return snapshots
 
     def _manifests(self) -> tuple[str, ...]:
-        """Return the names of the manifests that should be there."""
+        """Return the names of the expected manifests."""
         if os.path.lexists(self._path / PREVIOUS):
             return MANIFEST, PREVIOUS
         return (MANIFEST,) if os.path.lexists(self._path / MANIFEST) else ()
 
     def _snapshots_of_records(self) -> list[list[Entry]]:
-        """Return what records say of themselves where no manifest lists them: of each name the two last written."""
+        """Return snapshots rebuilt from records where no manifest lists them: of each name the two latest."""
         copies: dict[Name, list[Entry]] = {}
         for path in sorted(self._path.glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime_ns, reverse=True):
             try:

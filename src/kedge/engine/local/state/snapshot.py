@@ -1,4 +1,4 @@
-"""What an engine has learned, saved to a folder that survives the process (see `StateFolder`), and loaded from it."""
+"""Snapshots of what an engine has learned, saved to a folder (see `StateFolder`), and loaded from it."""
 
 from __future__ import annotations
 
@@ -30,49 +30,49 @@ from kedge.settings import AnchorSettings
 
 logger = logging.getLogger(__name__)
 TRIES = 8
-"""Views of a pool that is learning before a snapshot goes on with the one that it has of it."""
+"""Attempts to record a pool that keeps changing, before its earlier record is used."""
 SAMPLED = 64
-"""Elements of every weight that go into a model's identity."""
+"""Sampled elements of every weight that are part of a model's identity."""
 _CHANCE = frozenset({"_name_or_path", "dtype", "transformers_version"})
-"""Entries of a config that say nothing of the model"""
+"""Config entries that do not identify the model"""
 T = TypeVar("T")
 
 
 class AskLearned(Protocol):
-    """Asks the engine's thread something about what it has learned."""
+    """A call that runs on the engine's thread with what it has learned."""
 
     def __call__(self, question: Callable[[AnchorStore, BaseStore], T]) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a snapshot holds, or what was loaded of one."""
+    """The content of a snapshot, as saved or loaded."""
 
     pools: int
     templates: int
     nbytes: int
-    """On the disk"""
+    """Bytes on disk"""
     seconds: float
     damaged: tuple[Damage, ...] = ()
-    """Files that loading found damaged, and what became of what they held"""
+    """Files found damaged on loading, and what replaced them"""
 
 
 class EngineState:
-    """One engine's state in one folder. Any thread may call; `ask` leads to the engine's."""
+    """The state of one engine in one folder. Any thread may call; `ask` runs calls on the engine's thread."""
 
     def __init__(
         self, folder: Path, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned
     ) -> None:
-        """Raise `ConfigError` where another process has the folder, and `OSError`."""
+        """Open the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
         self.folder = folder
         self._files = StateFolder(folder, identity(runner, tokenizer, anchors))
         self._like = _no_tokens(runner.spec, runner.device)
         self._ask, self._lock = ask, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
-        """What is in the folder, with the signature of the view that it was made from"""
+        """The entries in the folder, with the signatures of the views that they were made from"""
 
     def save(self) -> SavedState:
-        """A snapshot of what is learned now, see `LocalEngine.save`."""
+        """Write a snapshot of what is learned now, see `LocalEngine.save`."""
         began = time.monotonic()
         with self._lock:
             made = {name: self._saved(name) for name in self._ask(names)}
@@ -82,7 +82,7 @@ class EngineState:
         return _summary(entries, began)
 
     def load(self) -> SavedState:
-        """Replace what the engine knows by all that is sound of the last snapshots, see `LocalEngine.load`."""
+        """Replace what the engine has learned by the sound content of the last snapshots, see `LocalEngine.load`."""
         began = time.monotonic()
         with self._lock:
             found = Restored(self._ask(lambda anchors, _: anchors), self._like)
@@ -97,7 +97,7 @@ class EngineState:
             self._files.close()
 
     def _saved(self, name: Name) -> tuple[Hashable, Entry] | None:
-        """The entry of what has this name, written only if it has changed; None where it has gone."""
+        """Write what has this name if it has changed. Returns its signature and entry; None if it has gone."""
         before = self._written.get(name)
         for _ in range(TRIES):
             now = self._ask(lambda anchors, bases: view(anchors, bases, name))
@@ -112,7 +112,7 @@ class EngineState:
 
 
 class StateKeeper:
-    """The folder that an engine keeps its state in, opened at the first `save` or `load`. Any thread may call."""
+    """The engine's state folder, opened at the first `save` or `load`. Any thread may call."""
 
     def __init__(self, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned) -> None:
         self._open = partial(EngineState, runner=runner, tokenizer=tokenizer, anchors=anchors, ask=ask)
@@ -156,7 +156,7 @@ def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
     return KVSegment(empty, empty)
 
 
-# whose state it is ----------------------------------------------------------------------------------------------------
+# identity of state ----------------------------------------------------------------------------------------------------
 
 
 def identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
