@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,9 @@ USUAL_FUNCTION = 16
 DOCUMENTED = 0.95
 GRAPH = ImportGraph(PACKAGE)
 TESTS = Path(__file__).parent
-BEING_MENDED = {
-    "names": {"kedge"},
-    "documented": {"kedge"},
-}
-"""Rules that a part of the package does not keep yet."""
 
 
-def cases(rule: str, parts: Iterable[str]) -> list[object]:
-    """One case per part of the package, expected to fail where that is known."""
-    mark = pytest.mark.xfail(reason="being mended", strict=False)
-    return [pytest.param(part, marks=[mark] if part in BEING_MENDED.get(rule, ()) else []) for part in parts]
-
-
-@pytest.mark.parametrize("room", cases("files", rooms()))
+@pytest.mark.parametrize("room", rooms())
 def test_files_are_short(room: str) -> None:
     lines = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files(room)}
     assert not {file: count for file, count in lines.items() if count > MAX_FILE}
@@ -41,7 +29,7 @@ def test_files_of_tests_are_short() -> None:
     assert not {file: count for file, count in lines.items() if count > MAX_FILE}
 
 
-@pytest.mark.parametrize("room", cases("functions", rooms()))
+@pytest.mark.parametrize("room", rooms())
 def test_functions_are_short(room: str) -> None:
     """Kernels are one function each by necessity, and the options of a command are its signature."""
     long = {str(one): size for one in functions(room) if (size := counted_lines(one)) > MAX_FUNCTION}
@@ -60,27 +48,25 @@ def test_most_functions_are_very_short() -> None:
     assert lines[int(0.95 * len(lines))] <= USUAL_FUNCTION
 
 
-@pytest.mark.parametrize("room", cases("classes", rooms()))
+@pytest.mark.parametrize("room", rooms())
 def test_classes_have_one_job(room: str) -> None:
     sizes = {str(one): (one.lines, len(one.methods)) for one in classes(room)}
     assert not {name: size for name, size in sizes.items() if size[0] > MAX_CLASS or size[1] > MAX_METHODS}
 
 
-@pytest.mark.parametrize("package", cases("names", ["kedge"]))
-def test_a_class_name_occurs_once(package: str) -> None:  # noqa: ARG001
+def test_a_class_name_occurs_once() -> None:
     names = Counter(one.node.name for one in classes())
     assert not [name for name, count in names.items() if count > 1]
 
 
-@pytest.mark.parametrize("package", cases("documented", ["kedge"]))
-def test_what_is_public_is_documented(package: str) -> None:  # noqa: ARG001
+def test_what_is_public_is_documented() -> None:
     """By itself or, a method, where its base or its protocol declares it."""
     found = list(public())
     missing = [str(one) for one in found if not one.is_documented and not inherits_docs(one)]
     assert len(missing) <= (1 - DOCUMENTED) * len(found), "\n".join(missing)
 
 
-@pytest.mark.parametrize("package", cases("circles", map(".".join, GRAPH.packages)))
+@pytest.mark.parametrize("package", [".".join(name) for name in GRAPH.packages])
 def test_siblings_form_no_circle(package: str) -> None:
     name: Name = tuple(package.split("."))
     assert not circular(GRAPH.siblings(name))

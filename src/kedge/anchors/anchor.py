@@ -38,10 +38,12 @@ class Anchor:
 
     @property
     def length(self) -> int:
+        """Tokens of the value."""
         return len(self.tokens)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its key vectors."""
         return self.keys.nbytes
 
     def is_value(self, query: Query) -> bool:

@@ -177,6 +177,7 @@ class BaseStore:
         return self._residence.fetch()
 
     def stats(self) -> BaseStats:
+        """Return a snapshot of the figures."""
         templates = sum(isinstance(key, _PrefixKey) for key in self._entries)
         return BaseStats(len(self._entries) - templates, templates, self.nbytes(), self._residence.stats())
 

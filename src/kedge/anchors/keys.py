@@ -110,10 +110,12 @@ class KeyBlock:
 
     @property
     def columns(self) -> int:
+        """Number of tokens of all anchors in the block."""
         return len(self.owner)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the matrix and the owners of its columns."""
         return self._matrix.nbytes + self.owner.nbytes
 
     def long_enough(self, tokens: int) -> Tensor:

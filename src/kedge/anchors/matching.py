@@ -27,6 +27,7 @@ class Matcher:
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(_REMEMBERED)
 
     def query(self, sample: SampleView) -> Query:
+        """Return the key vectors of a value, remembered by the name of its base KV."""
         return self._queries.use((sample.pool, sample.key), lambda: self._reader.read(sample.tokens, sample.base))
 
     def key_width(self, base: KVSegment) -> int:
@@ -53,5 +54,6 @@ class Matcher:
         return Match(query, block, same, proposal)
 
     def clear(self) -> None:
+        """Forget all queries and matches."""
         self._queries.clear()
         self._proposals.clear()

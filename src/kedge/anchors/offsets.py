@@ -37,6 +37,7 @@ class Blend:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens that are blended."""
         return self.rows.shape[0]
 
     def slice(self, start: int, stop: int | None = None) -> Blend:
@@ -61,6 +62,7 @@ def split_rows(rows: Tensor, base: KVSegment) -> KVSegment:
 
 
 def row_width(kv: KVSegment) -> int:
+    """Return the numbers of one token's row: keys and values of all layers but the first."""
     layers, _, heads, dim = kv.keys.shape
     return (layers - 1) * 2 * heads * dim
 
@@ -89,6 +91,7 @@ class OffsetTable:
 
     @property
     def anchors(self) -> set[AnchorId]:
+        """The anchors that have rows."""
         return set(self._ranges)
 
     @property
@@ -98,18 +101,22 @@ class OffsetTable:
 
     @property
     def capacity(self) -> int:
+        """Rows that the arena has room for."""
         return self.arena.shape[0]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the arena, free rows included."""
         return self.arena.nbytes
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return self.arena.shape[1] * self.arena.itemsize
 
     @property
     def slack_bytes(self) -> int:
+        """Bytes of free rows."""
         return (self.capacity - self.live) * self.row_bytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:

@@ -74,9 +74,11 @@ class AnchorPool:
 
     @property
     def full(self) -> bool:
+        """Whether another anchor displaces one."""
         return len(self.anchors) >= self._capacity
 
     def calibrate(self, site: PlaceholderSite, calibration: Calibration) -> None:
+        """Replace the calibration of a site."""
         self.sites[site].calibration = calibration
 
     def victim(self, keep: AnchorId | None = None) -> AnchorId:
@@ -107,6 +109,7 @@ class AnchorPool:
 
     @property
     def tables(self) -> list[OffsetTable]:
+        """The tables of all sites."""
         return [table for offsets in self.sites.values() for table in offsets.tables]
 
     @property
@@ -116,6 +119,7 @@ class AnchorPool:
 
     @property
     def key_bytes(self) -> int:
+        """Bytes of the anchors' key vectors and of the blocks made of them."""
         return sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
 
     def check_integrity(self) -> None:

@@ -64,6 +64,7 @@ class Offloadable:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it takes, wherever it is."""
         raise NotImplementedError
 
     @property

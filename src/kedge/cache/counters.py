@@ -102,6 +102,7 @@ class Counters:
         self.missed_tokens += missed
 
     def evicted(self, removed: Iterable[Removed], reason: Reason) -> None:
+        """Count evicted blocks by tier and reason."""
         for one in removed:
             count = len(one.blocks)
             self.by_reason[reason.value] += count

@@ -161,10 +161,12 @@ class Transfer:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks that move."""
         return len(self.copy.sources)
 
     @property
     def is_load(self) -> bool:
+        """Whether it goes from the host to the device."""
         return self.copy.direction is Direction.LOAD
 
     def shares(self) -> Iterator[tuple[TreeNode, list[int]]]:

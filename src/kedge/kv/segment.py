@@ -27,22 +27,27 @@ class KVSegment:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.keys.shape[1]
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return self.keys.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of keys and values."""
         return self.keys.dtype
 
     @property
     def device(self) -> torch.device:
+        """Device of keys and values."""
         return self.keys.device
 
     @property
     def nbytes(self) -> int:
+        """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def slice(self, start: int, stop: int | None = None) -> KVSegment:

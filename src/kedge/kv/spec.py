@@ -30,6 +30,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @classmethod

@@ -27,6 +27,7 @@ class SlotTable:
 
     @classmethod
     def of(cls, blocks: Sequence[int], block_size: int) -> SlotTable:
+        """Return the slots of `blocks`, in their order."""
         starts = torch.tensor(blocks, dtype=torch.int64) * block_size
         return cls((starts[:, None] + torch.arange(block_size)).flatten())
 

@@ -31,6 +31,7 @@ class Verdict:
 
     @property
     def shareable(self) -> bool:
+        """Whether the value may be translated."""
         return not self.reason
 
 

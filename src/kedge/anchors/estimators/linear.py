@@ -33,10 +33,12 @@ class LinearOffsets(SiteOffsets):
 
     @property
     def tables(self) -> tuple[OffsetTable, ...]:
+        """The tables of rows that it keeps."""
         return ()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of everything that it has learned."""
         return self.ridge.nbytes + self._prefix_sum.nbytes
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
@@ -74,10 +76,12 @@ class CorrectedOffsets(SiteOffsets):
 
     @property
     def tables(self) -> tuple[OffsetTable, ...]:
+        """The tables of rows that it keeps."""
         return self.value, self.prefix, self.base
 
     @property
     def nbytes(self) -> int:
+        """Bytes of everything that it has learned."""
         return super().nbytes + self.ridge.nbytes
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:

@@ -25,6 +25,7 @@ class Ridge:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the sums and the weights."""
         return self._gram.nbytes + self._moment.nbytes + self._weights.nbytes
 
     def add(self, base: Tensor, offset: Tensor) -> None:

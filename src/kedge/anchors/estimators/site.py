@@ -83,10 +83,12 @@ class SiteOffsets(Offloadable):
 
     @property
     def tables(self) -> tuple[OffsetTable, ...]:
+        """The tables of rows that it keeps."""
         return self.value, self.prefix
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its tables."""
         return sum(table.nbytes for table in self.tables)
 
     def check_integrity(self) -> None:

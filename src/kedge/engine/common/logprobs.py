@@ -27,6 +27,7 @@ class Logprobs:
 
     @property
     def of_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for."""
         return self._prompt_top is not None
 
     def read_prompt(self, positions: Sequence[int], logits: Tensor) -> None:

@@ -51,6 +51,7 @@ def load_runner(path: Path, config: EngineSettings) -> ModelRunner:
 
 
 def pick_device(name: str) -> torch.device:
+    """Return the device that the settings name. Raises `ConfigError` where this machine has none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -59,6 +60,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """Return the dtype that the settings name; `auto` is that of the weights on a GPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return getattr(torch, name)

@@ -261,6 +261,7 @@ class PromptPreassembler:
         self._drop(preparation, Ended.FAILED)
 
     def shut(self) -> None:
+        """Withdraw everything at the engine's end."""
         for preparation in (*self.expected.values(), *self._claimed):
             self._drop(preparation, Ended.CANCELLED)
 

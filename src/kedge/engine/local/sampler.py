@@ -35,6 +35,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.draw is not None or self.params.temperature < GREEDY
 
     def __call__(self, logits: Tensor) -> int:

@@ -67,9 +67,14 @@ class Aside(Protocol):
     """
 
     @property
-    def lets_pass(self) -> bool: ...
-    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool: ...
-    def skipped(self, sequence: RequestSequence) -> None: ...
+    def lets_pass(self) -> bool:
+        """Whether requests behind one that waits for KV may go first."""
+
+    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
+        """Return whether to admit a request now; `busy` if others run."""
+
+    def skipped(self, sequence: RequestSequence) -> None:
+        """Count that another request went first."""
 
 
 class Scheduler:
@@ -118,6 +123,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether nothing waits or runs."""
         return not (self.unadmitted or self.jobs or self.ahead or self.running)
 
     @property

@@ -54,6 +54,7 @@ class Sequence:
 
     @property
     def admitted(self) -> bool:
+        """Whether it holds blocks."""
         return self.table is not None
 
     @property
@@ -131,6 +132,7 @@ class PreparedPrompt(Sequence):
 
     @property
     def translates(self) -> bool:
+        """Whether a part of it is translated."""
         return self.draft is not None and bool(self.draft.translations)
 
     @property
@@ -206,6 +208,7 @@ class RequestSequence(Sequence):
 
     @property
     def response(self) -> list[int]:
+        """The tokens of the answer so far."""
         return self.tokens[self.request.prompt_tokens : self.response_stop]
 
     @property
@@ -229,6 +232,7 @@ class RequestSequence(Sequence):
 
     @property
     def waits_for_first_token(self) -> bool:
+        """Whether the answer has not begun."""
         return self.first_token is None
 
     def tell(self, text: str, tokens: Tokens = (), completion: Completion | None = None) -> None:
@@ -246,12 +250,14 @@ class RequestSequence(Sequence):
         self.stream.put(error)
 
     def receipt(self) -> Receipt:
+        """Return the receipt of the request as it stands."""
         spans, misses = (self.plan.spans, self.plan.misses) if self.plan else ((), ())
         parts = {name: seconds * 1e3 for name, seconds in self.parts.items()}
         reasons = with_reasons(self.request, spans, misses)
         return Receipt(self.request.request_id, self.request.reuse, spans, reasons, parts, self.preassembled)
 
     def completion(self, reason: FinishReason) -> Completion:
+        """Return the completion of a request that ended for `reason`."""
         now = time.monotonic()
         first = now if self.first_token is None else self.first_token
         return Completion(

@@ -28,10 +28,12 @@ class Caller:
 
     @property
     def run_key(self) -> RunKey | None:
+        """The run that the call belongs to, None where it names none."""
         return RunKey(self.namespace, self.client, self.run) if self.run else None
 
     @property
     def template(self) -> Template:
+        """The agent's template as a key, which calls with the same fixed prompt share."""
         if self.workflow or self.agent:
             return (str(self.namespace), self.workflow, self.agent)
         return (str(self.namespace), self.client, self.run)

@@ -117,13 +117,21 @@ class ForwardBatch(Protocol):
     """The batch interface of the attention function: it finds the contexts of queries in the paged pool."""
 
     @property
-    def tokens(self) -> Tensor: ...
+    def tokens(self) -> Tensor:
+        """int64 [tokens]: token ids."""
+
     @property
-    def positions(self) -> Tensor: ...
+    def positions(self) -> Tensor:
+        """int64 [tokens]: positions in their sequences."""
+
     @property
-    def slots(self) -> Tensor: ...
+    def slots(self) -> Tensor:
+        """int64 [tokens]: where their KV is written."""
+
     @property
-    def storage(self) -> PagedStorage: ...
+    def storage(self) -> PagedStorage:
+        """The paged storage that is written and read."""
+
     @property
     def logits_rows(self) -> Tensor | int:
         """Rows that need logits; 0 is all of them."""

@@ -52,6 +52,7 @@ class HintedRequest:
 
     @property
     def key(self) -> AgentKey:
+        """The agent that calls, as forecasts name it."""
         return self.request.agent_key
 
 

@@ -47,6 +47,7 @@ class BlockTransfer:
 
     @property
     def is_load(self) -> bool:
+        """Whether it goes from the host to the device."""
         return self.copy.direction is Direction.LOAD
 
 

@@ -55,6 +55,7 @@ class OwnerSet:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no block is in it."""
         return self.head.next_free_block is self.tail
 
     def __iter__(self) -> Iterator[Any]:
