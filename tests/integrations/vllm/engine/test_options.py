@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import make_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -112,8 +114,9 @@ def test_serve_refuses_before_anything_is_loaded(
     pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(options, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     Path("keys.toml").write_text(QUOTA)
     if "--config" in args:
         Path("kedge.toml").write_text("[engine.vllm]\nmax_model_len = 512\n")
-    result = CliRunner().invoke(app, ["serve", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": ""})
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": ""})
     assert (result.exit_code, result.stderr.splitlines()[-1][: len(message) + 7]) == (2, f"error: {message}")
