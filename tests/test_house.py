@@ -18,7 +18,6 @@ DOCUMENTED = 0.95
 GRAPH = ImportGraph(PACKAGE)
 TESTS = Path(__file__).parent
 BEING_MENDED = {
-    "names": {"kedge"},
     "documented": {"kedge"},
 }
 """Rules that a part of the package does not keep yet."""
