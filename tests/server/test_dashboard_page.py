@@ -20,7 +20,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import AnchorSettings, EngineSettings, LimitSettings, PlannerSettings, ServerSettings
 from tests.server.conftest import FLOW, Served, serving
-from tests.server.dashboard.pages import chat
+from tests.server.dashboard.test_routes import chat
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 PROGRAM = os.environ.get("CHROMIUM") or next(

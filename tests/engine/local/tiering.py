@@ -26,7 +26,7 @@ from kedge.types import (
     TenantId,
     Tokens,
 )
-from kedge.workflow import AgentKey, ForecastBoard, NextRun, RunKey, RunProgress, StepGraph, TreeNode
+from kedge.workflow import AgentKey, ForecastBoard, NextRun, RunKey, RunProgress, StepGraph, Node
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt
 
@@ -36,8 +36,8 @@ ROOM = 3 * (FIXED + VARYING + 8) // BLOCK
 """Blocks of the device: three agents of five."""
 AMPLE = 200
 RUN = RunKey(Namespace(TenantId("default")), "client", RunId("run"))
-FIRST = TreeNode("a0", loops=[f"a{AGENTS - 1}"])
-GRAPH = StepGraph("cycle", (FIRST, *(TreeNode(f"a{i}", after=[f"a{i - 1}"]) for i in range(1, AGENTS))))
+FIRST = Node("a0", loops=[f"a{AGENTS - 1}"])
+GRAPH = StepGraph("cycle", (FIRST, *(Node(f"a{i}", after=[f"a{i - 1}"]) for i in range(1, AGENTS))))
 
 
 @cache
