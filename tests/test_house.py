@@ -16,13 +16,6 @@ USUAL_FUNCTION = 16
 DOCUMENTED = 0.95
 GRAPH = ImportGraph(PACKAGE)
 TESTS = Path(__file__).parent
-<<<<<<< HEAD
-=======
-BEING_MENDED = {
-    "documented": {"kedge"},
-}
-"""Rules that a part of the package does not keep yet."""
->>>>>>> tests
 
 
 @pytest.mark.parametrize("room", rooms())

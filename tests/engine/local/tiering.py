@@ -26,7 +26,7 @@ from kedge.types import (
     TenantId,
     Tokens,
 )
-from kedge.workflow import AgentKey, ForecastBoard, NextRun, RunKey, RunProgress, StepGraph, Node
+from kedge.workflow import AgentKey, ForecastBoard, NextRun, Node, RunKey, RunProgress, StepGraph
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt
 
