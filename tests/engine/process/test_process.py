@@ -175,7 +175,8 @@ def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngi
 
 
 def test_figures_quotas_and_state_cross(local: LocalProcessEngine, tmp_path: Path) -> None:
-    request = SUITE.request(local, fresh_text("state"), reuse=ReuseMode.EXACT, tenant="acme/part")
+    asked = SUITE.request(local, fresh_text("state"), reuse=ReuseMode.EXACT, tenant="acme")
+    request = replace(asked, partition="part")
     SUITE.run(local, request)
     local.wait_idle()
     local.limit(TenantId("acme"), Quota(anchors=3))
