@@ -248,7 +248,7 @@ def test_resuming_needs_a_file() -> None:
     assert "--json" in ran.output
 
 
-@pytest.mark.parametrize(("held", "said"), [("{", "is no JSON"), ("[]", "holds results of another study")])
+@pytest.mark.parametrize(("held", "said"), [("{", "is not valid JSON"), ("[]", "holds results of another study")])
 def test_a_file_that_cannot_be_resumed_is_named(held: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(held)

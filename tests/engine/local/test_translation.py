@@ -155,7 +155,7 @@ def test_an_agent_without_offsets_is_prefilled_densely_and_learns() -> None:
     reasons = []
     for seed in (51, 50, 51):
         critic, _ = driver.serve(request(tokens(seed, 30), agent="critic"))
-        reasons.append([miss.reason for miss in critic.receipt().misses])
+        reasons.append([miss.reason for miss in critic.plan.misses])
     assert reasons == [["the agent's template has no base KV yet"], ["not calibrated yet"], []]
     assert critic.plan.translates
 
