@@ -75,7 +75,7 @@ class Tiers:
         self._landed: list[Transfer] = []
         """Loads whose copy has ended while the load of their ancestors has not."""
 
-    # loads -------------------------------------------------------------------------------------------
+    # loads ----------------------------------------------------------------------------------------------------
 
     def load(
         self, node: TreeNode, purpose: Purpose, allowed: Callable[[TreeNode], bool], reserve: int = 0

@@ -27,6 +27,7 @@ from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import PromptPreassembler
+from kedge.engine.local.prompt_writer import PromptWriter
 from kedge.engine.local.requests import Requests
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
@@ -66,7 +67,8 @@ class EngineCore:
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
         jobs: deque[BaseJob] = deque()
         ahead: deque[PreparedPrompt] = deque()
-        self._preassembly = PromptPreassembler(cache, runtime, translator, storage.block_size, longest, ahead, costs)
+        writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs)
+        self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
         self.requests = requests = Requests(cache, loading, self._preassembly)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
@@ -186,16 +188,15 @@ class EngineCore:
         """Drop work that no request waits for from a pass that raised, and run the rest again; without such work, end
         the requests in the pass.
         """
-        asked = [item for item in work if isinstance(item.sequence, RequestSequence)]
-        failed = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
+        requests = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
             if isinstance(item.sequence, PreparedPrompt):
                 self._preassembly.failed(item.sequence)
             elif isinstance(item.sequence, BaseJob):
                 self._learning.drop(item.sequence)
-        if asked and len(asked) < len(work):
-            return self._run(asked)
-        for sequence in failed:
+        if requests and len(requests) < len(work):
+            return self._run([item for item in work if isinstance(item.sequence, RequestSequence)])
+        for sequence in requests:
             self.requests.end_failed(sequence, f"the model raised {error!r}")
         return None
 

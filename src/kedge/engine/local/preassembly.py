@@ -22,9 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
-from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes, Lease
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.prompt_writer import NEAR, PromptWriter
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError
@@ -74,17 +72,14 @@ class PromptPreassembler:
         self,
         cache: CacheManager,
         runtime: Runtime,
-        translator: Translator,
-        block_size: int,
+        writer: PromptWriter,
         longest: int,
         ahead: deque[PreparedPrompt],
-        costs: EngineCosts,
     ) -> None:
         """Start without prepared prompts. Prompts of `longest` tokens or more are not served; `ahead` is the
         scheduler's queue of prepared prompts with tokens to compute.
         """
-        self._cache, self._runtime, self._longest, self._ahead = cache, runtime, longest, ahead
-        self._writer = PromptWriter(cache, runtime, translator, block_size, ahead, costs)
+        self._cache, self._runtime, self._writer, self._longest, self._ahead = cache, runtime, writer, longest, ahead
         self.expected: dict[AgentKey, PreparedPrompt] = {}
         """The prepared prompts that no request has claimed, oldest hint first."""
         self._claimed: list[PreparedPrompt] = []
