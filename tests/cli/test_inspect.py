@@ -155,7 +155,7 @@ def test_a_workflow(tmp_path: Path) -> None:
     lines = [line.split() for line in result.output.splitlines()]
     at = lines.index(["agent", "waits", "for", "reads", "tool", "reuse"])
     assert [line for line in lines[at + 2 :] if line][:4] == [
-        ["a", "nobody", "user_question"],
+        ["a", "none", "user_question"],
         ["b", "a", "user_question", "exact"],
         ["agent_a_current"],
         ["agent_b_history_1"],
@@ -247,7 +247,7 @@ def test_a_step_graph_at_every_point_of_the_run(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
     assert "[planner] → [writer] → [reviewer] → [publisher]" in lines
     assert "2 reviewer writer planner 30%, publisher 70%" in lines
-    assert "0 planner nobody; again after reviewer" in lines
+    assert "0 planner none; again after reviewer" in lines
     at = lines.index("at the start 0 1 2 3")
     assert lines[at:] == [
         "at the start 0 1 2 3",

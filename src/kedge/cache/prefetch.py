@@ -29,7 +29,7 @@ class Prefetcher:
             self.due = True
 
     def cancel_outside(self) -> None:
-        """Cancel what has not started, nobody waits for, and is not within the window any more."""
+        """Cancel loads that have not started, that no request waits for, and whose step is outside the window."""
         for transfer in self._tiers.transfers.queued(Direction.LOAD):
             if not (is_within(transfer.end.step, self._window) or transfer.demanded or transfer.outcome):
                 self._tiers.cancel(transfer)

@@ -105,8 +105,8 @@ class PrefixIndex:
     def split(self, node: TreeNode, used: int) -> TreeNode:
         """Put the first `used` blocks of `node` into a new parent, and return that.
 
-        `node` keeps its end, so its locks, labels and handles stay right: whoever locked it, or something below it,
-        passes the new parent too.
+        `node` keeps its end, so its locks, labels and handles stay right: what locks it, or
+        a node below it, locks the new parent too.
         """
         assert node.parent is not None
         cut = used * self.block_bytes

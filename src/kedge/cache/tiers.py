@@ -116,7 +116,7 @@ class Tiers:
         self._cancel_orphans()
 
     def clear(self, namespace: Namespace) -> int:
-        """Forget what nobody holds in `namespace`, cancelling what has not started. Returns how many blocks went."""
+        """Forget all unlocked blocks of `namespace`, cancelling what has not started. Returns how many blocks went."""
         for transfer in self.transfers.pending():
             if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:
                 self.cancel(transfer)

@@ -38,7 +38,7 @@ class TransferQueue:
         return transfer
 
     def promote(self, transfer: Transfer) -> None:
-        """Move `transfer`, which a request waits for now, before all that nobody waits for."""
+        """Move `transfer`, which a request waits for now, before all that no request waits for."""
         if transfer.demanded:
             return
         transfer.demanded = True

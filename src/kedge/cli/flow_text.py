@@ -105,7 +105,7 @@ def _nodes(graph: StepGraph) -> Table:
 
 def waits(node: Node) -> str:
     """Return the conditions after which a node runs, in words."""
-    first = " or ".join(_all(names) for names in node.after) or "nobody"
+    first = " or ".join(_all(names) for names in node.after) or "none"
     again = "".join(f"; again after {_all(names)}" for names in node.loops)
     return first + again
 

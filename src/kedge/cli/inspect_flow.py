@@ -161,7 +161,7 @@ def _agent(flow: Workflow, agent_id: AgentId) -> tuple[str, ...]:
     waits_for = [other for other in flow.order if other in flow.waits_for[agent_id]]
     return (
         agent_id,
-        "\n".join(waits_for) or "nobody",
+        "\n".join(waits_for) or "none",
         "\n".join(placeholder.name for placeholder in agent.placeholders),
         "yes" if agent.tool else "",
         agent.reuse or "",

@@ -42,8 +42,8 @@ def is_within(step: float | None, window: float) -> bool:
 def may_replace(victim: StepView, step: float, virtual_step: float, probability: float = 1.0) -> bool:
     """Return whether a prefetch for an agent `step` steps away may evict `victim`.
 
-    It may where nobody is known to need the victim again, or where it is needed strictly later; the latter only for an
-    agent that is likelier to run then than not, since the victim would have to be loaded again.
+    It may where no agent is known to need the victim again, or where it is needed strictly later; the latter only for
+    an agent that is likelier to run then than not, since the victim would have to be loaded again.
     """
     later = distance(victim, virtual_step)
     return later > step and (probability > LIKELY or later == math.inf)

@@ -21,15 +21,15 @@ class BaseNeeds:
 
     def needs(self, request: GenerateRequest) -> list[BaseNeed]:
         """Return base prefills that later requests would profit from, and that have not been done yet."""
-        self._expected.asks(TemplateOwner(request.namespace, template_key(request)), request.agent)
-        placed = layout(request)
+        key, placed = template_key(request), layout(request)
+        self._expected.asks(TemplateOwner(request.namespace, key), request.agent)
         values = self.worth_translating(request, placed)
         if not values:
             return []
         for one in values:
             self._readers.read(pool_of(request, one), one.segment.tokens)
         missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
-        return [*self._template_need(request, placed), *missing]
+        return [*self._template_need(request, key, placed), *missing]
 
     def prerequisites(self, request: GenerateRequest, exact_tokens: int) -> list[BaseNeed]:
         """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
@@ -77,8 +77,8 @@ class BaseNeeds:
         if sample := self._planner.sample(request, placed):
             self._anchors.prepare(sample)
 
-    def _template_need(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[BaseNeed]:
-        key, later = template_key(request), later_prefixes(placed)
+    def _template_need(self, request: GenerateRequest, key: str, placed: tuple[Placed, ...]) -> list[BaseNeed]:
+        later = later_prefixes(placed)
         if not later or self._bases.prefixes(request.namespace, key) is not None:
             return []
         cuts, start = [], 0

@@ -33,6 +33,10 @@ class Draft:
 
     key: str
     """The name of the agent's template"""
+    request: GenerateRequest
+    """The request as last looked at: values that were pending come later"""
+    placed: tuple[Placed, ...]
+    """Its segments with their positions"""
     exact: tuple[Span, ...]
     sources: list[Source]
     drafted: int = 0
@@ -48,6 +52,11 @@ class Draft:
     @property
     def exact_tokens(self) -> int:
         return sum(map(len, self.exact))
+
+    def look_at(self, request: GenerateRequest) -> None:
+        """Take the request as it is now; it is laid out again only where it has changed."""
+        if request is not self.request:
+            self.request, self.placed = request, layout(request)
 
     def computed(self, start: int) -> list[int]:
         """Return the positions from `start` on that run through the model, ascending."""
@@ -95,7 +104,8 @@ class Planner:
 
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
         """Return a draft in which nothing but the `exact` tokens has been decided."""
-        draft = Draft(template_key(request), exact, [span.source for span in exact for _ in range(len(span))])
+        sources = [span.source for span in exact for _ in range(len(span))]
+        draft = Draft(template_key(request), request, layout(request), exact, sources)
         if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
             draft.give_up(ALL_COMPUTED)
         elif request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
@@ -108,18 +118,18 @@ class Planner:
         """Draft on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
         prefix segments.
         """
-        placed = layout(request)
-        known = placed[:segments]
+        draft.look_at(request)
+        known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
         if self._may_translate(request):
             for here, after in zip(known[draft.drafted :], [*known[draft.drafted + 1 :], None], strict=True):
-                self._fill(request, draft, placed, here, after)
+                self._fill(request, draft, here, after)
         draft.drafted = max(draft.drafted, segments)
 
     def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
         """Return the plan of a request that has been drafted to its end."""
         if not draft.dense:
-            self._compute_end(draft, layout(request)[-1])
+            self._compute_end(draft, draft.placed[-1])
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
             if share < self._policy.min_translated:
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
@@ -129,9 +139,7 @@ class Planner:
         wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
         return wanted and self._refusal is None
 
-    def _fill(
-        self, request: GenerateRequest, draft: Draft, placed: tuple[Placed, ...], here: Placed, after: Placed | None
-    ) -> None:
+    def _fill(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None) -> None:
         """Draft a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
@@ -140,7 +148,7 @@ class Planner:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
         prefixes = self._bases.prefixes(request.namespace, draft.key)
-        if prefixes is None and later_prefixes(placed):
+        if prefixes is None and later_prefixes(draft.placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
         elif self._fill_pair(request, draft, here, after, prefixes or {}):

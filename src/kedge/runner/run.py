@@ -58,7 +58,7 @@ def run(
 
 
 def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
-    """Raise `MissingInput` for an input without text, `RequestError` for invalid text or a name that nobody reads."""
+    """Raise `MissingInput` for an input without text, `RequestError` for invalid text or an unknown name."""
     for name in workflow.inputs:
         value = inputs.get(name)
         if not isinstance(value, str) or not value.strip():

@@ -12,7 +12,7 @@ OVERLOADED = "overloaded"
 
 
 class FailureKind(StrEnum):
-    """Whose a failed call is: the client's or a limit's, or the server's."""
+    """What a call failed of: the client or a limit (refused), or the server (failed)."""
 
     REFUSED = "refused"
     FAILED = "failed"

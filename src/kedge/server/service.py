@@ -150,7 +150,7 @@ class Service:
         self.meter(tenant).tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
 
     def failed(self, tenant: TenantId | None, failure: CallFailure) -> None:
-        """Count a call that was answered with an error, and report it; without a known tenant it is nobody's."""
+        """Count a call that was answered with an error, and report it; `tenant` is None where the key is unknown."""
         self.metrics.failed(tenant or TenantId(""), failure.status)
         self.report_failure(tenant, failure)
 

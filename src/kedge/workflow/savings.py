@@ -97,7 +97,7 @@ class _Value(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A part of a prompt: fixed text (no value), or a value whose tokens are its own and nobody else's."""
+    """A part of a prompt: fixed text (no value), or a value, whose tokens differ from every other's."""
 
     tokens: Tokens
     value: _Value | None = None

@@ -1,6 +1,6 @@
 """Which agents read whose answers: the topologies of the paper, and a builder that makes a workflow from one.
 
-Agents are given in speaking order and the last one decides: it reads all answers that nobody else reads.
+Agents are given in speaking order and the last one decides: it reads all answers that no other agent reads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def chain(agents: Sequence[Agent]) -> Topology:
 
 
 def star(agents: Sequence[Agent]) -> Topology:
-    """Make the last agent the hub: it reads all others, which read nobody."""
+    """Make the last agent the hub: it reads all others, which read no answers."""
     return _topology(agents, ())
 
 

@@ -41,7 +41,7 @@ LOOKS = frozenset({"os.chdir", "os.listdir", "os.scandir"})
 
 
 def end_with_parent(report: int) -> None:
-    """Have the kernel kill this process group when nobody can read `report` any more: its only reader has died."""
+    """Have the kernel kill this process group when the only reader of `report` has died."""
     if sys.platform != "linux":
         return
     fcntl.fcntl(report, fcntl.F_SETOWN, -os.getpid())

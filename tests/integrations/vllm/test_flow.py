@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +211,16 @@ def test_an_ended_run_protects_nothing(flow: Driver) -> None:
         flow.ask(call(agent, 0), kedge=far(agent, run="short", final=agent == 3))
     assert "short" not in {key.run_id for key in flow.side.prompts.agents}
     check(flow)
+
+
+def test_old_forecasts_expire_without_a_host_tier(flow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow.side, "loads", None)
+    flow.answer(call(0, 0), kedge=hints(0))
+    assert len(flow.side.prompts.steps) == AGENTS
+    later = time.monotonic() + 601
+    monkeypatch.setattr("kedge.integrations.vllm.plugin.agent_prompts.time", SimpleNamespace(monotonic=lambda: later))
+    flow.answer(call(1, 0))
+    assert not flow.side.prompts.steps
 
 
 def test_invalid_hints_change_nothing(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:

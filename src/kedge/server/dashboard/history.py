@@ -26,7 +26,7 @@ class History(Watcher):
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, keeps_texts: Callable[[TenantId], bool] = lambda _: False
     ) -> None:
-        """`clock` in seconds; it never goes back. `keeps_texts` says whose prompts and answers may be kept."""
+        """`clock` in seconds; it never goes back. `keeps_texts` returns whether a tenant's texts may be kept."""
         self._clock, self._lock, self._keeps_texts = clock, threading.Lock(), keeps_texts
         self._tenants: dict[TenantId, TenantHistory] = {}
 

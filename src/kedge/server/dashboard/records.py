@@ -99,7 +99,7 @@ def plain(tokens: Mapping[Source, int]) -> dict[str, int]:
 
 
 def finite(steps: float | None) -> float | None:
-    """Steps as JSON has them: None where nobody can tell."""
+    """Return steps for JSON, which has no infinity: None where they are unknown."""
     return steps if steps is not None and isfinite(steps) else None
 
 

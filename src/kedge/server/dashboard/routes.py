@@ -61,7 +61,7 @@ class Dashboard:
     """What all pages of one server share. The event loop owns it, apart from the history."""
 
     def __init__(self, engine: Engine, keeps_texts: Callable[[TenantId], bool] = lambda _: False) -> None:
-        """`keeps_texts` says whose prompts and answers may be kept."""
+        """`keeps_texts` returns whether a tenant's texts may be kept."""
         self.history = History(keeps_texts=keeps_texts)
         self.engine = WatchedEngine(engine, self.history)
         """What the server is to use, so that there is something to show."""

@@ -26,7 +26,7 @@ class RunRecord:
     states: dict[AgentId, AgentState] = field(default_factory=dict)
     calls: Counter[AgentId] = field(default_factory=Counter)
     steps: dict[AgentId, float] = field(default_factory=dict)
-    """Steps-to-execution; infinite where nobody can tell."""
+    """Steps-to-execution; infinite where unknown."""
     log: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=MAX_CALLS_OF_A_RUN))
 
     def put(self, agent: AgentId, state: AgentState) -> None:

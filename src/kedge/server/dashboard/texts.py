@@ -19,7 +19,7 @@ MAX_TEXT_TOKENS = 1 << 17
 
 
 def text_policy(settings: ServerSettings, keys: KeyRing) -> Callable[[TenantId], bool]:
-    """Return whose prompts and answers may be kept: as a tenant's own setting says, else as the server's does."""
+    """Return a function of the tenant: whether its texts may be kept, by its own setting or else the server's."""
     chosen = {tenant.id: tenant.keep_texts for tenant in keys.tenants if tenant.keep_texts is not None}
     return lambda tenant: chosen.get(tenant, settings.keep_texts)
 

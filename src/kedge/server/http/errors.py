@@ -184,7 +184,7 @@ def _answer(
 
 
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
-    """Return the record of a call whose answer tells an error; its agent is known once its hints were read."""
+    """Return the record of a call that was answered with an error; its agent is known once its hints were read."""
     error, hints = body["error"], getattr(request.state, "hints", None)
     route = f"{request.method} {unquote(request.url.path)}"
     agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}

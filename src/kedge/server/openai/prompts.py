@@ -74,7 +74,7 @@ def _for_template(message: ChatMessage, content: str) -> TemplateData:
 
 
 def _call_for_template(call: CalledTool) -> dict[str, Any]:
-    """Return a call with its arguments as an object. Raises `RequestError` if they are no JSON object."""
+    """Return a call with its arguments as an object. Raises `RequestError` if they are not a JSON object."""
     try:
         arguments = read_json(call.function.arguments)
     except ValueError as error:

@@ -131,8 +131,8 @@ class SchedulerSide:
         self._notice_reset()
         orders = self.translations.take_orders(output)
         orders.scheduled = output.total_num_scheduled_tokens
+        self.prompts.expire()
         if self.loads:
-            self.prompts.expire()
             orders.copies = self.loads.copies(self._requests.values(), idle=not output.total_num_scheduled_tokens)
         return orders
 

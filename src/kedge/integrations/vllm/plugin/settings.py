@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 
 from kedge.settings import AnchorSettings, PlannerSettings, SettingsSection, TierSettings
+from kedge.settings.vllm import DEFAULT_CAPTURES
 from kedge.types import ReuseMode
 
 
@@ -28,7 +29,7 @@ class PluginSettings(SettingsSection):
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
     """Only `min_translated` is used: vLLM computes nothing in the middle of a prompt."""
-    max_captures: PositiveInt = 4
+    max_captures: PositiveInt = DEFAULT_CAPTURES
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
 
     @property
