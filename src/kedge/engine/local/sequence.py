@@ -9,6 +9,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sessions import Turn
 from kedge.kv.storage import SlotTable
 from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, template_key
@@ -192,6 +193,8 @@ class RequestSequence(Sequence):
     """Whether its stream has ended, with a completion or an error."""
     last_pass: int = 0
     """Number of the last pass that it was part of."""
+    turn: Turn | None = None
+    """Its place in its session; None where it reuses nothing."""
 
     def __post_init__(self) -> None:
         self.logprobs = Logprobs(self.request)
