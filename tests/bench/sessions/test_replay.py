@@ -121,4 +121,4 @@ def test_ids_tell_sessions_of_one_prompt_apart() -> None:
         for each in hooks.values():
             each.arrived(one)
             each.answered(one)
-    assert {case: len(each.steps.tracker) for case, each in hooks.items()} == {"kedge": 1, "kedge_ids": 2}
+    assert {case: len(each.caching.steps.tracker) for case, each in hooks.items()} == {"kedge": 1, "kedge_ids": 2}

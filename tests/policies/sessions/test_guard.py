@@ -110,7 +110,7 @@ def test_steps_that_lose_give_way_to_lru_until_they_win() -> None:
 def test_what_a_guard_loses_is_bounded() -> None:
     """Until it switches, hostile steps have cost at most a point of a window, and one prompt."""
     guard = Guard(60)
-    ruled = cycle(guard, 60, {owner: -1.0 for owner in range(10)})
+    ruled = cycle(guard, 60, dict.fromkeys(range(10), -1.0))
     assert guard._lead >= -0.01 * guard._window - 10 or not ruled[-1]
 
 

@@ -11,7 +11,7 @@ from kedge.bench.workflow.cache import NoCopier
 from kedge.cache import CacheManager
 from kedge.engine.local.sessions import SessionCaching, Turn
 from kedge.policies.eviction import policy_of
-from kedge.policies.sessions import SessionHints, SessionSteps, StopReason
+from kedge.policies.sessions import SessionHints, StopReason
 from kedge.settings import TierSettings
 from kedge.types import AgentId, AgentKey, RunId
 
@@ -51,9 +51,9 @@ class SessionHooks:
         self._turn: Turn | None = None
 
     @property
-    def steps(self) -> SessionSteps:
-        """What is known of all sessions."""
-        return self._caching.steps
+    def caching(self) -> SessionCaching:
+        """The engine's part that finds sessions."""
+        return self._caching
 
     def arrived(self, arrival: Arrival) -> None:
         """Find the session of a request, by id where that is told."""
@@ -80,8 +80,8 @@ class FixedPromptHints:
 
     STEP = 1.0
 
-    def __init__(self, cache: CacheManager, steps: SessionSteps) -> None:
-        self._cache, self._steps = cache, steps
+    def __init__(self, cache: CacheManager, caching: SessionCaching) -> None:
+        self._cache, self._caching = cache, caching
 
     def arrived(self, arrival: Arrival) -> None:
         self._forecast(arrival, (self.STEP, 1.0))
@@ -91,12 +91,14 @@ class FixedPromptHints:
         if arrival.is_last:
             self._forecast(arrival, None)
         else:
-            self._cache.on_label(SPACE, agent_of(arrival), arrival.chain[: arrival.turn.fixed_blocks])
+            agent, fixed = agent_of(arrival), arrival.chain[: arrival.turn.fixed_blocks]
+            self._cache.on_label(SPACE, agent, fixed)
+            self._caching.labelled(agent, fixed)
 
     def _forecast(self, arrival: Arrival, next_run: tuple[float, float] | None) -> None:
         changes = {agent_of(arrival): next_run}
         self._cache.on_forecast(changes)
-        self._steps.on_forecast(changes)
+        self._caching.on_forecast(changes)
 
 
 def agent_of(arrival: Arrival) -> AgentKey:
@@ -109,7 +111,7 @@ def product_replay(case: ProductCase, capacity: int) -> CacheReplay:
     tiers = TierSettings(host_blocks=case.host_times * capacity)
     cache = CacheManager(capacity, 1, policy_of(tiers), tiers, NoCopier())
     sessions = SessionHooks(cache, case)
-    hints: list[ReplayHooks] = [FixedPromptHints(cache, sessions.steps)] if case.tells_fixed else []
+    hints: list[ReplayHooks] = [FixedPromptHints(cache, sessions.caching)] if case.tells_fixed else []
     return CacheReplay(cache, [*hints, sessions])
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kedge.cache import CacheManager, Changes, EvictionPolicy
+from kedge.cache import CacheManager, EvictionPolicy
 from kedge.policies.eviction import lru
 from kedge.policies.sessions import Guard, SessionHints, SessionKey, SessionSteps, StopReason
 from kedge.types import AgentKey, GenerateRequest, Namespace, ReuseMode
@@ -88,7 +88,7 @@ class SessionCaching:
         if self._is_on:
             self.guard.own(agent, chain_of(tokens, self._cache.block_size))
 
-    def on_forecast(self, changes: Changes) -> None:
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
         """Take the changes of the forecast, which the cache has taken."""
         if self._is_on:
             self.steps.on_forecast(changes)
