@@ -154,7 +154,7 @@ DRIVERS = [
 
 @pytest.mark.parametrize(("policy", "host_blocks", "backup_hits"), DRIVERS)
 def test_integrity_after_every_operation(policy, host_blocks: int, backup_hits: int | None) -> None:
-    driver = Driver(1, host_blocks, policy=policy, backup_hits=backup_hits)
+    driver = Driver(2, host_blocks, policy=policy, backup_hits=backup_hits)
     for _ in range(OPERATIONS // len(DRIVERS)):
         driver.step()
         driver.watch()

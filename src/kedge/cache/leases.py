@@ -147,12 +147,21 @@ class Leases:
     def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
         after = following[-1] if following else None
         if steps is None:
-            return self._tiers.pools.allocate(DEVICE, n, reason, after)
+            return self._allocate_now(n, after, reason)
 
         def may_go(victim: TreeNode) -> bool:
             return not victim.wanted and may_replace(victim, steps, self._tiers.settings.unlabelled_step)
 
         return self._tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
+
+    def _allocate_now(self, n: int, after: int | None, reason: Reason) -> list[int]:
+        """Allocate blocks; backups that hold what would have to go are given up, unless they have started."""
+        try:
+            return self._tiers.pools.allocate(DEVICE, n, reason, after)
+        except OutOfBlocks:
+            if not self._tiers.give_up_backups():
+                raise
+        return self._tiers.pools.allocate(DEVICE, n, reason, after)
 
     def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""

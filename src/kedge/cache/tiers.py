@@ -115,6 +115,13 @@ class Tiers:
         self._settle(transfer, keep=False)
         self._cancel_orphans()
 
+    def give_up_backups(self) -> bool:
+        """Cancel all backups that have not started. Returns whether there were any."""
+        queued = self.transfers.queued(Direction.OFFLOAD)
+        for transfer in queued:
+            self.cancel(transfer)
+        return bool(queued)
+
     def clear(self, namespace: Namespace) -> int:
         """Forget all unlocked blocks of `namespace`, cancelling what has not started. Returns how many blocks went."""
         for transfer in self.transfers.pending():

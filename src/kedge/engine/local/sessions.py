@@ -19,6 +19,8 @@ class Turn:
 
     session: SessionKey
     began: float
+    chain: Sequence[Hashable]
+    """Prefix hashes of the full blocks of its prompt"""
 
 
 class SessionCaching:
@@ -58,7 +60,7 @@ class SessionCaching:
         self._guarded(key, chain)
         self.advance()
         self._cache.on_label(namespace, key, tokens, backed_up=False)
-        return Turn(key, now)
+        return Turn(key, now, chain)
 
     def answered(
         self,
@@ -71,9 +73,10 @@ class SessionCaching:
         """Keep the whole history of a session, `tokens`, from the end of a turn on; it is backed up."""
         now, key = self._clock(), turn.session
         self.steps.observe_call(key, now - turn.began)
-        chain = chain_of(tokens, self._cache.block_size)
+        chain = chain_of(tokens, self._cache.block_size, turn.chain)
         self.steps.answered(key, chain, now, stop, tool, returns_in)
-        self.guard.own(key, chain)
+        if len(chain) > len(turn.chain):
+            self.guard.own(key, chain)
         self.advance()
         if self.steps.expects(key):
             self._cache.on_label(key.namespace, key, tokens)
@@ -108,11 +111,11 @@ class SessionCaching:
             self._other_policy = self._cache.set_policy(self._other_policy)
 
 
-def chain_of(tokens: Sequence[int], block_size: int) -> list[Hashable]:
-    """Return the prefix hashes of the full blocks of `tokens`."""
-    chain: list[Hashable] = []
-    before = 0
-    for stop in range(block_size, len(tokens) + 1, block_size):
+def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
+    """Return the prefix hashes of the full blocks of `tokens`; `known` are those of what they begin with, or more."""
+    chain = list(known[: len(tokens) // block_size])
+    before = chain[-1] if chain else 0
+    for stop in range((len(chain) + 1) * block_size, len(tokens) + 1, block_size):
         before = hash((before, *tokens[stop - block_size : stop]))
         chain.append(before)
     return chain

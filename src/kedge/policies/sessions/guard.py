@@ -13,7 +13,7 @@ from typing import Any
 from kedge.policies.sessions.links import Chain
 from kedge.policies.sessions.shadow import LruShadow, StepShadow
 
-SAMPLE = 512
+SAMPLE = 256
 """Blocks of the caches in miniature."""
 WINDOW = 16
 """Capacities of accesses after which old ones count for a third."""

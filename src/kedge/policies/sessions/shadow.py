@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
+from operator import itemgetter
 
 from kedge.policies.sessions.links import Chain
 
@@ -102,17 +103,17 @@ class StepShadow:
 
     def _last_needed(self, current: Hashable) -> Hashable:
         """Return the owner with the greatest step; `current` only where there is no other."""
-        others = (owner for owner in self._chains if owner != current)
-        return max(others, key=lambda owner: self._steps.get(owner, math.inf), default=current)
+        steps = self._steps
+        others = [(steps.get(owner, math.inf), owner) for owner in self._chains if owner != current]
+        return max(others, key=itemgetter(0))[1] if others else current
 
     def _shorten(self, owner: Hashable) -> None:
-        """Take blocks off the end of an owner's history, until one has left the cache."""
+        """Take blocks off the end of an owner's history, until there is room or nothing is left of it."""
         chain = self._chains[owner]
-        while chain:
+        while chain and len(self._owners) > self._capacity:
             block = chain.pop()
             self._owners[block] -= 1
             if not self._owners[block]:
                 del self._owners[block]
-                break
         if not chain:
             del self._chains[owner]
