@@ -197,6 +197,11 @@ class CacheManager:
         return bool(ended)
 
     @property
+    def version(self) -> int:
+        """A number that grows whenever answers of `match` or `status` may have changed."""
+        return self._tree.version
+
+    @property
     def starved(self) -> bool:
         """Whether a demanded load finds no room on the device."""
         return self._demands.denied

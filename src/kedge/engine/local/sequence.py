@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kedge.engine.common.detokenizer import TextStream
@@ -166,6 +167,8 @@ class RequestSequence(Sequence):
     text: TextStream
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)
+    session: Hashable | None = None
+    """The session that it continues; None where that is unknown."""
     plan: ReusePlan | None = None
     preassembled: int = 0
     parts: dict[str, float] = field(default_factory=dict)
