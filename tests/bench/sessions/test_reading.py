@@ -48,23 +48,18 @@ def test_mooncake_s_sessions_are_found_by_their_last_full_block(tmp_path: Path) 
         return {"timestamp": 0, "input_length": tokens, "output_length": 1, "hash_ids": ids}
 
     lines = [
-        line(1025, 1, 2, 3),  # ends in block 2: block 3 is partial
-        line(1024, 1, 7),  # shares the first block only
-        line(2048, 1, 2, 4, 5),  # goes on where the first ended
-        line(1536, 1, 7, 8),
-        line(1024, 1, 2),  # an older state of the first, which is in block 5 by now
-        line(100, 99),  # has no full block
-        line(100, 99),
+        (line(1025, 1, 2, 3), "m0"),  # ends in block 2: block 3 is partial
+        (line(1024, 1, 7), "m1"),  # shares the first block only
+        (line(2048, 1, 2, 4, 5), "m0"),  # goes on where the first ended
+        (line(1536, 1, 7, 8), "m1"),
+        (line(1024, 1, 2), "m2"),  # an older state of the first, which is in block 5 by now
+        (line(600, 99), "m3"),  # nobody can go on from a single block
+        (line(1024, 99, 98), "m4"),
+        (line(100), "m5"),
+        (line(1024, 99, 98), "m4"),
     ]
-    assert [one.session for one in read_trace(write(tmp_path / "t", lines))] == [
-        "m0",
-        "m1",
-        "m0",
-        "m1",
-        "m2",
-        "m3",
-        "m4",
-    ]
+    found = read_trace(write(tmp_path / "t", [line for line, _ in lines]))
+    assert [one.session for one in found] == [session for _, session in lines]
 
 
 WRONG_AGENT: list[tuple[str, Any]] = [

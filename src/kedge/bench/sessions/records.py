@@ -95,6 +95,9 @@ class MooncakeLinks:
     prompt's last full block is in the new prompt, the longest one if there are several.
     """
 
+    MIN_BLOCKS = 2
+    """Full blocks from which on a prompt can be continued: a single one is what prompts of many users begin with."""
+
     def __init__(self) -> None:
         self._sessions: dict[int, str] = {}
         """Last full block -> session."""
@@ -108,7 +111,7 @@ class MooncakeLinks:
             self._count += 1
         else:
             session = self._sessions.pop(known)
-        if full_blocks:
+        if full_blocks >= self.MIN_BLOCKS:
             self._sessions[ids[full_blocks - 1]] = session
         return session
 
