@@ -96,6 +96,20 @@ LOOK = {
 }  # fmt: skip
 
 
+RATES = dict.fromkeys(bench_tables.SESSION_COLUMNS, 0.1234)
+CLOSED = dict.fromkeys(bench_tables.CLOSED_COLUMNS, 1234.5)
+SESSIONS = {
+    "traces": {
+        "mooncake_conversation": {
+            "open": {"48": {"0.05": RATES, "1": RATES}},
+            "closed": {"48": {"lru": CLOSED, "kedge_host4": {**CLOSED, "ttft_p50_s": None}}},
+            "ceiling": {"48": 0.9876},
+        }
+    },
+    "cost": {"us_per_request": 123.4, "ns_per_block": 1234.5, "ns_per_block_lru": 1234.5},
+}
+
+
 def tables() -> Iterator[tuple[str, FittingTable]]:
     """Every table that the commands make, with results that are stored or as large as any."""
     yield "run", run_output.receipts(run_result("an agent of a longer name", 10_000))
@@ -107,6 +121,8 @@ def tables() -> Iterator[tuple[str, FittingTable]]:
     yield "bench matching-cost", bench_tables.matching_cost(MatchingSettings(), matching)
     yield "bench soak", bench_tables.soak([LOOK])
     yield "bench cache", bench_tables.cache("blocks", CACHE, GROWTH)
+    for table in bench_tables.sessions(SESSIONS):
+        yield "bench sessions", table
     yield "bench vllm", bench_tables.vllm_team(stored("vllm-team.json")["team"])
     yield from stored_tables()
 
@@ -145,6 +161,12 @@ def test_a_table_is_shown_in_one_piece(table: FittingTable) -> None:
     pieces = [cell for row in table.rows for cell in row] + [word for name in table.headings for word in name.split()]
     around = f" {text} ".replace("\n", " \n ")
     assert [piece for piece in pieces if f" {piece} " not in around] == []
+
+
+def test_the_line_of_costs_fits() -> None:
+    line = bench_tables.session_cost(SESSIONS["cost"])
+    assert line == "cost: 123 us per request, 1234 ns per block (LRU: 1234 ns)"
+    assert len(line) <= WIDTH
 
 
 def test_columns_that_find_no_room_follow_below_with_the_names_of_their_rows() -> None:

@@ -63,6 +63,35 @@ def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Pa
     plt.close(figure)
 
 
+def sessions_plot(traces: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """Draw hit rates by capacity, one row of panels for each trace, one panel for each number of live sessions.
+
+    `traces`: name -> {"open": live sessions -> capacity -> column -> rate}. Raises `ConfigError` without matplotlib.
+    """
+    plt = _pyplot(file)
+    across = max(len(trace["open"]) for trace in traces.values())
+    figure, grid = plt.subplots(
+        len(traces), across, figsize=(2 + 3.6 * across, 1.5 + 3 * len(traces)), layout="constrained", squeeze=False
+    )
+    for row, (name, trace) in zip(grid, traces.items(), strict=True):
+        for axes in row[len(trace["open"]) :]:
+            axes.axis("off")
+        for axes, (live, cells) in zip(row, trace["open"].items(), strict=False):
+            _hit_rates(axes, cells, f"{name}, {live} live")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(8, 1 + 2 * across))
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _hit_rates(axes: Any, cells: Mapping[str, Mapping[str, float]], title: str) -> None:
+    capacities = [float(capacity) for capacity in cells]
+    for at, column in enumerate(next(iter(cells.values()))):
+        rates = [cell[column] for cell in cells.values()]
+        axes.plot(capacities, rates, _STYLES[at % len(_STYLES)], marker="o", markersize=3, label=column)
+    axes.set(title=title, xlabel="cache over working set", ylabel="hit rate", ylim=(0, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
     """Draw a study's figure, one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
     plt = _pyplot(file)

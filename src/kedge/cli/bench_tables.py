@@ -29,6 +29,25 @@ WORKFLOW_GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_bloc
 WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
 """Tokens found on the device and on the host, MiB loaded, and seconds waited for loads."""
 
+SESSION_COLUMNS = {
+    "lru": "LRU",
+    "belady": "Belady",
+    "ttl": "TTL",
+    "kedge": "Kedge",
+    "kedge_ids": "ids told",
+    "kedge_perfect": "return told",
+    "kedge_host3": "host x3",
+    "kedge_fixed": "fixed told",
+}
+"""Figure -> heading."""
+CLOSED_COLUMNS = {
+    "hit": "hit rate",
+    "turns_per_min": "turns per min",
+    "ttft_p50_s": "TTFT p50 s",
+    "ttft_p99_s": "TTFT p99 s",
+}
+"""Figure -> heading."""
+
 
 def ttft(settings: TtftSettings, data: Row) -> FittingTable:
     """Return the table of every agent's times, and how far they are above the floor."""
@@ -162,6 +181,42 @@ def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
     counts = (f"{row['hit_tokens']:.0f}", f"{row['host_hit_tokens']:.0f}", f"{row['bytes_h2d'] / MIB:.0f}")
     shown = ("" if gain is None else f"{gain['median']:.2f}" for gain in gains)
     return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
+
+
+def sessions(data: Row) -> Iterator[FittingTable]:
+    """Yield the tables of every trace: hit rates by capacity, and the closed loop, by live sessions."""
+    for name, trace in data["traces"].items():
+        for live, cells in trace["open"].items():
+            yield _open_loop(f"{name}, {live} live", cells, trace["ceiling"][live])
+        if trace["closed"]:
+            yield _closed_loop(name, trace["closed"])
+
+
+def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> FittingTable:
+    title = f"{name}: hit rate by cache over working set; an infinite cache: {ceiling:.3f}"
+    rows = [[share, *(f"{row[column]:.3f}" for column in SESSION_COLUMNS)] for share, row in cells.items()]
+    return FittingTable(title, ("cache", *SESSION_COLUMNS.values()), rows)
+
+
+def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> FittingTable:
+    """Return the table of the closed loop, in which a session's next request waits for its answer."""
+    rows = [
+        [count, system, *(_figure(row[column]) for column in CLOSED_COLUMNS)]
+        for count, systems in live.items()
+        for system, row in systems.items()
+    ]
+    headings = ("live", "system", *CLOSED_COLUMNS.values())
+    return FittingTable(f"{name}, closed loop", headings, rows, keys=2, left=frozenset({"system"}))
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def session_cost(cost: Row) -> str:
+    """Return a line with the costs of caching by session."""
+    per_block = f"{cost['ns_per_block']:.0f} ns per block (LRU: {cost['ns_per_block_lru']:.0f} ns)"
+    return f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"
 
 
 def study(title: str, rows: Sequence[Row]) -> FittingTable:
