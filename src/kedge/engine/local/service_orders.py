@@ -89,4 +89,3 @@ class ServiceOrders:
             return missing_share(total, prepared.ready)
         status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         return missing_share(total, status.device_tokens, status.host_tokens)
-
