@@ -9,8 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from kedge.cache.copies import Outcome, Purpose
-from kedge.cache.node import DEVICE, Transfer, TreeNode
+from kedge.cache.node import DEVICE, Transfer
 from kedge.cache.radix_tree import Removed
+from kedge.policies.eviction import step_name
 
 
 class Reason(StrEnum):
@@ -108,7 +109,7 @@ class Counters:
             self.by_reason[reason.value] += count
             if one.tier is DEVICE:
                 self.evictions += count
-                self.by_step[_step_name(one.node)] += count
+                self.by_step[step_name(one.node)] += count
             else:
                 self.host_evictions += count
 
@@ -130,9 +131,3 @@ class Counters:
 
 
 _TABLES = ("by_reason", "by_step", "outcomes")
-
-
-def _step_name(node: TreeNode) -> str:
-    if node.step is None:
-        return "varying" if node.varying else "unlabelled"
-    return f"{node.step:g}"

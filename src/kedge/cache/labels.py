@@ -53,13 +53,22 @@ class Labels:
         self._handles.pop(key, None)
 
     def leave(self, node: TreeNode) -> None:
-        """Drop the labels of `node`, which has no children and is leaving the tree, and all handles to it."""
-        for key in node.labels:
-            del self._handles[key]
+        """Let the labels of `node`, which has no children and is leaving the tree, end at its parent instead.
+
+        So what is left of a history keeps its worth. The root has no labels: with the last node they go.
+        """
+        labels, parent = dict(node.labels), node.parent
         node.labels.clear()
         node.generation += 1
-        if node.step is not None and node.parent is not None:
-            _change(node.parent, node.step, None, self._offer)
+        assert parent is not None
+        if node.step is not None:
+            _change(parent, node.step, None, self._offer)
+        for key, step in labels.items():
+            if parent.parent is None:
+                del self._handles[key]
+            else:
+                self._handles[key] = Handle.of(parent)
+                self._set(key, parent, step)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""

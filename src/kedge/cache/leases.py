@@ -150,7 +150,7 @@ class Leases:
             return self._tiers.pools.allocate(DEVICE, n, reason, after)
 
         def may_go(victim: TreeNode) -> bool:
-            return not victim.wanted and may_replace(victim, steps, self._tiers.settings.virtual_step)
+            return not victim.wanted and may_replace(victim, steps, self._tiers.settings.unlabelled_step)
 
         return self._tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
 

@@ -166,9 +166,20 @@ class CacheManager:
                 self.tiers.backups.back_up(node)
             return 0
         self._tree.labels.put(key, node, next_run[0])
+        for joined in self._tree.index.join_path(node):
+            self._tree.offer(joined)
         self.tiers.backups.back_up(node)
         self._prefetcher.consider(node)
         return sum(step.size for step in node.path()) * self.block_size
+
+    def label_waiting(self, namespace: Namespace, key: LabelKey, tokens: Sequence[int]) -> None:
+        """Label the end of what is cached of the prompt of a waiting request, of which nothing is backed up for that.
+
+        A key without a step, and a prompt of which nothing is cached, get no label.
+        """
+        node, next_run = self._tree.end(namespace, tokens), self._next_runs.get(key)
+        if node is not None and next_run is not None:
+            self._tree.labels.put(key, node, next_run[0])
 
     def on_forecast(self, changes: Changes) -> None:
         """Take the changes of the forecast. O(changed keys x depth of their labels)."""

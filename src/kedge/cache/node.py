@@ -116,6 +116,21 @@ class TreeNode:
         """Return whether `tier` may evict it: an unlocked leaf of that tier that is still in the tree."""
         return bool(self.blocks[tier]) and not self.locks and not self.resident_children[tier]
 
+    def continues_parent(self) -> bool:
+        """Return whether nothing tells it apart from its parent: no other child, label, lock, wish, copy or tier."""
+        upper = self.parent
+        if upper is None or upper.parent is None or len(upper.children) > 1 or upper.labels:
+            return False
+        if upper.locks != self.locks or upper.wanted != self.wanted or upper.varying != self.varying:
+            return False
+        moves = upper.transfer or upper.arrival or self.transfer or self.arrival
+        return not moves and all(upper.holds(tier) == self.holds(tier) for tier in Tier)
+
+    def leave(self) -> None:
+        """Let go of everything, so that what still refers to it finds nothing."""
+        self.parent, self.children, self.blocks = None, {}, [[], []]
+        self.generation += 1
+
     def path(self) -> Iterator[TreeNode]:
         """Iterate over the node and its ancestors, root last."""
         node: TreeNode | None = self

@@ -65,7 +65,8 @@ class Prefetcher:
             candidate.node,
             Purpose.PREFETCH,
             lambda victim: (
-                not victim.wanted and may_replace(victim, candidate.step, settings.virtual_step, candidate.probability)
+                not victim.wanted
+                and may_replace(victim, candidate.step, settings.unlabelled_step, candidate.probability)
             ),
             settings.decode_reserve,
         )

@@ -122,6 +122,29 @@ class PrefixIndex:
         self._on_split(upper, node)
         return upper
 
+    def join_path(self, node: TreeNode) -> list[TreeNode]:
+        """Join the nodes on the path to `node` that nothing tells apart any more: a history that grew turn by turn.
+
+        Returns those that took over their parents' blocks.
+        """
+        joined = []
+        while node.parent is not None:
+            if node.continues_parent():
+                self._join(node)
+                joined.append(node)
+            else:
+                node = node.parent
+        return joined
+
+    def _join(self, node: TreeNode) -> None:
+        upper = node.parent
+        assert upper is not None and upper.parent is not None
+        upper.parent.children[self._first(upper)] = node
+        node.parent, node.key, node.size = upper.parent, upper.key + node.key, upper.size + node.size
+        node.blocks = [above + below for above, below in zip(upper.blocks, node.blocks, strict=True)]
+        node.last_access, node.hits = max(upper.last_access, node.last_access), max(upper.hits, node.hits)
+        upper.leave()
+
     def attach(self, parent: TreeNode, key: bytes, size: int) -> TreeNode:
         """Add a leaf of `size` blocks, which no tier holds yet."""
         leaf = TreeNode(parent.namespace, parent, key, size)

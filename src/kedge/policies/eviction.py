@@ -61,6 +61,19 @@ def lru(node: StepView) -> EvictionKey:
 
 VIRTUAL_STEP = TierSettings().virtual_step
 """The step at which traffic without labels competes."""
+NAMED_STEPS = 64
+"""Whole steps up to this one are counted one by one; others by powers of two."""
+
+
+def step_name(kv: StepView) -> str:
+    """Return the step as evictions are counted by: "varying", "unlabelled", "inf", a number, or "<=" a number."""
+    if kv.step is None:
+        return "varying" if kv.varying else "unlabelled"
+    if kv.step < 0:
+        return "waiting"
+    if kv.step <= NAMED_STEPS and kv.step == int(kv.step) or math.isinf(kv.step):
+        return f"{kv.step:g}"
+    return f"<={2 ** math.ceil(math.log2(kv.step)):g}" if kv.step > 0 else "0"
 
 
 def distance(node: StepView, virtual_step: float = VIRTUAL_STEP) -> float:
@@ -83,7 +96,7 @@ def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
 
 def policy_of(tiers: TierSettings) -> StepPolicy:
     """Return the eviction policy that the settings name."""
-    return lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
+    return lru if tiers.policy == "lru" else steps_to_execution(tiers.unlabelled_step)
 
 
 def belady(next_use: Callable[[NodeView], float]) -> EvictionPolicy:

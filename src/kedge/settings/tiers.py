@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -19,9 +20,10 @@ class TierSettings(SettingsSection):
     """Bytes of the host tier; with 0 there is none, and what the device evicts is computed again."""
     host_blocks: NonNegativeInt | None = None
     """Blocks of the host tier; None takes as many as `host_memory` holds."""
-    policy: Literal["steps", "lru"] = "steps"
+    policy: Literal["sessions", "steps", "lru"] = "sessions"
     """What is evicted first: `lru` is the least recently used, `steps` the KV of the agent that runs last by the
-    forecast (and without a forecast the same as `lru`)."""
+    forecast (and without a forecast the same as `lru`), `sessions` what returns last, by the forecast or else by when
+    such sessions tend to return."""
     prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
     """Fixed prompts needed within this many steps are prefetched; below 0 none are."""
     prefetch_jobs: NonNegativeInt = 4
@@ -35,7 +37,7 @@ class TierSettings(SettingsSection):
     decode_reserve: NonNegativeInt = 0
     """Device blocks that a prefetch leaves free or evictable for running requests."""
     virtual_step: Seconds = 8.0
-    """The step at which traffic without a forecast competes."""
+    """The step at which traffic without a forecast competes under the policy `steps`."""
     status_aware: bool = True
     """Whether a request that waits for KV from the host lets those behind it go first."""
     max_skips: NonNegativeInt = 32
@@ -44,6 +46,11 @@ class TierSettings(SettingsSection):
     """Seconds that a request waits for KV from the host; then it computes what it lacks."""
     throttle: Seconds = 0.0
     """Least seconds per copied block. For benchmarks: it gives a CPU the copy costs of a GPU."""
+
+    @property
+    def unlabelled_step(self) -> float:
+        """Steps until KV is needed of which nothing is expected: under `sessions` it goes first."""
+        return math.inf if self.policy == "sessions" else self.virtual_step
 
     def host_pool_size(self, block_bytes: int) -> int:
         """Return the number of blocks in the host tier, with blocks of `block_bytes` bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from random import Random
 
@@ -9,6 +10,7 @@ import pytest
 
 from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.local.service_orders import ServiceOrders
+from kedge.engine.local.sessions import SessionCaching
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SamplingParams, Segment
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_fairness import STRANGER
@@ -31,26 +33,19 @@ def turn(seed: int, size: int = TURN, tenant: str = "tenant", reuse: ReuseMode =
     )
 
 
-def submit(engine: Stepped, request: GenerateRequest, session: object = None) -> RequestSequence:
-    """Submit a turn of a session."""
-    sequence = engine.sequence(request)
-    sequence.session = session
-    return engine.queue(sequence)
-
-
 def waiting(engine: Stepped) -> list[str]:
     return [one.request.request_id.split("-")[0] for one in engine.core.scheduler.waiting]
 
 
 def served(engine: Stepped, seed: int) -> None:
     """Serve a turn of a session to its end."""
-    submit(engine, turn(seed), seed)
+    engine.submit(turn(seed))
     engine.rest()
 
 
 def held_up(engine: Stepped) -> RequestSequence:
     """Let a call of one block run, behind which all others wait."""
-    running = submit(engine, turn(99, 8))
+    running = engine.submit(turn(99, 8))
     engine.step()
     assert running.admitted and not running.is_over
     return running
@@ -62,7 +57,7 @@ def test_under_overload_who_is_cached_goes_before_who_was_evicted() -> None:
         served(engine, seed)
     held_up(engine)
     for seed in (1, 3):
-        submit(engine, turn(seed, TURN + 16), seed)
+        engine.submit(turn(seed, TURN + 16))
     engine.core.scheduler.schedule()
     assert waiting(engine) == ["3", "1"], "the KV of session 1 made room for that of session 3"
     engine.rest()
@@ -74,7 +69,7 @@ def test_without_overload_the_order_is_that_of_arrival() -> None:
     served(engine, 3)
     held_up(engine)
     for seed in (1, 3):
-        submit(engine, turn(seed, TURN + 16), seed)
+        engine.submit(turn(seed, TURN + 16))
     engine.core.scheduler.schedule()
     assert waiting(engine) == ["1", "3"]
 
@@ -85,20 +80,26 @@ def test_who_was_evicted_is_not_passed_for_ever() -> None:
     for seed in (1, 2, 3):
         served(engine, seed)
     held_up(engine)
-    evicted, passed = submit(engine, turn(1), 1), 0
+    evicted, passed = engine.submit(turn(1)), 0
     while not evicted.admitted:
-        cached = submit(engine, turn(3), 3)
+        cached = engine.submit(turn(3))
         engine.until(lambda one=cached: one.is_over or evicted.admitted)
         passed += cached.is_over
     assert 1 <= passed <= 2 * 4, "with two waiting"
 
 
+def orders_of(engine: Stepped, clock: Callable[[], float]) -> tuple[ServiceOrders, SessionCaching]:
+    cache = engine.core.inspection.cache
+    sessions = SessionCaching(cache, clock=clock)
+    return ServiceOrders(cache, sessions, clock), sessions
+
+
 def test_live_contexts_are_forgotten_with_time_and_calls_of_no_session_at_once() -> None:
     engine, now = Stepped(**SMALL), 0.0
-    orders = ServiceOrders(engine.core.inspection.cache, lambda: now)
+    orders, sessions = orders_of(engine, lambda: now)
     some = [engine.sequence(turn(seed, 200)) for seed in range(4)]
     for number, sequence in enumerate(some):
-        sequence.session = number if number < 2 else None
+        sequence.turn = sessions.arrived(sequence.request) if number < 2 else None
         orders.arrived(sequence)
     assert orders.overloaded
     for sequence in some:
@@ -110,13 +111,27 @@ def test_live_contexts_are_forgotten_with_time_and_calls_of_no_session_at_once()
     assert not orders.overloaded
 
 
+def test_what_waits_is_protected_by_its_place_in_the_order_of_service() -> None:
+    engine = Stepped(**SMALL)
+    for seed in (1, 2, 3):
+        served(engine, seed)
+    held_up(engine)
+    calls = {seed: engine.submit(turn(seed, TURN + 16)) for seed in (1, 2, 3)}
+    engine.core.scheduler.schedule()
+    assert waiting(engine)[-1] == "1"
+    steps = engine.core._sessions.steps
+    assert waiting(engine) == [
+        str(seed) for seed in sorted(calls, key=lambda one: steps._places[calls[one].turn.session])
+    ]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("stage", ["waiting", "running"])
 def test_who_is_aborted_leaves_nothing_behind(stage: str) -> None:
     engine = Stepped(**SMALL)
     for seed in (1, 2, 3):
         served(engine, seed)
     running = held_up(engine)
-    calls = [submit(engine, turn(seed, TURN + 16), seed) for seed in (1, 2, 3)]
+    calls = [engine.submit(turn(seed, TURN + 16)) for seed in (1, 2, 3)]
     engine.core.scheduler.schedule()
     victim = running if stage == "running" else calls[1]
     assert engine.core.requests.cancel(victim.request.request_id)
@@ -128,7 +143,7 @@ def test_who_is_aborted_leaves_nothing_behind(stage: str) -> None:
 
 
 def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
-    """With aborts, calls without reuse and of no known session among them, and never out of its books."""
+    """With aborts and calls without reuse among them, and never out of its books."""
     rng, engine = Random(0), Stepped(num_blocks=40, max_running=3)
     calls = []
     for number in range(96):
@@ -136,7 +151,7 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
         reuse = rng.choice([ReuseMode.EXACT, ReuseMode.EXACT, ReuseMode.OFF])
         tenant = STRANGER if seed % 4 == 0 else "tenant"
         request = turn(seed, rng.choice([40, 100, 160]), tenant, reuse)
-        calls.append(submit(engine, request, seed if seed % 3 else None))
+        calls.append(engine.submit(request))
         for _ in range(rng.randrange(4)):
             engine.step()
         if number % 7 == 0:
@@ -150,16 +165,3 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
     engine.rest()
     assert all(one.is_over for one in calls)
     assert not service._began and not service._orders
-
-
-def test_the_order_is_told_when_it_has_changed_and_not_else() -> None:
-    engine, told = Stepped(**SMALL), []
-    orders = ServiceOrders(engine.core.inspection.cache, lambda: 0.0, lambda: told.append("changed"))
-    queue = engine.core.scheduler.waiting
-    for seed in (1, 2):
-        sequence = engine.sequence(turn(seed))
-        orders.arrived(sequence)
-        queue.push(sequence, sequence.tenant, 1)
-        orders.arrange(queue)
-        orders.arrange(queue)
-    assert len(told) == 2

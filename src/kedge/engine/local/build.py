@@ -25,7 +25,7 @@ from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
-from kedge.policies.eviction import policy_of
+from kedge.policies.eviction import lru, policy_of, steps_to_execution
 from kedge.reuse.runtime import Runtime
 from kedge.reuse.upcoming import UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings
@@ -110,4 +110,5 @@ def _blocks(spec: KVSpec, config: EngineSettings) -> int:
 
 def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> HostBound:
     """Return the host memory for anchors or base KV, under the same policy and forecast as the blocks."""
-    return HostBound(nbytes, policy_of(tiers), expected.steps, tiers.prefetch_window, tiers.virtual_step)
+    policy = lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
+    return HostBound(nbytes, policy, expected.steps, tiers.prefetch_window, tiers.virtual_step)

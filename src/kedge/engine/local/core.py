@@ -32,6 +32,7 @@ from kedge.engine.local.requests import Requests
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.service_orders import ServiceOrders
+from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
@@ -70,13 +71,15 @@ class EngineCore:
         ahead: deque[PreparedPrompt] = deque()
         writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
-        self.requests = requests = Requests(cache, loading, self._preassembly)
+        by_session = config.tiers.policy == "sessions"
+        self._sessions = SessionCaching(cache, is_on=by_session)
+        self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
             cache, runtime, loading, assembler, self._preassembly, self._learning, costs, requests.preempt, requests.end
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
-        service = ServiceOrders(cache)
+        service = ServiceOrders(cache, self._sessions) if by_session else None
         self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead, service)
         parts = cache, self._fixed, runtime, self._learning, self._preassembly
         self._answers = Answers(runner.eos_token_ids, self.scheduler, *parts, requests.end)
@@ -106,6 +109,7 @@ class EngineCore:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
         self._cache.on_forecast(changes)
+        self._sessions.steps.on_forecast(changes)
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)
         self._fixed.known(prompts)
@@ -119,6 +123,7 @@ class EngineCore:
 
     def pump(self) -> None:
         """Complete finished copies, and start the next ones."""
+        self._sessions.advance()
         if self._cache.pump():
             self._preassembly.wake()
         if self._cache.starved:

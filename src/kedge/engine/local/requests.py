@@ -10,6 +10,7 @@ from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
 from kedge.engine.local.sequence import RequestSequence
+from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import ForwardFailed
 from kedge.types import FinishReason, RequestId, ReuseMode
 
@@ -22,9 +23,11 @@ class Requests:
     scheduler: Scheduler
     learning: Learning
 
-    def __init__(self, cache: CacheManager, loading: Loading, preassembly: PromptPreassembler) -> None:
+    def __init__(
+        self, cache: CacheManager, loading: Loading, preassembly: PromptPreassembler, sessions: SessionCaching
+    ) -> None:
         """Start empty. The scheduler and learning, which free and end requests themselves, are set later."""
-        self._cache, self._loading, self._preassembly = cache, loading, preassembly
+        self._cache, self._loading, self._preassembly, self._sessions = cache, loading, preassembly, sessions
 
     @property
     def sequences(self) -> list[RequestSequence]:
@@ -34,6 +37,7 @@ class Requests:
     def submit(self, sequence: RequestSequence) -> None:
         """Queue a request, with its prepared prompt, if there is one."""
         sequence.preparation = self._preassembly.claim(sequence.request)
+        sequence.turn = self._sessions.arrived(sequence.request)
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -67,6 +71,8 @@ class Requests:
         exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
         self._cache.finish(sequence.key, sequence.tokens[:exact])
+        if sequence.turn and sequence.finish:
+            self._sessions.answered(sequence.turn, sequence.tokens[:exact])
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
@@ -75,6 +81,8 @@ class Requests:
             return
         self.scheduler.done(sequence)
         self.learning.forget(sequence)
+        if sequence.turn:
+            self._sessions.cancelled(sequence.turn)
         if sequence.admitted:
             self._cache.abort(sequence.key)
             self._preassembly.wake()

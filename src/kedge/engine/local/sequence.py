@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sessions import Turn
 from kedge.kv.storage import SlotTable
 from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, template_key
@@ -167,8 +167,6 @@ class RequestSequence(Sequence):
     text: TextStream
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)
-    session: Hashable | None = None
-    """The session that it continues; None where that is unknown."""
     plan: ReusePlan | None = None
     preassembled: int = 0
     parts: dict[str, float] = field(default_factory=dict)
@@ -195,6 +193,8 @@ class RequestSequence(Sequence):
     """Whether its stream has ended, with a completion or an error."""
     last_pass: int = 0
     """Number of the last pass that it was part of."""
+    turn: Turn | None = None
+    """Its place in its session; None where it reuses nothing."""
 
     def __post_init__(self) -> None:
         self.logprobs = Logprobs(self.request)

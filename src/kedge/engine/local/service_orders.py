@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from kedge.cache import CacheManager
 from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.sequence import RequestSequence
+from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.types import TenantId
 
@@ -19,13 +20,10 @@ class ServiceOrders:
     """
 
     def __init__(
-        self,
-        cache: CacheManager,
-        clock: Callable[[], float] = time.monotonic,
-        on_order: Callable[[], None] = lambda: None,
+        self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start empty. `on_order` is called when the order of the requests that wait has changed."""
-        self._cache, self._clock, self._on_order = cache, clock, on_order
+        """Start empty. `sessions` protects what waits by its place; `clock` is in seconds."""
+        self._cache, self._sessions, self._clock = cache, sessions, clock
         self._capacity = cache.num_blocks * cache.block_size
         self._orders: dict[TenantId, ServiceOrder[RequestSequence]] = {}
         self._arranged: dict[TenantId, list[RequestSequence]] = {}
@@ -40,7 +38,7 @@ class ServiceOrders:
 
     def arrived(self, sequence: RequestSequence) -> None:
         """Take a request that waits from now on."""
-        session = sequence.key if sequence.session is None else sequence.session
+        session = sequence.turn.session if sequence.turn else sequence.key
         tokens = len(sequence.tokens)
         self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
         self._began[sequence] = session, tokens
@@ -63,11 +61,11 @@ class ServiceOrders:
         self.left(sequence)
         session, tokens = self._began.pop(sequence)
         self._live.ended(session, tokens, len(sequence.tokens), self._clock())
-        if sequence.session is None:  # nobody can continue it
+        if sequence.turn is None:  # nobody can continue it
             self._live.forget(session)
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:
-        """Arrange the waiting requests of every tenant."""
+        """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""
         overloaded, changed = self.overloaded, False
         for tenant, waiting in self._orders.items():
             order = waiting.order(self._cache.version, overloaded)
@@ -75,8 +73,8 @@ class ServiceOrders:
                 queue.arrange(order)
                 self._arranged[tenant] = order
                 changed = True
-        if changed:
-            self._on_order()
+        if changed and overloaded:
+            self._sessions.waiting([one.turn for one in queue if one.turn])
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the live contexts add up."""

@@ -14,7 +14,7 @@ from typing import Any
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.eviction_order import EvictionOrder
 from kedge.integrations.vllm.plugin.owner_sets import BlockOwners, FreeBlock, Owner, OwnerSet
-from kedge.policies.eviction import StepPolicy, StepView
+from kedge.policies.eviction import StepPolicy, StepView, step_name
 
 
 class StepFreeQueue:
@@ -57,7 +57,7 @@ class StepFreeQueue:
         """Take blocks of the set that is next, until there are `n` or another set is next."""
         start = len(taken)
         owners = self._order.take(n, taken)
-        self.evicted[owners.step_name] += len(taken) - start
+        self.evicted[step_name(owners)] += len(taken) - start
         if owners is not self._owners.unowned:
             self._owners.release(owners, taken[start:])
 

@@ -47,7 +47,7 @@ class HostLoads:
 
     def back_up(self, key: AgentKey) -> None:
         """Order the offload of an agent's fixed prompt, over host blocks that are needed no sooner."""
-        step, virtual = self._prompts.steps[key].steps, self.settings.virtual_step
+        step, virtual = self._prompts.steps[key].steps, self.settings.unlabelled_step
         hashes = self._prompts.prompts[key]
         own_prefix(self.tier.host, hashes, key)
         self.tier.back_up(hashes, key, lambda victim: distance(victim, virtual) >= step)
@@ -116,7 +116,7 @@ class HostLoads:
                 self._prompts.prompts[candidate.node],
                 Purpose.PREFETCH,
                 candidate.node,
-                partial(candidate.may_replace, virtual_step=settings.virtual_step),
+                partial(candidate.may_replace, virtual_step=settings.unlabelled_step),
                 settings.decode_reserve,
             )
             slots -= transfer is not None

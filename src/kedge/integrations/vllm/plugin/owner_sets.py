@@ -97,13 +97,6 @@ class OwnerSet:
         before, self.step = self.step, self.steps.least
         return before != self.step
 
-    @property
-    def step_name(self) -> str:
-        """The step as evictions are counted by (`CacheStats.evictions_by_step`)."""
-        if self.step is None:
-            return "varying" if self.varying else "unlabelled"
-        return f"{self.step:g}"
-
 
 class BlockOwners:
     """The owner set of every block and the step of every owner."""

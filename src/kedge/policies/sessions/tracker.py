@@ -1,0 +1,238 @@
+"""Sessions: which are there, and how much the KV of each is worth until it returns.
+
+A session is a chain of blocks that grows, pauses and comes back: one agent's reasoning with its tools, or a chat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from kedge.policies.sessions.links import Chain, SessionLinks
+from kedge.policies.sessions.returns import EDGES, ReturnTimes, bin_of
+from kedge.structures.bounded import BoundedDict
+from kedge.types import Namespace
+
+MAX_SESSIONS = 8192
+"""Sessions that are remembered; the one that was active longest ago is forgotten first."""
+MAX_FLOWS = 4096
+"""Agents of workflows whose prompts are watched for whether they continue."""
+PACE = 4
+"""Last idle times of a session that make its pace."""
+SHRINK = 0.9
+"""A told time of return is ranked again each time that this share of it is left."""
+
+
+class StopReason(StrEnum):
+    """What an answer ended with: what the session now waits for."""
+
+    TOOL = "tool"
+    USER = "user"
+    UNKNOWN = "unknown"
+
+
+class SessionKey(NamedTuple):
+    """A session's name in its namespace: the id that it was given, or a number."""
+
+    namespace: Namespace
+    name: str | int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHints:
+    """What a request says of its session; all optional."""
+
+    session: str = ""
+    """Id of the session, the same for all its requests"""
+    sub_agent: bool = False
+    flow: Hashable = None
+    """The agent of a workflow that asks, where it is known"""
+
+
+NO_HINTS = SessionHints()
+
+
+@dataclass(eq=False, slots=True)
+class _Session:
+    """One session: in flight, or idle since a moment."""
+
+    key: SessionKey
+    hints: SessionHints
+    gaps: dict[StopReason, deque[float]] = field(default_factory=dict)
+    """Its last idle times by what it waited for"""
+    stop: StopReason = StopReason.UNKNOWN
+    blocks: int = 0
+    """Length of its chain after its last turn"""
+    in_flight: int = 0
+    idle_since: float = math.inf
+    kind: tuple[Hashable, ...] = ()
+    at: int = 0
+    """The bin of return times that it has been idle up to"""
+    due: float | None = None
+    """When it returns, if that was told"""
+    ticket: int = 0
+    """Number of its valid timer"""
+    rank: float = 0.0
+
+    @property
+    def pace(self) -> int:
+        """Mean of its last idle times after alike answers, on a logarithmic scale; -1 before the first."""
+        gaps = self.gaps.get(self.stop)
+        return min(7, int(sum(math.log2(1 + gap) for gap in gaps) / len(gaps))) if gaps else -1
+
+    def returned(self, now: float) -> None:
+        """Note how long it was idle."""
+        self.gaps.setdefault(self.stop, deque(maxlen=PACE)).append(now - self.idle_since)
+
+
+class SessionTracker:
+    """Finds the session of every request and ranks those that are idle. One thread owns it.
+
+    A rank is in expected seconds of holding per return: the least is worth the most, 0 while a turn waits or runs, and
+    infinity where no return is expected. Ranks change with time; `advance` tells which have.
+    """
+
+    def __init__(self, capacity: int = MAX_SESSIONS) -> None:
+        """Begin without sessions; at most `capacity` are remembered."""
+        self._sessions: BoundedDict[SessionKey, _Session] = BoundedDict(capacity, self._forgotten)
+        self._links, self._returns = SessionLinks(), ReturnTimes()
+        self._timers: list[tuple[float, int, _Session]] = []
+        self._changed: dict[SessionKey, float | None] = {}
+        self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_FLOWS)
+        self._numbers = self._tickets = 0
+
+    def __len__(self) -> int:
+        """Return how many sessions are remembered."""
+        return len(self._sessions)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        """Return whether a session is remembered."""
+        return key in self._sessions
+
+    # turns ----------------------------------------------------------------------------------------------------
+
+    def arrive(self, namespace: Namespace, chain: Chain, now: float, hints: SessionHints = NO_HINTS) -> SessionKey:
+        """Return the session of a request that arrives at `now` (seconds of a clock that does not go back)."""
+        continued = self._links.find(namespace, chain)
+        session = self._of(namespace, continued, hints)
+        session.in_flight += 1
+        self._count(hints.flow, session.key == continued)
+        if session.idle_since <= now:
+            self._cross(session, now)
+            self._returns.observe(session.kind, session.at, returned=True)
+            session.returned(now)
+        session.idle_since, session.due = math.inf, None
+        self._rank(session, 0.0)
+        return session.key
+
+    def answered(
+        self,
+        key: SessionKey,
+        chain: Chain,
+        now: float,
+        stop: StopReason = StopReason.UNKNOWN,
+        tool: str = "",
+        returns_in: float | None = None,
+    ) -> None:
+        """Take the end of a turn at `now`; `chain` is the whole history that is cached.
+
+        `tool` names what the answer calls, `returns_in` says in how many seconds the next request comes, if known. A
+        session that was forgotten meanwhile is ignored.
+        """
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        self._links.put(key, key.namespace, chain, session.blocks or len(chain) - 1)
+        session.blocks, session.stop = len(chain), stop
+        session.kind = (stop, session.pace, session.hints.sub_agent, *([tool] if tool else []))
+        session.due = None if returns_in is None else now + returns_in
+        self._ended(session, now)
+
+    def cancelled(self, key: SessionKey, now: float) -> None:
+        """Take the end of a turn without an answer."""
+        if session := self._sessions.get(key):
+            self._ended(session, now)
+
+    def end(self, key: SessionKey) -> None:
+        """Forget a session that will not return."""
+        if session := self._sessions.pop(key, None):
+            self._forgotten(key, session)
+
+    def _of(self, namespace: Namespace, continued: Hashable, hints: SessionHints) -> _Session:
+        self._numbers += 1
+        key = SessionKey(namespace, hints.session or self._numbers)
+        if not hints.session and isinstance(continued, SessionKey):
+            key = continued
+        return self._sessions.use(key, lambda: _Session(key, hints))
+
+    def _ended(self, session: _Session, now: float) -> None:
+        session.in_flight = max(0, session.in_flight - 1)
+        if not session.in_flight:
+            session.idle_since, session.at = now, 0
+            self._look(session, now)
+
+    def _forgotten(self, key: SessionKey, session: _Session) -> None:
+        session.ticket = 0
+        self._links.drop(key)
+        self._changed[key] = None
+
+    # agents of workflows --------------------------------------------------------------------------------------
+
+    def _count(self, flow: Hashable, continues: bool) -> None:
+        if flow is not None:
+            self._calls.use(flow, Counter)[continues] += 1
+
+    def continues(self, flow: Hashable) -> float:
+        """Return the share of an agent's calls that continued an earlier prompt; 0 before its first call."""
+        calls = self._calls.get(flow)
+        return calls[True] / calls.total() if calls else 0.0
+
+    # ranks ----------------------------------------------------------------------------------------------------
+
+    def rank(self, key: SessionKey) -> float:
+        """Return the rank of a session as of the last `advance`; infinity for one that is not known."""
+        session = self._sessions.get(key)
+        return math.inf if session is None else session.rank
+
+    def advance(self, now: float) -> dict[SessionKey, float | None]:
+        """Return the ranks that have changed since the last call; None for a session that was forgotten."""
+        while self._timers and self._timers[0][0] <= now:
+            _, ticket, session = heappop(self._timers)
+            if ticket == session.ticket:
+                self._look(session, now)
+        changed, self._changed = self._changed, {}
+        return changed
+
+    def _look(self, session: _Session, now: float) -> None:
+        """Rank an idle session, and set the time at which it is ranked again."""
+        if session.due is not None:
+            left = session.due - now
+            self._rank(session, abs(left))
+            self._set_timer(session, now + max(0.25, (1 - SHRINK) * abs(left)))
+            return
+        self._cross(session, now)
+        rate = self._returns.rate(session.kind, session.at)
+        self._rank(session, 1 / rate if rate else math.inf)
+        if session.at + 1 < len(EDGES):
+            self._set_timer(session, session.idle_since + EDGES[session.at + 1])
+
+    def _cross(self, session: _Session, now: float) -> None:
+        """Count the bins in which the session has not returned."""
+        for at in range(session.at, bin_of(now - session.idle_since)):
+            self._returns.observe(session.kind, at, returned=False)
+            session.at = at + 1
+
+    def _rank(self, session: _Session, rank: float) -> None:
+        session.ticket = 0
+        if rank != session.rank or session.key not in self._changed:
+            session.rank = self._changed[session.key] = rank
+
+    def _set_timer(self, session: _Session, when: float) -> None:
+        self._tickets += 1
+        session.ticket = self._tickets
+        heappush(self._timers, (when, session.ticket, session))
