@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 from kedge.bench.sessions.records import BLOCK
 from kedge.bench.sessions.turns import Conversation, TraceTurn
 from kedge.bench.workflow.cache import NoCopier
 from kedge.cache import CacheManager, Lease, Readiness
+from kedge.engine.local.sessions import SessionCaching, Turn
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
+from kedge.policies.sessions import SessionHints, StopReason
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, Source, TenantId
 
 SPACE = Namespace(TenantId("trace"))
+STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
+"""Why answers end, by what traces call it"""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,31 +114,43 @@ class KedgeSystem(ServingSystem):
 
     def __init__(self, capacity: int, tiers: TierSettings) -> None:
         super().__init__(capacity, tiers)
+        self._now = 0.0
+        self._sessions = SessionCaching(self.cache, clock=lambda: self._now)
+        self._turns: dict[ClosedSession, Turn] = {}
         self._live = LiveContexts()
         self._order: ServiceOrder[ClosedSession] = ServiceOrder(self._missing)
-        self._version = 0
+        self._arrivals = count()
 
     def arrive(self, session: ClosedSession, now: float) -> None:
         super().arrive(session, now)
-        self._order.push(session, len(self.waiting[session]))
-        self._live.began(session, len(self.waiting[session]))
+        self._now = now
+        chain = self.waiting[session]
+        turn = self._turns[session] = self._sessions.begin(SPACE, chain, SessionHints(), place=next(self._arrivals))
+        self._order.push(session, len(chain))
+        self._live.began(turn.session, len(chain))
 
     def next(self, now: float) -> ClosedSession | None:
         overloaded = self._live.tokens(now) > self.cache.num_blocks
-        return next(iter(self._order.order(self._version, overloaded)), None)
+        order = self._order.order(self.cache.version, overloaded)
+        if overloaded:
+            self._sessions.waiting([self._turns[one] for one in order])
+        return next(iter(order), None)
 
     def admit(self, now: float) -> Admitted | None:
+        self._now = now
+        self._sessions.advance()
         admitted = super().admit(now)
         if admitted:
             self._order.remove(admitted[0])
-        self._version += 1
         return admitted
 
     def answered(self, session: ClosedSession, now: float) -> None:
-        blocks = len(self.running[session])
+        self._now = now
+        chain, turn = self.running[session], self._turns.pop(session)
         super().answered(session, now)
-        self._version += 1
-        self._live.ended(session, blocks, blocks, now)
+        self._sessions.answered(turn, chain, STOPS.get(session.turn.record.stop, StopReason.UNKNOWN))
+        self._copy()
+        self._live.ended(turn.session, len(chain), len(chain), now)
 
     def _missing(self, session: ClosedSession) -> float:
         chain = self.waiting[session]
