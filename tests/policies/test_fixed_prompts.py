@@ -7,11 +7,9 @@ import math
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kedge.errors import ConfigError
-from kedge.policies.fixed_prompts import FixedBoundary, FixedLengths, common_prefix
+from kedge.policies.fixed_prompts import FixedBoundary, FixedLengths
 from kedge.types import GenerateRequest, SampleId, Segment
 
 FIXED = tuple(range(100))
@@ -53,11 +51,17 @@ def test_grows_after_m_confirmations() -> None:
     assert observe(boundary, prompts(60, 60, 60, 60)) == [30, 30, 30, 60]
 
 
-def test_grows_again_only_after_a_whole_window_without_contradiction() -> None:
+def test_one_that_parts_earlier_leaves_the_others_as_they_were() -> None:
     boundary = FixedBoundary(window=8, confirmations=3)
-    observe(boundary, prompts(*[60] * 4, 30))
-    grown = observe(boundary, prompts(*[60] * 9))
-    assert grown == [30] * 7 + [60, 60]
+    observe(boundary, prompts(*[60] * 4))
+    assert observe(boundary, prompts(30, 60, 60, 30, 60)) == [30, 60, 60, 30, 60]
+
+
+def test_something_new_is_believed_only_after_a_whole_window_without_contradiction() -> None:
+    boundary = FixedBoundary(window=8, confirmations=3)
+    observe(boundary, prompts(*[60] * 4))
+    new = [FIXED[:30] + tuple(range(500, 550)) + suffix() for _ in range(10)]
+    assert observe(boundary, new) == [30] * 8 + [80, 80]
 
 
 def test_a_date_in_the_first_line_ends_the_fixed_part() -> None:
@@ -71,11 +75,14 @@ def test_a_date_in_the_first_line_ends_the_fixed_part() -> None:
     assert all(length == 10 for day in seen[2:] for length in day)
 
 
-def test_a_length_that_was_contradicted_each_time_is_not_believed_again() -> None:
+@pytest.mark.parametrize("calls", [5, 20, 60])
+def test_a_date_that_often_changed_is_not_believed_again(calls: int) -> None:
+    """The more often a length was contradicted, the longer the next one is doubted."""
     boundary = FixedBoundary(window=8, confirmations=3)
-    observe(boundary, prompts(*[30] * 5))
-    assert observe(boundary, prompts(60, 60, 60, 60, 60, 30)) == [30, 30, 30, 60, 60, 30]
-    assert set(observe(boundary, prompts(*[60, 60, 60, 60, 60, 30] * 10))) == {30}
+    days = [[FIXED[:10] + (5000 + day,) + FIXED + suffix() for _ in range(calls)] for day in range(20)]
+    seen = [observe(boundary, day) for day in days]
+    assert seen[0] == [None] * 3 + [111] * (calls - 3)
+    assert {length for day in seen[8:] for length in day} == {10}
 
 
 def test_a_date_that_shares_its_beginning_is_cut_before_what_differs() -> None:
@@ -145,6 +152,7 @@ def test_no_more_agents_than_its_capacity() -> None:
         ({"ttl": 0.0}, "ttl"),
         ({"ttl": math.nan}, "ttl"),
         ({"capacity": 0}, "capacity"),
+        ({"max_tokens": -1}, "max_tokens"),
     ],
 )
 def test_bad_settings(settings: dict[str, float], key: str) -> None:
@@ -153,27 +161,23 @@ def test_bad_settings(settings: dict[str, float], key: str) -> None:
     assert (caught.value.key, caught.value.value) == (f"boundary: {key}", pytest.approx(settings[key], nan_ok=True))
 
 
-def naive_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def test_no_more_tokens_than_its_bound() -> None:
+    boundary = FixedBoundary(confirmations=1, max_tokens=300)
+    for agent in "abcde":
+        observe(boundary, prompts(50, 50), agent)
+        assert boundary.tokens <= 300
+    assert [boundary.length(agent, 0.0) for agent in "abcde"] == [None, None, 50, 50, 50]
+    assert observe(boundary, [suffix(301)]) == [None]
+    assert (boundary.tokens, len(boundary)) == (0, 0)
 
 
-SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
-
-
-@given(SHORT, SHORT, st.integers(0, 40))
-def test_common_prefix(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
-    head = tuple(range(shared))
-    assert common_prefix(head + one, head + other) == shared + naive_common(one, other)
-
-
-@given(st.lists(SHORT, min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 6))
-def test_what_is_declared_held_for_the_last_calls(calls: list[tuple[int, ...]], window: int, m: int) -> None:
-    boundary = FixedBoundary(max(window, m), min(window, m))
-    for at, prompt in enumerate(calls):
-        length = boundary.observe("a", prompt, 0.0)
-        if length is not None:
-            alike = [naive_common(one, other) for one, other in itertools.pairwise(calls[: at + 1])]
-            assert length <= min(alike[-min(window, m) :])
+def test_forgotten_agents_give_their_tokens_back() -> None:
+    boundary = FixedBoundary(ttl=10.0, capacity=2)
+    for agent in "abc":
+        observe(boundary, prompts(50), agent)
+    assert boundary.tokens == 2 * 70
+    assert boundary.length("c", 10.0) is None
+    assert boundary.tokens == 0
 
 
 def test_a_length_comes_from_the_request_then_from_its_segments_then_from_history() -> None:

@@ -1,52 +1,60 @@
 """Fixed or varying: where the part of an agent's prompt ends that is the same in every call (KVFlow, section 3.3).
 
-An explicit marker says it. Without one, the history of an agent's prompts does: what they all begin with. Trap: in a
-template whose first variable stands early, such as a `{date}` in its first line, the fixed part ends there. Prompts
-of one day have much more in common than that, so a length that was once contradicted is not believed again quickly.
+An explicit marker says it. Without one, the history of the agent's prompts does: what several of them begin with, where
+they are prompts of different sessions. Trap: in a template whose first variable stands early, such as a `{date}` in its
+first line, the fixed part ends there. Prompts of one day have much more in common than that, so a length that was once
+contradicted is not believed again quickly.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kedge.errors import ConfigError
+from kedge.policies.prefix_clusters import PrefixClusters
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Tokens
 
 
 @dataclass
 class _History:
-    """Of the prompts of one agent: the last one, and how long each of the last K was like the one before it."""
+    """The prompts of one agent, and the length that was declared with the last of them."""
 
-    last: Tokens
+    clusters: PrefixClusters
     used: float
-    common: deque[int]
-    """Tokens; their minimum is the longest common prefix of all these prompts."""
     length: int | None = None
-    doubt: int = 0
-    """Calls for which the length may not grow, because more was contradicted."""
 
 
 class FixedBoundary:
-    """Declares the length of every agent's fixed prompt, in tokens. One thread owns it.
+    """Declares the length of the fixed part of every agent's prompts, in tokens. One thread owns it.
 
-    A length is declared once the longest common prefix of the last `window` prompts (K) has been met by
-    `confirmations` of them (m). It shrinks with the first prompt that has less in common, and grows once the last
-    `confirmations` prompts have more in common; but not before `window` calls have passed since a prompt last fell back
-    from more to what is declared, or to less. An agent is forgotten when it has not called for `ttl` seconds, or
-    when `capacity` agents have called since: memory is one prompt per agent.
+    An agent may have several: its prompts form clusters by what they begin with, as in two versions of a template. A
+    session that grows, each prompt continuing the last, counts as one prompt. `PrefixClusters` has the rules: a
+    length is confirmed by `confirmations` prompts (m), and a contradicted one is doubted for `window` prompts (K).
 
-    Raises `ConfigError` for settings outside 1 <= confirmations <= window, ttl > 0 and capacity >= 1.
+    An agent is forgotten when it has not called for `ttl` seconds. The one that called longest ago is forgotten when
+    there are more than `capacity` agents, or more than `max_tokens` tokens kept of all prompts, at 8 bytes each.
+
+    Raises `ConfigError` for settings outside 1 <= confirmations <= window, ttl > 0, capacity >= 1 and max_tokens >= 0.
     """
 
-    def __init__(self, window: int = 8, confirmations: int = 3, ttl: float = 3600.0, capacity: int = 4096) -> None:
+    def __init__(
+        self,
+        window: int = 8,
+        confirmations: int = 3,
+        ttl: float = 3600.0,
+        capacity: int = 4096,
+        max_tokens: int = 4 * 1024**2,
+    ) -> None:
         _require("confirmations", confirmations, 1 <= confirmations <= window, f"must be in 1..{window} (window)")
         _require("ttl", ttl, ttl > 0, "must be above 0 seconds")
         _require("capacity", capacity, capacity >= 1, "must be at least 1")
-        self._window, self._confirmations, self._ttl = window, confirmations, ttl
-        self._histories: BoundedDict[Hashable, _History] = BoundedDict(capacity)
+        _require("max_tokens", max_tokens, max_tokens >= 0, "must be at least 0")
+        self._window, self._confirmations, self._ttl, self._max_tokens = window, confirmations, ttl, max_tokens
+        self._histories: BoundedDict[Hashable, _History] = BoundedDict(capacity, self._on_forgotten)
+        self.tokens = 0
+        """Tokens that are kept of all prompts."""
 
     def observe(self, agent: Hashable, prompt: Tokens, now: float, marker: int | None = None) -> int | None:
         """Return the length of the fixed part of `prompt`, which `agent` calls with at `now`; None: not known (yet).
@@ -54,17 +62,16 @@ class FixedBoundary:
         `marker` is what the request says. It wins, where it lies inside the prompt; elsewhere it is no marker.
         """
         self._expire(now)
-        history = self._histories.get(agent)
-        if history is None:
-            history = _History(prompt, now, deque(maxlen=self._window))
-        else:
-            self._compare(history, prompt)
-        history.last, history.used = prompt, now
-        self._histories[agent] = history
+        history = self._histories.use(agent, lambda: _History(PrefixClusters(self._window, self._confirmations), now))
+        self.tokens -= history.clusters.tokens
+        history.length, history.used = history.clusters.observe(prompt), now
+        self.tokens += history.clusters.tokens
+        while self.tokens > self._max_tokens:
+            self._forget_oldest()
         return marker if marker is not None and 0 <= marker <= len(prompt) else history.length
 
     def length(self, agent: Hashable, now: float) -> int | None:
-        """Return the length that is declared for `agent`; None where there is none."""
+        """Return the length that was declared with the last prompt of `agent`; None where there is none."""
         self._expire(now)
         history = self._histories.get(agent)
         return history.length if history else None
@@ -73,26 +80,15 @@ class FixedBoundary:
         """Return how many agents are remembered."""
         return len(self._histories)
 
-    def _compare(self, history: _History, prompt: Tokens) -> None:
-        common = common_prefix(history.last, prompt)
-        previous = history.common[-1] if history.common else common
-        history.common.append(common)
-        history.doubt = max(0, history.doubt - 1)
-        if history.length is None:
-            history.length = self._declared(history)
-        elif common <= history.length:
-            if common < max(history.length, previous):
-                history.length, history.doubt = common, self._window
-        elif not history.doubt:
-            history.length = max(history.length, min(list(history.common)[-self._confirmations :]))
-
-    def _declared(self, history: _History) -> int | None:
-        shortest = min(history.common)
-        return shortest if history.common.count(shortest) >= self._confirmations else None
-
     def _expire(self, now: float) -> None:
         while self._histories and next(iter(self._histories.values())).used + self._ttl <= now:
-            self._histories.popitem(last=False)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        self._on_forgotten(*self._histories.popitem(last=False))
+
+    def _on_forgotten(self, _agent: Hashable, history: _History) -> None:
+        self.tokens -= history.clusters.tokens
 
 
 class FixedLengths:
@@ -113,18 +109,6 @@ class FixedLengths:
             return len(first.tokens)
         agent = (request.namespace, request.client, request.workflow, request.agent)
         return self._boundary.observe(agent, request.tokens, now)
-
-
-def common_prefix(one: Tokens, other: Tokens) -> int:
-    """Return how many tokens both begin with. Slices are compared at once, which spares Python's loop."""
-    same, end = 0, min(len(one), len(other))
-    while same < end:
-        middle = (same + end + 1) // 2
-        if one[same:middle] == other[same:middle]:
-            same = middle
-        else:
-            end = middle - 1
-    return same
 
 
 def _require(key: str, value: object, good: bool, why: str) -> None:
