@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -309,11 +309,8 @@ class Scheduler:
         if self.jobs:
             self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
         elif self.works_ahead:
-            for one in self._assembled():
+            for one in [one for one in self.ahead if one.translates or not self.running][:1]:
                 filling.add(one, AHEAD_CHUNK)
-
-    def _assembled(self) -> Iterator[PreparedPrompt]:
-        yield from [one for one in self.ahead if one.translates or not self.running][:1]
 
     def done(self, sequence: Sequence) -> None:
         """Remove a sequence from whatever queue it is in."""
