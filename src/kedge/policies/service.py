@@ -32,12 +32,12 @@ MAX_IDLE_SESSIONS = 4096
 T = TypeVar("T", bound=Hashable)
 
 
-def missing_share(total: int, on_device: int, on_host: int = 0) -> float:
-    """Return the share of a prompt of `total` tokens that has to be computed, where a loaded token costs a part of a
-    computed one: from 0 to 1.
+def missing_share(total: float, on_device: float, on_host: float = 0) -> float:
+    """Return the share of a prompt of `total` tokens (or blocks) that has to be computed, from 0 to 1. A loaded token
+    costs a part of a computed one.
     """
     computed = total - on_device - on_host
-    return max(0.0, min(1.0, (computed + LOAD_SHARE * on_host) / max(1, total)))
+    return max(0.0, min(1.0, (computed + LOAD_SHARE * on_host) / max(1.0, total)))
 
 
 class LiveContexts:

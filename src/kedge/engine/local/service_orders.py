@@ -69,7 +69,8 @@ class ServiceOrders:
         overloaded, changed = self.overloaded, False
         for tenant, waiting in self._orders.items():
             order = waiting.order(self._cache.version, overloaded)
-            if order != self._arranged.get(tenant):
+            arranged = self._arranged.get(tenant)
+            if order is not arranged and order != arranged:
                 queue.arrange(order)
                 self._arranged[tenant] = order
                 changed = True

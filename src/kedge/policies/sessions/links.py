@@ -39,7 +39,7 @@ class SessionLinks:
             return
         ends = self._ends.setdefault(namespace, {})
         places = [-back for back in BACK if len(chain) - back >= shared] or [-1]
-        marks = [chain[place] for place in places if chain[place] not in ends]
+        marks = list(dict.fromkeys(chain[place] for place in places if chain[place] not in ends))
         ends.update(dict.fromkeys(marks, session))
         self._marks[session] = (namespace, marks)
 
