@@ -155,8 +155,8 @@ class CacheManager:
 
     # the workflow ---------------------------------------------------------------------------------------------
 
-    def on_label(self, namespace: Namespace, key: LabelKey, tokens: Sequence[int]) -> int:
-        """Label the end of what is cached of `tokens`, the fixed part of the prompt of `key`, and back it up.
+    def on_label(self, namespace: Namespace, key: LabelKey, tokens: Sequence[int], backed_up: bool = True) -> int:
+        """Label the end of what is cached of `tokens`, the fixed prompt or the history of `key`, and back it up.
 
         The end is floored to a block. A key has one label: the newest. Returns how many tokens it covers. Call this
         once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key that no
@@ -166,24 +166,15 @@ class CacheManager:
         node = self._tree.end(namespace, tokens)
         if node is None or next_run is None:
             self.tiers.counters.ignored_labels += 1
-            if node:
-                self.tiers.backups.back_up(node)
+        else:
+            self._tree.labels.put(key, node, next_run[0])
+            self._tree.offer(*self._tree.index.join_path(node))
+        if node and backed_up:
+            self.tiers.backups.back_up(node)
+        if node is None or next_run is None:
             return 0
-        self._tree.labels.put(key, node, next_run[0])
-        for joined in self._tree.index.join_path(node):
-            self._tree.offer(joined)
-        self.tiers.backups.back_up(node)
         self._prefetcher.consider(node)
         return sum(step.size for step in node.path()) * self.block_size
-
-    def label_waiting(self, namespace: Namespace, key: LabelKey, tokens: Sequence[int]) -> None:
-        """Label the end of what is cached of the prompt of a waiting request, of which nothing is backed up for that.
-
-        A key without a step, and a prompt of which nothing is cached, get no label.
-        """
-        node, next_run = self._tree.end(namespace, tokens), self._next_runs.get(key)
-        if node is not None and next_run is not None:
-            self._tree.labels.put(key, node, next_run[0])
 
     def on_forecast(self, changes: Changes) -> None:
         """Take the changes of the forecast. O(changed keys x depth of their labels)."""
@@ -239,6 +230,12 @@ class CacheManager:
             self.tiers.backups.limits.pop(tenant, None)
         else:
             self.tiers.backups.limits[tenant] = nbytes // self.tiers.block_bytes
+
+    def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
+        """Evict from now on by `policy`, in both tiers; returns the one before. O(n log n) in the tree's nodes."""
+        before, self._tree.policy = self._tree.policy, policy
+        self._tree.offer(*self._tree.nodes())
+        return before
 
     # upkeep ---------------------------------------------------------------------------------------------------
 

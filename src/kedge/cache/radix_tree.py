@@ -168,11 +168,12 @@ class RadixTree:
 
     # order ----------------------------------------------------------------------------------------------------
 
-    def offer(self, node: TreeNode) -> None:
-        """Queue a node for eviction that has become a candidate, or has another key now."""
-        for share in self.shares:
-            if node.is_candidate(share.tier):
-                share.queue.push(node)
+    def offer(self, *nodes: TreeNode) -> None:
+        """Queue nodes for eviction that have become candidates, or have another key now."""
+        for node in nodes:
+            for share in self.shares:
+                if node.is_candidate(share.tier):
+                    share.queue.push(node)
 
     def nodes(self) -> Iterator[TreeNode]:
         """Iterate over every node that holds blocks, parents first."""

@@ -48,7 +48,7 @@ def sessions(
         require_file("--trace", file)
     from kedge.bench.plots import sessions_plot
     from kedge.bench.sessions.cases import QUICK, SLICE, SessionBenchSettings, load_traces
-    from kedge.bench.sessions.closed import closed_loop
+    from kedge.bench.sessions.closed import ClosedSettings, closed_loop
     from kedge.bench.sessions.measure import measure
 
     base = QUICK if quick else SessionBenchSettings()
@@ -56,7 +56,7 @@ def sessions(
     settings = replace(sizes, cap=cap, requests=requests or base.requests, seed=seed)
     console = Console()
     with console.status("reading") as status:
-        closed = partial(closed_loop, progress=status.update)
+        closed = partial(closed_loop, settings.live, ClosedSettings(seed=seed))
         result = measure(settings, load_traces(trace or [SLICE]), closed, status.update)
     data = result.as_json()
     for table in tables.sessions(data):

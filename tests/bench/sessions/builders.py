@@ -45,7 +45,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     chains: dict[str, list[int]] = {}
     found, now, unused = [], 0.0, 1_000
     for _ in range(draw(st.integers(1, 30))):
-        now += draw(st.sampled_from([0.5, 3.0, 40.0]))
+        now += draw(st.sampled_from([0.0, 0.5, 3.0, 40.0]))
         session = draw(st.sampled_from("abcde"))
         chain = chains.setdefault(session, list(range(draw(st.integers(0, 3)))))
         del chain[draw(st.sampled_from([len(chain), len(chain), 2, 0])) :]

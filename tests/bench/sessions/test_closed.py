@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kedge.bench.sessions.cases import SLICE, SessionBenchSettings, SessionTrace, load_traces
+from kedge.bench.sessions.cases import SLICE, load_traces
 from kedge.bench.sessions.closed import ClosedFigures, ClosedReplay, ClosedSettings, closed_loop, main_sessions
 from kedge.bench.sessions.serving import KedgeSystem, ServingSystem, systems
 from kedge.bench.sessions.turns import Conversation, TraceTurn
@@ -167,13 +167,12 @@ def test_past_the_cliff_kedge_serves_more_and_nobody_waits_longer() -> None:
     """On the slice that ships, with a device that holds a sixth of what its sessions need."""
     trace = load_traces([SLICE])[0]
     engine = ClosedSettings(room_tokens=600_000, warm_up=300.0, end=1500.0)
-    figures = closed_loop(trace, SessionBenchSettings(live=(24,)), engine)["24"]
+    figures = closed_loop((24,), engine, trace.conversations, lambda _: None)["24"]
     assert list(figures) == ["lru", "kedge", "kedge_host4"] == list(systems(1, 4))
     lru, kedge, host = (figures[name]["turns_per_min"] or 0.0 for name in figures)
     assert kedge > 1.5 * lru and host > 1.2 * kedge
     assert (figures["kedge"]["ttft_p99_s"] or 0.0) <= 1.05 * (figures["lru"]["ttft_p99_s"] or 0.0)
 
 
-def test_traffic_that_nobody_answers_to_has_no_closed_loop() -> None:
-    short = SessionTrace("short", [growing(1, 1)[:3]])
-    assert closed_loop(short, SessionBenchSettings(live=(2,))) == {}
+def test_conversations_that_are_too_short_have_no_closed_loop() -> None:
+    assert closed_loop((2,), SHORT, [growing(1, 1)[:3]], lambda _: None) == {}

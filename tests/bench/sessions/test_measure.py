@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from kedge.bench.sessions.cases import QUICK, RECORDED, SLICE, SessionBenchSettings, load_traces, traffic_of
 from kedge.bench.sessions.cost import measure_cost
-from kedge.bench.sessions.measure import COLUMNS, measure
+from kedge.bench.sessions.measure import COLUMNS, Leaves, measure
+from kedge.bench.sessions.turns import Conversation
 from kedge.errors import ConfigError
 from tests.bench.sessions.builders import AGENT, MOONCAKE, write
 
@@ -37,9 +39,16 @@ def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
 
 def test_the_closed_loop_of_every_trace_is_kept(tmp_path: Path) -> None:
     figures = {"8": {"lru": {"hit": 0.5, "ttft_p50_s": None}}}
-    mine = write(tmp_path / "mine.jsonl", [AGENT] * 3)
-    result = measure(SETTINGS, load_traces([mine]), lambda trace, _: figures if trace.name == "mine" else {})
+    mine = load_traces([write(tmp_path / "mine.jsonl", [AGENT] * 3)])
+    said: list[str] = []
+
+    def closed_loop(conversations: Sequence[Conversation], progress: Callable[[str], None]) -> Leaves:
+        progress("closed")
+        return figures if conversations is mine[0].conversations else {}
+
+    result = measure(SETTINGS, mine, closed_loop, said.append)
     assert result.as_json()["traces"]["mine"]["closed"] == figures
+    assert "mine, closed" in said
 
 
 def test_mooncake_is_replayed_as_recorded(tmp_path: Path) -> None:

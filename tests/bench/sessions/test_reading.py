@@ -56,7 +56,11 @@ def test_mooncake_s_sessions_are_found_by_their_last_full_block(tmp_path: Path) 
         (line(600, 99), "m3"),  # nobody can go on from a single block
         (line(1024, 99, 98), "m4"),
         (line(100), "m5"),
-        (line(1024, 99, 98), "m4"),
+        (line(1536, 99, 98, 97), "m4"),
+        (line(1024, 99, 98), "m6"),
+        (line(2048, 99, 98, 97, 96), "m4"),  # the deepest end counts
+        (line(1536, 1, 2, 60), "m2"),
+        (line(2048, 1, 2, 60, 61), "m2"),
     ]
     found = read_trace(write(tmp_path / "t", [line for line, _ in lines]))
     assert [one.session for one in found] == [session for _, session in lines]

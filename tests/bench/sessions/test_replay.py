@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.bench.sessions.baselines import lru_hit_rate
 from kedge.bench.sessions.composing import Arrival
-from kedge.bench.sessions.product import PRODUCT_CASES, product_replay
-from kedge.bench.sessions.replay import SPACE, CacheReplay, FixedPromptHints
+from kedge.bench.sessions.product import PRODUCT_CASES, SessionHooks, agent_of, product_replay
+from kedge.bench.sessions.replay import SPACE, CacheReplay
 from kedge.bench.workflow.cache import NoCopier
 from kedge.cache import CacheManager
 from kedge.settings import TierSettings
 from kedge.types import RequestId
-from tests.bench.sessions.builders import arrival, traffic
+from tests.bench.sessions.builders import arrival, link, traffic
 
 CASES = sorted(PRODUCT_CASES)
 
 
 class Journal:
-    """Hooks that write down what they are told."""
+    """Hooks that write down what they are told, and how much of the prompt is cached then."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
+    def __init__(self, cache: CacheManager) -> None:
+        self.cache = cache
+        self.told: list[tuple[str, str, int]] = []
 
     def arrived(self, arrival: Arrival) -> None:
-        self.told.append(("arrived", arrival.session))
+        self._tell("arrived", arrival)
 
-    def cached(self, arrival: Arrival) -> None:
-        self.told.append(("cached", arrival.session))
+    def answered(self, arrival: Arrival) -> None:
+        self._tell("answered", arrival)
 
-    def ended(self, arrival: Arrival) -> None:
-        self.told.append(("ended", arrival.session))
+    def _tell(self, event: str, arrival: Arrival) -> None:
+        self.told.append((event, arrival.session, self.cache.match(SPACE, arrival.chain).tokens_count))
 
 
 @given(traffic(), st.integers(1, 25))
@@ -54,21 +57,11 @@ def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capa
         assert (stats.leased_blocks, replay.cache.transferring) == (0, False)
 
 
-def test_hooks_are_told_in_order_of_time() -> None:
-    journal = Journal()
-    replay = CacheReplay(CacheManager(9, 1), [journal])
-    arrivals = [
-        arrival(0, "slow", [1], seconds=30),
-        arrival(1, "quick", [2], seconds=4),
-        arrival(5, "next", [3], seconds=1),  # at the very end of the quick one
-        arrival(40, "last", [4]),
-    ]
-    replay.hit_rate(arrivals)
-    assert journal.told == [
-        ("arrived", "slow"), ("cached", "slow"), ("arrived", "quick"), ("cached", "quick"), ("ended", "quick"),
-        ("arrived", "next"), ("cached", "next"), ("ended", "next"), ("ended", "slow"),
-        ("arrived", "last"), ("cached", "last"),
-    ]  # fmt: skip
+def test_hooks_are_told_before_and_after_a_prompt_is_cached() -> None:
+    cache = CacheManager(9, 1)
+    journal = Journal(cache)
+    CacheReplay(cache, [journal]).hit_rate([arrival(0, "a", [1, 2]), arrival(1, "a", [1, 2, 3])])
+    assert journal.told == [("arrived", "a", 0), ("answered", "a", 2), ("arrived", "a", 2), ("answered", "a", 3)]
 
 
 def test_a_request_without_room_hits_nothing_and_takes_nothing() -> None:
@@ -89,14 +82,43 @@ def test_what_the_host_has_is_hit_as_well() -> None:
     assert replay.hit_rate(arrivals) == 9 / 12
 
 
-def test_fixed_prompts_are_labelled_while_their_session_lives() -> None:
-    cache = CacheManager(8, 1, tiers=TierSettings(), copier=NoCopier())
-    hints = FixedPromptHints(cache)
-    one = arrival(0, "a", [1, 2, 3])
-    one.turn = type(one.turn)(one.turn.record, one.chain, 2)
-    replay = CacheReplay(cache, [hints])
-    replay.serve(one)
-    labels = cache.tiers.tree.labels
-    assert [sum(step.size for step in node.path()) for node in [labels.node("a")] if node] == [2]
-    replay.serve(arrival(1, "b", [7]))
-    assert labels.node("a") is None
+def test_fixed_prompts_are_labelled_until_their_session_s_last_request() -> None:
+    replay = product_replay(PRODUCT_CASES["kedge_fixed"], 8)
+    first, last = link([arrival(0, "a", [1, 2, 3]), arrival(1, "a", [1, 2, 3, 4])])
+    for one in (first, last):
+        one.turn = replace(one.turn, fixed_blocks=2)
+    labels = replay.cache.tiers.tree.labels
+    replay.serve(first)
+    labelled = labels.node(agent_of(first))
+    assert labelled and sum(step.size for step in labelled.path()) == 2
+    replay.serve(last)
+    assert labels.node(agent_of(first)) is None and len(labels) == 0
+
+
+def repeated(pauses: dict[str, float], rounds: int) -> list[Arrival]:
+    """Sessions that each come back after their own pause, with chains of their own that grow by a block."""
+    found = [
+        arrival(start + turn * pause, name, range(start * 1000, start * 1000 + 6 + turn), stop="tool")
+        for start, (name, pause) in enumerate(pauses.items())
+        for turn in range(rounds)
+    ]
+    return link(sorted(found, key=lambda one: one.at))
+
+
+PACES = repeated({"quick": 3.0, "slow": 40.0, "idle": 41.0, "late": 43.0}, 30)
+"""One session that comes back soon among some that push it out under LRU."""
+
+
+@pytest.mark.parametrize("case", ["kedge", "kedge_ids", "kedge_perfect"])
+def test_sessions_are_kept_by_when_they_return(case: str) -> None:
+    replay = product_replay(PRODUCT_CASES[case], 60)
+    assert replay.hit_rate(PACES) > lru_hit_rate(PACES, 60)
+
+
+def test_ids_tell_sessions_of_one_prompt_apart() -> None:
+    hooks = {case: SessionHooks(CacheManager(9, 1), PRODUCT_CASES[case]) for case in ("kedge", "kedge_ids")}
+    for one in (arrival(0, "a", [1, 2]), arrival(1, "b", [1, 2])):
+        for each in hooks.values():
+            each.arrived(one)
+            each.answered(one)
+    assert {case: len(each.caching.steps.tracker) for case, each in hooks.items()} == {"kedge": 1, "kedge_ids": 2}

@@ -250,7 +250,7 @@ def test_plain_requests_are_watched_for_what_they_have_in_common() -> None:
 
 
 def test_requests_without_an_agent_have_no_fixed_prompt() -> None:
-    with engine_with(host_blocks=AMPLE) as engine:
+    with engine_with(host_blocks=AMPLE, policy="steps") as engine:
         engine.forecast({AgentKey(Namespace(TenantId("default")), "", RunId(""), AgentId("")): NextRun(1.0)})
         engine.submit(GenerateRequest(ask(0, 1).segments, SamplingParams(1))).result(60)
         engine.wait_idle(60)

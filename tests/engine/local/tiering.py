@@ -108,7 +108,7 @@ def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
 def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     """Leaves the fixed prompt of `agent` on the host only."""
     key = AgentKey(*RUN, AgentId(f"a{agent}"))
-    engine.forecast({key: NextRun(9.0)})
+    engine.forecast({key: NextRun(1e6)})  # later than any other prompt is expected to return
     engine.submit(ask(agent, 900)).result(60)
     settle(engine)
     for n in range(others):

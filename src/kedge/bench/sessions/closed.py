@@ -12,10 +12,9 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
-from kedge.bench.sessions.cases import SessionBenchSettings, SessionTrace
 from kedge.bench.sessions.composing import is_traffic
 from kedge.bench.sessions.measure import Leaves, Progress
 from kedge.bench.sessions.records import BLOCK
@@ -79,17 +78,13 @@ class ClosedFigures:
 
 
 def closed_loop(
-    trace: SessionTrace,
-    settings: SessionBenchSettings,
-    engine: ClosedSettings = ClosedSettings(),
-    progress: Progress = lambda _: None,
+    live: Sequence[int], engine: ClosedSettings, conversations: Sequence[Conversation], progress: Progress
 ) -> Leaves:
     """Return the figures of a trace by live sessions and system. Traffic of many users, whose answers nobody waits
     for, and conversations that are all too short give none.
     """
-    played = [] if is_traffic(trace.conversations) else main_sessions(trace.conversations)
-    engine = replace(engine, seed=settings.seed)
-    return {str(live): _figures(played, live, engine, progress) for live in settings.live if played}
+    played = [] if is_traffic(conversations) else main_sessions(conversations)
+    return {str(number): _figures(played, number, engine, progress) for number in live if played}
 
 
 def _figures(
@@ -97,7 +92,7 @@ def _figures(
 ) -> dict[str, dict[str, float | None]]:
     figures = {}
     for name, system in systems(settings.room, settings.host_times).items():
-        progress(f"{live} live sessions in a closed loop, {name}")
+        progress(f"{live} live in a closed loop, {name}")
         figures[name] = ClosedReplay(played, live, settings, system()).run().as_json()
     return figures
 

@@ -13,6 +13,7 @@ from kedge.bench.sessions.composing import Arrival
 from kedge.bench.sessions.cost import SessionCost, measure_cost
 from kedge.bench.sessions.product import PRODUCT_CASES, product_hit_rate
 from kedge.bench.sessions.ttl import ttl_hit_rate
+from kedge.bench.sessions.turns import Conversation
 
 COST_SHARE = 0.25
 """Capacity over the working set at which costs are measured."""
@@ -25,8 +26,8 @@ COLUMNS: Mapping[str, Callable[[Sequence[Arrival], int], float]] = {
 """Name -> hit rate of arrivals with a cache of so many blocks."""
 Leaves = dict[str, dict[str, dict[str, float | None]]]
 """Live sessions -> capacity over the working set, or system -> name -> figure."""
-ClosedLoop = Callable[[SessionTrace, SessionBenchSettings], Leaves]
 Progress = Callable[[str], None]
+ClosedLoop = Callable[[Sequence[Conversation], Progress], Leaves]
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ def _result(
             progress(f"{trace.name}, {traffic.live} live, {share:g} of the working set")
             cells[f"{share:g}"] = hit_rates(traffic, share)
     if closed_loop:
-        progress(f"{trace.name}, closed loop")
-        result.closed.update(closed_loop(trace, settings))
+        result.closed.update(closed_loop(trace.conversations, lambda note: progress(f"{trace.name}, {note}")))
     return result
 
 

@@ -1,16 +1,16 @@
 """Arrivals replayed through `CacheManager` in virtual time: one "token" is a 512-token block, blocks have one token.
 
-A request's blocks enter the cache when it arrives, and its lease ends at once, as in the baselines, whose figures are
-only comparable so; what is learned of a session is told when the recorded server answered.
+Service takes no virtual time, as in the baselines, whose figures are only comparable so: a request's blocks enter the
+cache when it arrives, its lease ends and its answer is told at once. The time that the recorded server took is a part
+of the pause before the session's next request.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from itertools import count
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Protocol
 
 from kedge.bench.sessions.baselines import hit_rate
 from kedge.bench.sessions.composing import Arrival
@@ -29,32 +29,8 @@ class ReplayHooks(Protocol):
     def arrived(self, arrival: Arrival) -> None:
         """Take note of a request before it is admitted."""
 
-    def cached(self, arrival: Arrival) -> None:
-        """Take note of a request whose blocks are cached now."""
-
-    def ended(self, arrival: Arrival) -> None:
-        """Take note of a request that has been answered."""
-
-
-class FixedPromptHints:
-    """Hints as documented for agents with fixed prompts: every session is an agent that runs again in one step, its
-    label is on the tool definitions and the system prompt, and it is withdrawn after its last request.
-    """
-
-    STEP = 1.0
-
-    def __init__(self, cache: CacheManager) -> None:
-        self._cache = cache
-
-    def arrived(self, arrival: Arrival) -> None:
-        self._cache.on_forecast({arrival.session: (self.STEP, 1.0)})
-
-    def cached(self, arrival: Arrival) -> None:
-        self._cache.on_label(SPACE, arrival.session, arrival.chain[: arrival.turn.fixed_blocks])
-
-    def ended(self, arrival: Arrival) -> None:
-        if arrival.is_last:
-            self._cache.on_forecast({arrival.session: None})
+    def answered(self, arrival: Arrival) -> None:
+        """Take note of a request that has been answered, whose blocks are cached."""
 
 
 class Stopwatch:
@@ -72,7 +48,7 @@ class Stopwatch:
 
 
 class CacheReplay:
-    """A cache that serves arrivals one after the other, and tells hooks of their ends in order of time."""
+    """A cache that serves arrivals one after the other, and hooks that are told of them."""
 
     def __init__(self, cache: CacheManager, hooks: Sequence[ReplayHooks] = ()) -> None:
         self.cache = cache
@@ -80,35 +56,25 @@ class CacheReplay:
         """Time in the hooks; time to allocate, cache and release blocks."""
         self._hooks = hooks
         self._ids = count()
-        self._ends: list[tuple[float, int, Arrival]] = []
 
     def hit_rate(self, arrivals: Sequence[Arrival]) -> float:
         """Serve all arrivals. Returns hit blocks over blocks of all prompts, in either tier."""
         return hit_rate(sum(map(self.serve, arrivals)), arrivals)
 
     def serve(self, arrival: Arrival) -> int:
-        """Serve a request after all ends before it. Returns how many blocks hit.
+        """Serve a request. Returns how many blocks hit.
 
         A prompt longer than the cache is cut to it; one that finds no room hits nothing and is not cached.
         """
-        self._end_until(arrival.at)
-        number = next(self._ids)
-        self._tell("arrived", arrival)
-        hits = self._serve(RequestId(str(number)), arrival.chain[: self.cache.num_blocks])
-        self._tell("cached", arrival)
-        heapq.heappush(self._ends, (arrival.ends_at, number, arrival))
-        return hits
-
-    def _end_until(self, now: float) -> None:
-        while self._ends and self._ends[0][0] <= now:
-            _, _, arrival = heapq.heappop(self._ends)
-            self._tell("ended", arrival)
-        self._copy()
-
-    def _tell(self, event: Literal["arrived", "cached", "ended"], arrival: Arrival) -> None:
         with self.told:
             for hooks in self._hooks:
-                getattr(hooks, event)(arrival)
+                hooks.arrived(arrival)
+        hits = self._serve(RequestId(str(next(self._ids))), arrival.chain[: self.cache.num_blocks])
+        with self.told:
+            for hooks in self._hooks:
+                hooks.answered(arrival)
+        self._copy()
+        return hits
 
     def _serve(self, request: RequestId, chain: tuple[int, ...]) -> int:
         while self.cache.demand(request, SPACE, chain) is Readiness.LOADING:
@@ -120,7 +86,6 @@ class CacheReplay:
         except OutOfBlocks:
             self.cache.withdraw(request)
             return 0
-        self._copy()
         return lease.exact_tokens
 
     def _copy(self) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from kedge.bench.sessions.product import STOPS
 from kedge.bench.sessions.records import BLOCK
+from kedge.bench.sessions.replay import SPACE
 from kedge.bench.sessions.turns import Conversation, TraceTurn
 from kedge.bench.workflow.cache import NoCopier
 from kedge.cache import CacheManager, Lease, Readiness
@@ -17,11 +19,7 @@ from kedge.policies.eviction import policy_of
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.policies.sessions import SessionHints, StopReason
 from kedge.settings import TierSettings
-from kedge.types import Namespace, RequestId, Source, TenantId
-
-SPACE = Namespace(TenantId("trace"))
-STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
-"""Why answers end, by what traces call it"""
+from kedge.types import RequestId, Source
 
 
 @dataclass(slots=True, eq=False)

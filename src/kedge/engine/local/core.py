@@ -65,21 +65,20 @@ class EngineCore:
         """Build the engine; `capacity` is the tokens of the device tier."""
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
         self._copier, self._assembler, self._costs = copier, assembler, costs
-        self._fixed = FixedPrompts(cache)
+        self._sessions = SessionCaching(cache, is_on=config.tiers.policy == "sessions")
+        self._fixed = FixedPrompts(cache, self._sessions)
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
         jobs: deque[BaseJob] = deque()
         ahead: deque[PreparedPrompt] = deque()
         writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
-        by_session = config.tiers.policy == "sessions"
-        self._sessions = SessionCaching(cache, is_on=by_session)
         self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
             cache, runtime, loading, assembler, self._preassembly, self._learning, costs, requests.preempt, requests.end
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
-        service = ServiceOrders(cache, self._sessions) if by_session else None
+        service = ServiceOrders(cache, self._sessions) if config.tiers.policy == "sessions" else None
         self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead, service)
         parts = cache, self._fixed, runtime, self._learning, self._preassembly
         self._answers = Answers(runner.eos_token_ids, self.scheduler, *parts, requests.end)
@@ -109,7 +108,7 @@ class EngineCore:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
         self._cache.on_forecast(changes)
-        self._sessions.steps.on_forecast(changes)
+        self._sessions.on_forecast(changes)
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)
         self._fixed.known(prompts)

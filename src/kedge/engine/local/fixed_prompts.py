@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from kedge.cache import CacheManager
+from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.types import GenerateRequest, Tokens
 from kedge.workflow.forecast import AgentKey
@@ -14,8 +15,8 @@ from kedge.workflow.forecast import AgentKey
 class FixedPrompts:
     """The labels of cached fixed prompts. Requests without an agent have none."""
 
-    def __init__(self, cache: CacheManager) -> None:
-        self._cache = cache
+    def __init__(self, cache: CacheManager, sessions: SessionCaching) -> None:
+        self._cache, self._sessions = cache, sessions
         self._lengths = FixedLengths()
 
     def called(self, request: GenerateRequest) -> None:
@@ -27,6 +28,7 @@ class FixedPrompts:
     def label(self, key: AgentKey, tokens: Tokens) -> None:
         """Label the cached part of `tokens` as the fixed prompt of `key`."""
         self._cache.on_label(key.namespace, key, tokens)
+        self._sessions.labelled(key, tokens)
 
     def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Label the fixed prompts of agents that are about to call."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kedge.cache import CacheManager
-from kedge.policies.sessions import SessionHints, SessionKey, SessionSteps, StopReason
+from kedge.cache import CacheManager, EvictionPolicy
+from kedge.policies.eviction import lru
+from kedge.policies.sessions import Guard, SessionHints, SessionKey, SessionSteps, StopReason
 from kedge.types import AgentKey, GenerateRequest, Namespace, ReuseMode
 
 
@@ -27,7 +28,8 @@ class SessionCaching:
         """Begin without sessions; unless `is_on` none are looked for. `clock` is in seconds."""
         self._cache, self._is_on, self._clock = cache, is_on, clock
         self._arrivals = itertools.count()
-        self.steps = SessionSteps()
+        self.steps, self.guard = SessionSteps(), Guard(cache.num_blocks)
+        self._other_policy: EvictionPolicy = lru
 
     def arrived(self, request: GenerateRequest) -> Turn | None:
         """Protect what is cached of the prompt of a request that waits, more than that of those that come later.
@@ -53,8 +55,9 @@ class SessionCaching:
         now = self._clock()
         chain = chain_of(tokens, self._cache.block_size)
         key = self.steps.arrive(namespace, chain, now, hints, agent, place)
+        self._guarded(key, chain)
         self.advance()
-        self._cache.label_waiting(namespace, key, tokens)
+        self._cache.on_label(namespace, key, tokens, backed_up=False)
         return Turn(key, now)
 
     def waiting(self, turns: Iterable[Turn]) -> None:
@@ -76,19 +79,41 @@ class SessionCaching:
         """Keep the whole history of a session, `tokens`, from the end of a turn on; it is backed up."""
         now, key = self._clock(), turn.session
         self.steps.observe_call(key, now - turn.began)
-        self.steps.answered(key, chain_of(tokens, self._cache.block_size), now, stop, tool, returns_in)
+        chain = chain_of(tokens, self._cache.block_size)
+        self.steps.answered(key, chain, now, stop, tool, returns_in)
+        self.guard.own(key, chain)
         self.advance()
-        self._cache.on_label(key.namespace, key, tokens)
+        if self.steps.expects(key):
+            self._cache.on_label(key.namespace, key, tokens)
 
     def cancelled(self, turn: Turn) -> None:
         """Take the end of a turn without an answer."""
         self.steps.cancelled(turn.session, self._clock())
         self.advance()
 
+    def labelled(self, agent: AgentKey, tokens: Sequence[int]) -> None:
+        """Take the fixed prompt of an agent, which the cache has labelled."""
+        if self._is_on:
+            self.guard.own(agent, chain_of(tokens, self._cache.block_size))
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Take the changes of the forecast, which the cache has taken."""
+        if self._is_on:
+            self.steps.on_forecast(changes)
+            self.guard.on_steps(changes)
+
     def advance(self) -> None:
         """Pass on the steps that have changed. Call this in every step, and before blocks are evicted."""
         if changes := self.steps.advance(self._clock()):
             self._cache.on_forecast(changes)
+            self.guard.on_steps(changes)
+
+    def _guarded(self, key: SessionKey, chain: Sequence[Hashable]) -> None:
+        """Let the guard see a request, and change the cache's policy where it says so."""
+        trusted = self.guard.trusted
+        self.guard.access(key, chain)
+        if self.guard.trusted != trusted:
+            self._other_policy = self._cache.set_policy(self._other_policy)
 
 
 def chain_of(tokens: Sequence[int], block_size: int) -> list[Hashable]:

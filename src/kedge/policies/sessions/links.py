@@ -35,13 +35,13 @@ class SessionLinks:
     def put(self, session: Hashable, namespace: Namespace, chain: Chain, shared: int) -> None:
         """Set the end of a session to that of `chain`, of which other prompts may hold the first `shared` blocks."""
         self.drop(session)
-        if not chain:
-            return
-        ends = self._ends.setdefault(namespace, {})
+        ends = self._ends.get(namespace, {})
         places = [-back for back in BACK if len(chain) - back >= shared] or [-1]
-        marks = list(dict.fromkeys(chain[place] for place in places if chain[place] not in ends))
-        ends.update(dict.fromkeys(marks, session))
-        self._marks[session] = (namespace, marks)
+        marks = list(dict.fromkeys(chain[at] for at in places if chain and chain[at] not in ends))
+        if marks:
+            ends.update(dict.fromkeys(marks, session))
+            self._ends[namespace] = ends
+            self._marks[session] = (namespace, marks)
 
     def drop(self, session: Hashable) -> None:
         """Forget the end of a session."""

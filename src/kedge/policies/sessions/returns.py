@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 from kedge.structures.bounded import BoundedDict
 
-EDGES = (0.0, *(2 ** (step / 2) for step in range(-2, 34)))
+EDGES = tuple(0.5 * (2 ** (step / 2) - 1) for step in range(36))
 """Seconds at which the bins begin; the last one has no end."""
 MAX_CLASSES = 1024
 """Kinds of idle times that are told apart; the one that was seen longest ago is forgotten first."""

@@ -119,10 +119,16 @@ class SessionSteps:
         if (place := self._places.get(key)) is not None:
             return WAITING / (1 + max(0.0, place)), 1.0
         agent, flow = self._agents.get(key, (None, None))
-        if agent is None or agent not in self._runs:
+        if agent is None:
             return rank / self._pace, 1.0
         share = self.tracker.continues(flow)
-        return ((self._runs[agent] + 1) / share, 1.0) if share else None
+        if not share:
+            return None
+        return ((self._runs[agent] + 1) / share if agent in self._runs else rank / self._pace), 1.0
+
+    def expects(self, key: SessionKey) -> bool:
+        """Return whether a session may return, as far as is known."""
+        return self._next_run(key, self.tracker.rank(key)) is not None
 
     def _forget(self, key: SessionKey) -> None:
         self._places.pop(key, None)

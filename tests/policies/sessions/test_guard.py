@@ -1,0 +1,121 @@
+"""The guard, and the caches in miniature that it compares, against naive twins."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.policies.sessions import Guard
+from kedge.policies.sessions.shadow import LruShadow, StepShadow
+from tests.policies.sessions.test_links import chain
+
+Prompts = list[tuple[int, list[int], float]]
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), min_size=1, max_size=6), st.floats(0, 9)), max_size=30
+)
+
+
+def lru_hits(prompts: list[list[int]], capacity: int) -> list[int]:
+    """The same with a list that is searched."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for blocks in prompts:
+        count = 0
+        while count < len(blocks) and blocks[count] in cached:
+            count += 1
+        found.append(count)
+        for block in reversed(blocks[:capacity]):
+            cached.pop(block, None)
+            cached[block] = None
+        while len(cached) > capacity:
+            cached.popitem(last=False)
+    return found
+
+
+@given(PROMPTS, st.integers(1, 12))
+def test_the_lru_in_miniature_is_lru(prompts: Prompts, capacity: int) -> None:
+    shadow = LruShadow(capacity)
+    chains = [chain(*blocks) for _, blocks, _ in prompts]
+    assert [shadow.access(one) for one in chains] == lru_hits(chains, capacity)
+
+
+@given(PROMPTS, st.integers(1, 12))
+def test_the_steps_in_miniature_keep_their_books(prompts: Prompts, capacity: int) -> None:
+    shadow = StepShadow(capacity)
+    for owner, blocks, step in prompts:
+        shadow.move(owner, step)
+        before = {block for held in shadow._chains.values() for block in held} | set(shadow._free)
+        hits = shadow.access(owner, chain(*blocks))
+        assert all(block in before for block in chain(*blocks)[:hits])
+        shadow.own(("fixed", owner), chain(*blocks[:2]))
+        owned = [block for held in shadow._chains.values() for block in held]
+        assert len(shadow) <= capacity and +shadow._owners == {block: owned.count(block) for block in owned}
+        assert set(shadow._free) == {block for block, count in shadow._owners.items() if not count}
+
+
+def test_what_is_needed_last_goes_first_and_before_it_what_nobody_owns() -> None:
+    shadow = StepShadow(6)
+    shadow.move("soon", 1.0)
+    shadow.move("late", 9.0)
+    shadow.access("soon", chain(1, 2))
+    shadow.access("late", chain(3, 4))
+    shadow.access("dead", chain(5, 6))
+    shadow.move("dead", None)
+    shadow.move("new", 5.0)
+    shadow.access("new", chain(7, 8, 9))
+    assert shadow.access("dead", chain(5, 6)) == 0, "its end went, and now the other: for itself nothing is evicted"
+    assert shadow.access("soon", chain(1, 2)) == 2
+    assert shadow.access("late", chain(3, 4)) < 2
+
+
+def cycle(guard: Guard, rounds: int, step: dict[int, float]) -> list[bool]:
+    """Ten prompts in a cycle through room for six; who ruled after each."""
+    ruled = []
+    for _ in range(rounds):
+        for owner in range(10):
+            guard.access(owner, chain(*[owner] * 10))
+            ahead = {other: ((other - owner - 1) % 10 + 1) * step[other] for other in range(10)}
+            guard.on_steps({other: (steps, 1.0) for other, steps in ahead.items()})
+            ruled.append(guard.trusted)
+    return ruled
+
+
+def test_steps_that_are_right_rule() -> None:
+    guard = Guard(60)
+    assert all(cycle(guard, 50, dict.fromkeys(range(10), 1.0)))
+    assert guard.lead > 0.3
+
+
+def test_steps_that_lose_give_way_to_lru_until_they_win() -> None:
+    """Sessions return by turns of four that fit; the hints keep others instead."""
+    guard, rng = Guard(60), random.Random(0)
+    for blocks in (rng.sample(range(1000), 5) for _ in range(6)):
+        guard.access(("old", blocks[0]), chain(*blocks))
+        guard.on_steps({("old", blocks[0]): (0.0, 1.0)})
+    for _ in range(40):
+        for owner in range(5):
+            guard.access(owner, chain(*[owner] * 10))
+            guard.on_steps({owner: (50.0, 1.0)})
+    assert not guard.trusted and guard.lead < 0
+    for owner in range(1000):
+        guard.on_steps({("old", owner): None})
+    for _ in range(100):
+        cycle(guard, 1, dict.fromkeys(range(10), 1.0))
+    assert guard.trusted and guard.switches == 2
+
+
+def test_what_a_guard_loses_is_bounded() -> None:
+    """Until it switches, hostile steps have cost at most a point of a window, and one prompt."""
+    guard = Guard(60)
+    ruled = cycle(guard, 60, dict.fromkeys(range(10), -1.0))
+    assert guard._lead >= -0.01 * guard._window - 10 or not ruled[-1]
+
+
+@given(st.integers(1, 100_000), st.lists(st.integers(), max_size=50))
+def test_a_sample_of_a_longer_prompt_begins_with_that_of_the_shorter(num_blocks: int, blocks: list[int]) -> None:
+    guard, whole = Guard(num_blocks), chain(*blocks)
+    longer = guard._sample([*whole, *chain(*blocks, 1, 2, 3)[len(whole) :]])
+    assert list(longer[: len(guard._sample(whole))]) == list(guard._sample(whole)) or not whole
