@@ -59,7 +59,11 @@ class CacheManager:
             raise ConfigError("num_blocks", num_blocks, "the device tier needs at least one block")
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, self._lost, block_bytes)
+
+        def lost(node: TreeNode) -> None:
+            self._prefetcher.consider(node)
+
+        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes)
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._prefetcher = Prefetcher(self.tiers, self._probability)
@@ -199,6 +203,11 @@ class CacheManager:
         return bool(ended)
 
     @property
+    def version(self) -> int:
+        """A number that grows whenever answers of `match` or `status` may have changed."""
+        return self._tree.version
+
+    @property
     def starved(self) -> bool:
         """Whether a demanded load finds no room on the device."""
         return self._demands.denied
@@ -268,9 +277,6 @@ class CacheManager:
         self.tiers.check_integrity(leased, [held.node for held in holdings])
         self._demands.check_integrity()
         self._leases.check_integrity()
-
-    def _lost(self, node: TreeNode) -> None:
-        self._prefetcher.consider(node)
 
     def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""

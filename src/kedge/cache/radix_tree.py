@@ -48,6 +48,8 @@ class RadixTree:
         self.labels = Labels(self.offer)
         self.index = PrefixIndex(block_size, self._on_split, self.labels.leave)
         self._clock = 0
+        self.version = 0
+        """Number of times that a tier began or ceased to hold blocks."""
 
     # looking up -----------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class RadixTree:
 
     def place(self, node: TreeNode, tier: Tier, blocks: list[int]) -> None:
         """Let `tier` hold `node` from now on. It must hold its ancestors already."""
+        self.version += 1
         share, parent = self.shares[tier], node.parent
         assert parent is not None and not node.blocks[tier] and parent.holds(tier)
         node.blocks[tier] = blocks
@@ -251,6 +254,7 @@ class RadixTree:
         return gone
 
     def _shrink(self, node: TreeNode, tier: Tier, count: int) -> None:
+        self.version += 1
         self.shares[tier].by_tenant[node.tenant] -= count
         self.shares[tier].size -= count
         self.shares[tier].evictable -= count

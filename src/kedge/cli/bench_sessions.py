@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,7 @@ def sessions(
         require_file("--trace", file)
     from kedge.bench.plots import sessions_plot
     from kedge.bench.sessions.cases import QUICK, SLICE, SessionBenchSettings, load_traces
+    from kedge.bench.sessions.closed import ClosedSettings, closed_loop
     from kedge.bench.sessions.measure import measure
 
     base = QUICK if quick else SessionBenchSettings()
@@ -54,7 +56,8 @@ def sessions(
     settings = replace(sizes, cap=cap, requests=requests or base.requests, seed=seed)
     console = Console()
     with console.status("reading") as status:
-        result = measure(settings, load_traces(trace or [SLICE]), None, status.update)
+        closed = partial(closed_loop, settings.live, ClosedSettings(seed=seed))
+        result = measure(settings, load_traces(trace or [SLICE]), closed, status.update)
     data = result.as_json()
     for table in tables.sessions(data):
         console.print(table)

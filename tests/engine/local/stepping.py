@@ -75,11 +75,17 @@ class Stepped:
         return work
 
     def submit(self, request: GenerateRequest) -> RequestSequence:
-        sequence = RequestSequence(
+        return self.queue(self.sequence(request))
+
+    def sequence(self, request: GenerateRequest) -> RequestSequence:
+        """Return the sequence of a request that is not queued yet."""
+        return RequestSequence(
             request.request_id, request.namespace, list(request.tokens), request=request,
             stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
+
+    def queue(self, sequence: RequestSequence) -> RequestSequence:
         self.core.requests.submit(sequence)
         self.core.inspection.check_integrity()
         return sequence

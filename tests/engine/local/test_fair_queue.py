@@ -39,6 +39,14 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
     assert queue.peek() is None
 
 
+def test_items_are_served_as_they_are_arranged_within_their_tenant() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name, tenant in (("a0", A), ("a1", A), ("a2", A), ("b0", B), ("b1", B)):
+        queue.push(name, tenant, 10)
+    queue.arrange(["a2", "b1", "a1"])
+    assert list(queue) == served(queue) == ["a2", "b1", "a1", "b0", "a0"]
+
+
 def test_a_short_call_waits_for_no_backlog_of_another_tenant() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(64):
@@ -133,7 +141,7 @@ def test_an_item_that_waits_or_does_not_is_named() -> None:
     queue.push("item", A, 1)
     with pytest.raises(PlanError, match=r"item='item': waits already"):
         queue.push("item", B, 1)
-    for call in (queue.take, queue.remove):
+    for call in (queue.take, queue.remove, lambda item: queue.arrange([item])):
         with pytest.raises(PlanError, match="does not wait"):
             call("other")
     assert ("item" in queue, "other" in queue, len(queue)) == (True, False, 1)
@@ -265,9 +273,13 @@ class Twin:
             self.counters[priority, tenant] = self.level(priority)
         self.counters[priority, tenant] += virtual
 
+    def arrange(self, items: list[str]) -> None:
+        places = {item: at - len(items) for at, item in enumerate(items)}
+        self.waiting.sort(key=lambda one: places.get(one[0], 0))
+
     def next(self) -> str | None:
         heads = {(one[1], one[2]): one for one in reversed(self.waiting)}.values()
-        ranked = ((p, self.counters[p, t], cost, self.waiting.index((i, p, t, cost)), i) for i, p, t, cost in heads)
+        ranked = ((p, self.counters[p, t], cost, int(i), i) for i, p, t, cost in heads)
         return min(ranked)[-1] if self.waiting else None
 
 
@@ -315,6 +327,13 @@ class AgainstTheTwin(RuleBasedStateMachine):
         item = data.draw(st.sampled_from(self.twin.waiting))[0]
         self.queue.remove(item)
         self.twin.remove(item)
+
+    @rule(data=st.data())
+    def arrange(self, data: st.DataObject) -> None:
+        waiting = [one[0] for one in self.twin.waiting]
+        items = data.draw(st.permutations(waiting))[: data.draw(st.integers(0, len(waiting)))]
+        self.queue.arrange(items)
+        self.twin.arrange(items)
 
     @rule(tenant=st.sampled_from(TENANTS), tokens=COSTS, priority=st.integers(0, 1))
     def charge(self, tenant: TenantId, tokens: int, priority: int) -> None:

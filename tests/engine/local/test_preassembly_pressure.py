@@ -40,7 +40,8 @@ def test_a_request_without_room_gets_the_blocks_of_what_nobody_asked_for() -> No
 
 
 def test_a_request_may_need_the_blocks_that_another_one_has_claimed() -> None:
-    stage = Stage(num_blocks=20)
+    """Where requests are served in the order of arrival."""
+    stage = Stage(num_blocks=20, tiers=TierSettings(policy="steps"))
     claimed = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.prepare(claimed)
     first = stage.submit(prompt_of("writer", tokens(80, 200), max_tokens=30))

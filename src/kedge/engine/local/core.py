@@ -31,6 +31,7 @@ from kedge.engine.local.prompt_writer import PromptWriter
 from kedge.engine.local.requests import Requests
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
@@ -77,7 +78,8 @@ class EngineCore:
             cache, runtime, loading, assembler, self._preassembly, self._learning, costs, requests.preempt, requests.end
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
-        self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead)
+        service = ServiceOrders(cache, self._sessions) if config.tiers.policy == "sessions" else None
+        self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead, service)
         parts = cache, self._fixed, runtime, self._learning, self._preassembly
         self._answers = Answers(runner.eos_token_ids, self.scheduler, *parts, requests.end)
         requests.scheduler, requests.learning = self.scheduler, self._learning

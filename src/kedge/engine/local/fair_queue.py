@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Hashable)
 
 class FairQueue(Generic[T]):
     """The waiting items of many tenants: by priority (lower numbers first), fair by tokens within a priority, and first
-    come, first served within a tenant. Items are hashable and distinct.
+    come, first served within a tenant, unless `arrange` is called. Items are hashable and distinct.
 
     Counters are kept per priority, so that service in one class does not affect another. Not thread-safe.
     """
@@ -100,6 +100,15 @@ class FairQueue(Generic[T]):
         self._classes[priority].remove(item, owner)
         del self._places[item]
 
+    def arrange(self, items: Sequence[T]) -> None:
+        """Put waiting items before the others of their tenants and priorities, in this order. O(items).
+
+        Raises `PlanError` for an item that does not wait.
+        """
+        for item in reversed(items):
+            priority, owner = self._place(item)
+            self._classes[priority].queues[owner].move_to_end(item, last=False)
+
     def charge(self, tenant: TenantId, tokens: float, priority: int = 0) -> None:
         """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
         self._class(priority).charge(tenant, self._virtual(tenant, tokens))
@@ -136,7 +145,7 @@ class _PriorityClass(Generic[T]):
 
     def __init__(self) -> None:
         self.queues: dict[TenantId, OrderedDict[T, _Waiting]] = {}
-        """Items by tenant, in order of arrival; only tenants that have some"""
+        """Items by tenant, in the order of service; only tenants that have some"""
         self._active: dict[TenantId, float] = {}
         """Counters of the tenants in `queues`"""
         self._idle: dict[TenantId, float] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.service_orders import ServiceOrders
 from kedge.types import TenantId
 
 JOB_CHUNK = 256
@@ -78,7 +79,8 @@ class Aside(Protocol):
 
 
 class Scheduler:
-    """Fair between tenants and first come, first served within one, in chunks of at most `max_batch_tokens` a pass.
+    """Fair between tenants and in the order of `service` within one (without it, of arrival), in chunks of at most
+    `max_batch_tokens` a pass.
 
     Decoding sequences go first (one token each), then prefills that have begun, then new requests. Base prefills take
     at most `learning_share` of a pass while requests wait for their first token. Prompts that are assembled ahead come
@@ -104,10 +106,12 @@ class Scheduler:
         learning_share: float,
         jobs: deque[BaseJob] | None = None,
         ahead: deque[PreparedPrompt] | None = None,
+        service: ServiceOrders | None = None,
     ) -> None:
         """Start with empty queues. `admit` returns False if a sequence has to wait for blocks. `jobs` and `ahead` are
         filled by others.
         """
+        self._service = service
         self._admit, self._aside, self._costs = admit, aside, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self.passes = 0
@@ -146,6 +150,8 @@ class Scheduler:
     def add(self, sequence: RequestSequence) -> None:
         """Queue a request."""
         self.waiting.push(sequence, sequence.tenant, len(sequence.tokens))
+        if self._service:
+            self._service.arrived(sequence)
 
     def schedule(self) -> list[Work]:
         """Admit requests that have room, and fill the next pass."""
@@ -173,7 +179,7 @@ class Scheduler:
             if not self._aside.is_ready(sequence, busy=bool(self.running)):
                 if not self._aside.lets_pass:
                     return
-                self.waiting.take(sequence)
+                self._take(sequence)
                 self.loading.append(sequence)
             elif self._start(sequence):
                 for other in self.loading:
@@ -187,6 +193,8 @@ class Scheduler:
         """Return the waiting request that goes next. If it lacks a place or room, it blocks all others in the same
         position, but not a tenant with nothing begun.
         """
+        if self._service:
+            self._service.arrange(self.waiting)
         heads = self.waiting.heads()
         return next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
 
@@ -204,11 +212,17 @@ class Scheduler:
         if not self._admit(sequence):
             return sequence.is_over
         if sequence in self.waiting:
-            self.waiting.take(sequence)
+            self._take(sequence)
         else:
             (self.preempted if sequence in self.preempted else self.loading).remove(sequence)
         self.running.append(sequence)
         return True
+
+    def _take(self, sequence: RequestSequence) -> None:
+        """Remove a request from those that wait, to serve it."""
+        self.waiting.take(sequence)
+        if self._service:
+            self._service.left(sequence)
 
     def victim(self, sequence: RequestSequence) -> RequestSequence | None:
         """Return the running request that loses its blocks to a tenant's first one: the youngest of the tenant that
@@ -295,16 +309,16 @@ class Scheduler:
         if self.jobs:
             self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
         elif self.works_ahead:
-            for one in self._assembled():
+            for one in [one for one in self.ahead if one.translates or not self.running][:1]:
                 filling.add(one, AHEAD_CHUNK)
-
-    def _assembled(self) -> Iterator[PreparedPrompt]:
-        yield from [one for one in self.ahead if one.translates or not self.running][:1]
 
     def done(self, sequence: Sequence) -> None:
         """Remove a sequence from whatever queue it is in."""
-        if isinstance(sequence, RequestSequence) and sequence in self.waiting:
-            self.waiting.remove(sequence)
+        if isinstance(sequence, RequestSequence):
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            if self._service:
+                self._service.ended(sequence)
         for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):
             if sequence in queue:
                 queue.remove(sequence)  # type: ignore[arg-type]

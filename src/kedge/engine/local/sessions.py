@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kedge.cache import CacheManager, EvictionPolicy
@@ -61,6 +61,14 @@ class SessionCaching:
         self.advance()
         self._cache.on_label(namespace, key, tokens, backed_up=False)
         return Turn(key, now, chain)
+
+    def waiting(self, turns: Iterable[Turn]) -> None:
+        """Protect what is cached of waiting prompts by their place in the order of service, those that go last least.
+
+        Places count by powers of two, so that one that goes first changes the labels of few others.
+        """
+        for place, turn in enumerate(turns):
+            self.steps.hold(turn.session, place.bit_length())
 
     def answered(
         self,

@@ -37,7 +37,7 @@ class SessionLinks:
         self.drop(session)
         ends = self._ends.get(namespace, {})
         places = [-back for back in BACK if len(chain) - back >= shared] or [-1]
-        marks = [chain[place] for place in places if chain and chain[place] not in ends]
+        marks = list(dict.fromkeys(chain[at] for at in places if chain and chain[at] not in ends))
         if marks:
             ends.update(dict.fromkeys(marks, session))
             self._ends[namespace] = ends

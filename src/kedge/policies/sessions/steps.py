@@ -62,8 +62,9 @@ class SessionSteps:
 
     def hold(self, key: SessionKey, place: float) -> None:
         """Set the place of a session in flight among those that wait."""
-        self._places[key] = place
-        self._moved.add(key)
+        if self._places.get(key) != place:
+            self._places[key] = place
+            self._moved.add(key)
 
     def answered(
         self,

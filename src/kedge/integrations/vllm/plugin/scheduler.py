@@ -1,8 +1,10 @@
-"""Waiting requests in the order of their steps (KVFlow, section 3.3), for `--scheduling-policy priority`.
+"""The order of waiting requests, for vLLM with
 
-    --scheduling-policy priority --scheduler-cls kedge.integrations.vllm.plugin.scheduler.make_scheduler
+    --scheduler-cls kedge.integrations.vllm.plugin.scheduler.make_scheduler
 
-A request without a priority of its own gets its agent's steps-to-execution: the agent that is due first goes first.
+With `--scheduling-policy priority` it is that of their steps (KVFlow, section 3.3): a request without a priority of its
+own gets its agent's steps-to-execution, and the agent that is due first goes first. With vLLM's default, `fcfs`, it is
+that of arrival, and what is cached first while the live contexts do not fit the cache.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue
 from kedge.types import ReuseMode
 
 LAST_PRIORITY = 1 << 20
@@ -32,20 +36,33 @@ def priority_of(request: Request) -> int:
     return LAST_PRIORITY if math.isinf(next_run.steps) else min(int(next_run.steps), LAST_PRIORITY)
 
 
-class _StepPriority:
-    """A mixin that sets a request's priority before the request is queued."""
+class _Ordered:
+    """A mixin that sets a request's priority before the request is queued, or replaces the queue that needs none."""
+
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
+        self._by_cache: CachedFirstQueue | None = None
+        if self.policy is SchedulingPolicy.FCFS:  # type: ignore[attr-defined]
+            pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+            capacity = pool.num_gpu_blocks * self.block_size  # type: ignore[attr-defined]
+            self.waiting = self._by_cache = CachedFirstQueue(pool, capacity, lambda: self.current_step)  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
         request.priority = priority_of(request)
         super().add_request(request)  # type: ignore[misc]
 
+    def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
+        if self._by_cache is not None:
+            self._by_cache.contexts.ended(request)
+        return super()._free_request(request, *args, **more)  # type: ignore[misc]
 
-class StepScheduler(_StepPriority, Scheduler):
-    """vLLM's scheduler with priorities by step."""
+
+class StepScheduler(_Ordered, Scheduler):
+    """vLLM's scheduler with Kedge's order of waiting requests."""
 
 
-class AsyncStepScheduler(_StepPriority, AsyncScheduler):
-    """vLLM's scheduler that runs ahead of the device, with priorities by step."""
+class AsyncStepScheduler(_Ordered, AsyncScheduler):
+    """vLLM's scheduler that runs ahead of the device, with Kedge's order of waiting requests."""
 
 
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:

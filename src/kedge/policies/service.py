@@ -1,0 +1,198 @@
+"""The order of service among waiting requests: what is cached first, with ageing and a bound on how long any waits.
+
+Under overload, when the contexts of the live sessions do not fit into the cache, first come, first served makes all
+sessions take turns: each finds its KV evicted, and every turn computes a whole history. Here a request's place is its
+number in the order of arrival plus a slack in proportion to the share of its prompt that would have to be computed.
+So whose KV is cached goes on, and a session that was evicted gets in once for several turns of the others; then its
+own next turns find it cached, and they repay its prefill. How many sessions are active at once needs no other cap:
+of `1 + PATIENCE` admissions about one brings a session back.
+
+Without overload the order is that of arrival.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kedge.errors import PlanError
+from kedge.structures.bounded import BoundedDict
+
+PATIENCE = 4.0
+"""Later arrivals, for each request that waits, that may go before one whose whole prompt has to be computed."""
+LOAD_SHARE = 0.1
+"""Cost of loading a token from the host over that of computing it."""
+LOOK_UP_TOKENS = 16_384
+"""Tokens of prompts that one call of `ServiceOrder.order` looks up, beside the prompt of the request that is first."""
+IDLE_SECONDS = 120.0
+"""Seconds for which the context of a session without a request counts as live."""
+MAX_IDLE_SESSIONS = 4096
+T = TypeVar("T", bound=Hashable)
+
+
+def missing_share(total: float, on_device: float, on_host: float = 0) -> float:
+    """Return the share of a prompt of `total` tokens (or blocks) that has to be computed, from 0 to 1. A loaded token
+    costs a part of a computed one.
+    """
+    computed = total - on_device - on_host
+    return max(0.0, min(1.0, (computed + LOAD_SHARE * on_host) / max(1.0, total)))
+
+
+class LiveContexts:
+    """The tokens that the live sessions' contexts need together: sessions with a request that waits or runs, and those
+    that have been idle for less than `IDLE_SECONDS`. O(1) amortised per call.
+    """
+
+    def __init__(self, idle_seconds: float = IDLE_SECONDS, limit: int = MAX_IDLE_SESSIONS) -> None:
+        self._idle_seconds = idle_seconds
+        self._busy: dict[Hashable, list[int]] = {}
+        """Tokens of the requests in the engine"""
+        self._idle: BoundedDict[Hashable, tuple[float, int]] = BoundedDict(limit, lambda _, one: self._add(-one[1]))
+        """When a session's last request ended, and its tokens; in order of time"""
+        self._tokens = 0
+
+    def began(self, session: Hashable, tokens: int) -> None:
+        """Count a request of `tokens` tokens that has arrived."""
+        self.forget(session)
+        requests = self._busy.setdefault(session, [])
+        self._add(max(0, tokens - max(requests, default=0)))
+        requests.append(tokens)
+
+    def ended(self, session: Hashable, began_with: int, tokens: int, now: float) -> None:
+        """Count a request as over that began with `began_with` tokens and has `tokens` now; its session is idle if it
+        has no other. Raises `PlanError` for a request that has not begun.
+        """
+        requests = self._busy.get(session, [])
+        if began_with not in requests:
+            raise PlanError("session", session, f"has no request of {began_with} tokens")
+        before = max(requests)
+        requests.remove(began_with)
+        self._add(max(requests, default=0) - before)
+        if not requests:
+            del self._busy[session]
+            self._add(tokens)
+            self._idle[session] = now, tokens
+
+    def forget(self, session: Hashable) -> None:
+        """Drop an idle session, which is known to be over."""
+        _, tokens = self._idle.pop(session, (0.0, 0))
+        self._add(-tokens)
+
+    def tokens(self, now: float) -> int:
+        """Return the tokens of all live contexts."""
+        while self._idle:
+            session = next(iter(self._idle))
+            if now - self._idle[session][0] < self._idle_seconds:
+                break
+            self.forget(session)
+        return self._tokens
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless the sum is that of the contexts."""
+        busy = sum(max(requests) for requests in self._busy.values())
+        idle = sum(tokens for _, tokens in self._idle.values())
+        if busy + idle != self._tokens or self._busy.keys() & self._idle.keys():
+            raise PlanError("tokens", self._tokens, f"{busy} are busy and {idle} idle")
+
+    def _add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+
+@dataclass(slots=True)
+class _Place:
+    """A waiting item: its number in the order of arrival, its tokens, and its share to compute at a version."""
+
+    arrival: int
+    tokens: int
+    missing: float = 1.0
+    version: int | None = None
+
+
+class ServiceOrder(Generic[T]):
+    """The waiting items of one queue in the order of service.
+
+    Bound: an item is passed by at most `patience * n` of those that arrived after it, where n is the greatest number
+    of items that waited together with it, whatever look-ups answer.
+    """
+
+    def __init__(self, look_up: Callable[[T], float], patience: float = PATIENCE) -> None:
+        """Create an empty order. `look_up` returns the share of an item's tokens that would have to be computed now
+        (see `missing_share`).
+        """
+        self._look_up, self._patience = look_up, patience
+        self._places: OrderedDict[T, _Place] = OrderedDict()
+        """Items whose look-up is oldest first"""
+        self._arrivals = 0
+        self._sorted: list[T] = []
+        self._sorted_for: tuple[int, bool] | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._places
+
+    def push(self, item: T, tokens: int) -> None:
+        """Add an item with a prompt of `tokens` tokens. O(1). Raises `PlanError` for a duplicate."""
+        if item in self._places:
+            raise PlanError("item", item, "waits already")
+        self._arrivals += 1
+        self._places[item] = _Place(self._arrivals, tokens)
+        self._places.move_to_end(item, last=False)
+        self._sorted_for = None
+
+    def remove(self, item: T) -> None:
+        """Remove an item that is admitted, or was withdrawn. Raises `PlanError` for an item that does not wait."""
+        if item not in self._places:
+            raise PlanError("item", item, "does not wait")
+        del self._places[item]
+        self._sorted_for = None
+
+    def order(self, version: int, overloaded: bool) -> list[T]:
+        """Return the items, next first; the caller does not change the list.
+
+        `version` is a number that grows whenever the answers of `look_up` may have changed. Look-ups cost at most
+        `LOOK_UP_TOKENS` tokens and two prompts; other answers may be as old as that makes them. O(n log n) with n items
+        where something has changed, else O(1).
+        """
+        if self._sorted_for == (version, overloaded):
+            return self._sorted
+        if overloaded:
+            self._refresh(version)
+        self._sort(overloaded)
+        if overloaded:
+            self._confirm_first(version)
+        settled = not overloaded or all(place.version == version for place in self._places.values())
+        self._sorted_for = (version, overloaded) if settled else None
+        return self._sorted
+
+    def _refresh(self, version: int) -> None:
+        """Look items up again, the oldest look-ups first, as far as the budget goes; at least one."""
+        left = LOOK_UP_TOKENS
+        for item, place in tuple(self._places.items()):
+            if left <= 0 or place.version == version:
+                return
+            self._look(item, version)
+            left -= place.tokens
+
+    def _confirm_first(self, version: int) -> None:
+        """Look up the first item: it is what is going to be admitted."""
+        for item in self._sorted[:1]:
+            if self._places[item].version != version:
+                self._look(item, version)
+                self._sort(overloaded=True)
+
+    def _look(self, item: T, version: int) -> None:
+        place = self._places[item]
+        place.missing, place.version = max(0.0, min(1.0, self._look_up(item))), version
+        self._places.move_to_end(item)
+
+    def _sort(self, overloaded: bool) -> None:
+        slack = self._patience * len(self._places) if overloaded else 0.0
+
+        def key(entry: tuple[T, _Place]) -> tuple[float, int]:
+            return entry[1].arrival + slack * entry[1].missing, entry[1].arrival
+
+        self._sorted = [item for item, _ in sorted(self._places.items(), key=key)]

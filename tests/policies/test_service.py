@@ -1,0 +1,240 @@
+"""The order of service against a naive twin, its bound under hostile look-ups, and the sum of live contexts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kedge.errors import PlanError
+from kedge.policies.service import LOOK_UP_TOKENS, PATIENCE, LiveContexts, ServiceOrder, missing_share
+
+SHARES = st.floats(-1, 2, allow_nan=False)
+
+
+def order_of(missing: dict[str, float], tokens: int = 1) -> ServiceOrder[str]:
+    order: ServiceOrder[str] = ServiceOrder(missing.__getitem__)
+    for item in missing:
+        order.push(item, tokens)
+    return order
+
+
+def test_what_is_cached_goes_before_what_was_evicted() -> None:
+    assert order_of({"a": 1.0, "b": 0.9, "c": 0.0}).order(0, overloaded=True) == ["c", "b", "a"]
+
+
+def test_first_come_first_served_without_overload() -> None:
+    assert order_of({"a": 1.0, "b": 0.0, "c": 0.5}).order(0, overloaded=False) == ["a", "b", "c"]
+
+
+def test_first_come_first_served_where_all_cost_the_same_or_nearly() -> None:
+    assert order_of({"a": 1.0, "b": 1.0, "c": 1.0}).order(0, overloaded=True) == ["a", "b", "c"]
+    assert order_of({"a": 0.05, "b": 0.0, "c": 0.02}).order(0, overloaded=True) == ["a", "b", "c"]
+
+
+def test_who_has_waited_long_enough_goes_before_what_is_cached() -> None:
+    missing = {"evicted": 1.0, "other": 1.0}
+    order = order_of(missing)
+    order.order(0, overloaded=True)
+    passed = 0
+    while True:
+        item = f"cached{passed}"
+        missing[item] = 0.0
+        order.push(item, 1)
+        first = order.order(0, overloaded=True)[0]
+        if first == "evicted":
+            break
+        assert first == item
+        order.remove(first)
+        passed += 1
+    assert passed == PATIENCE * 3 - 2, "with three waiting, and one number given to `other`"
+
+
+@dataclass
+class Hostile:
+    """Answers look-ups as it is told, whatever it answered before."""
+
+    answers: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, item: int) -> float:
+        return self.answers.get(item, 1.0)
+
+
+EVENTS = st.lists(st.one_of(st.just("arrive"), st.just("serve"), st.just("withdraw"), SHARES), max_size=120)
+
+
+@settings(max_examples=120)
+@given(EVENTS, st.booleans(), st.data())
+def test_nobody_is_passed_by_more_than_the_bound(
+    events: list[str | float], overloaded: bool, data: st.DataObject
+) -> None:
+    hostile = Hostile()
+    order: ServiceOrder[int] = ServiceOrder(hostile)
+    passed: Counter[int] = Counter()
+    together: dict[int, int] = {}
+    arrivals = 0
+    for version, event in enumerate(events):
+        if event == "arrive":
+            arrivals += 1
+            order.push(arrivals, data.draw(st.integers(1, LOOK_UP_TOKENS)))
+            together[arrivals] = 0
+            together = {item: max(most, len(order)) for item, most in together.items()}
+        elif event == "serve" and together:
+            first = order.order(version, overloaded)[0]
+            order.remove(first)
+            del together[first]
+            passed.update(item for item in together if item < first)
+            assert all(passed[item] <= PATIENCE * most for item, most in together.items())
+        elif event == "withdraw" and together:
+            item = data.draw(st.sampled_from(sorted(together)))
+            order.remove(item)
+            del together[item]
+        elif isinstance(event, float) and together:
+            hostile.answers[data.draw(st.sampled_from(sorted(together)))] = event
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 100)), max_size=30), st.booleans())
+def test_the_order_is_that_of_a_naive_look(items: list[tuple[float, int]], overloaded: bool) -> None:
+    order: ServiceOrder[int] = ServiceOrder(lambda item: items[item][0])
+    for number, (_, tokens) in enumerate(items):
+        order.push(number, tokens)
+    slack = PATIENCE * len(items) * overloaded
+    naive = sorted(range(len(items)), key=lambda item: (item + 1 + slack * items[item][0], item))
+    assert order.order(0, overloaded) == naive
+
+
+def test_look_ups_are_bounded_and_the_first_one_is_new() -> None:
+    asked: list[int] = []
+    shares = dict.fromkeys(range(100), 0.5)
+
+    def look_up(item: int) -> float:
+        asked.append(item)
+        return shares[item]
+
+    order: ServiceOrder[int] = ServiceOrder(look_up)
+    for item in shares:
+        order.push(item, LOOK_UP_TOKENS // 4)
+    for _ in range(25):
+        order.order(0, overloaded=True)
+    assert sorted(asked) == list(range(100)), "each once while nothing has changed"
+    order.order(0, overloaded=True)
+    assert len(asked) == 100
+    shares[50] = 0.0
+    asked.clear()
+    order.order(1, overloaded=True)
+    assert len(asked) <= 5
+    for _ in range(25):
+        first = order.order(1, overloaded=True)[0]
+        assert first in asked
+    assert first == 50 and len(asked) == 100
+
+
+def test_who_is_first_by_an_old_look_up_is_looked_up_before_it_is_served() -> None:
+    shares = {"evicted since": 0.0, "a": 0.5, "b": 0.5}
+    order = order_of(shares, LOOK_UP_TOKENS)
+    for _ in range(3):
+        first = order.order(0, overloaded=True)[0]
+    order.remove("a")
+    order.push("a", LOOK_UP_TOKENS)
+    assert first == "evicted since"
+    shares["evicted since"] = 1.0
+    assert order.order(1, overloaded=True) == ["b", "a", "evicted since"]
+
+
+def test_no_look_up_without_overload() -> None:
+    def look_up(item: str) -> float:
+        raise AssertionError(item)
+
+    order: ServiceOrder[str] = ServiceOrder(look_up)
+    order.push("a", 1)
+    assert order.order(0, overloaded=False) == ["a"]
+
+
+def test_a_prompt_beyond_the_budget_is_looked_up_all_the_same() -> None:
+    order: ServiceOrder[str] = ServiceOrder({"a": 1.0, "b": 0.0}.__getitem__)
+    order.push("a", 10 * LOOK_UP_TOKENS)
+    order.push("b", 10 * LOOK_UP_TOKENS)
+    for _ in range(2):
+        order.order(0, overloaded=True)
+    assert order.order(0, overloaded=True) == ["b", "a"]
+
+
+def test_errors_name_the_item() -> None:
+    order = order_of({"a": 1.0})
+    assert "a" in order and len(order) == 1
+    with pytest.raises(PlanError, match="waits already"):
+        order.push("a", 1)
+    order.remove("a")
+    with pytest.raises(PlanError, match="does not wait"):
+        order.remove("a")
+    assert order.order(0, overloaded=True) == []
+
+
+def test_loading_costs_a_part_of_computing() -> None:
+    assert missing_share(100, 100) == 0.0
+    assert missing_share(100, 0) == 1.0
+    assert missing_share(100, 50, 40) == pytest.approx(0.14)
+    assert missing_share(0, 0) == 0.0
+    assert missing_share(10, 12) == 0.0, "blocks may be counted beyond the prompt"
+
+
+class ContextsMachine(RuleBasedStateMachine):
+    """Live contexts against requests and idle sessions that are kept naively."""
+
+    LIMIT, IDLE = 3, 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveContexts(self.IDLE, self.LIMIT)
+        self.now = 0.0
+        self.requests: list[tuple[int, int]] = []
+        self.idle: dict[int, tuple[float, int]] = {}
+
+    @rule(session=st.integers(0, 5), tokens=st.integers(0, 9))
+    def begin(self, session: int, tokens: int) -> None:
+        self.live.began(session, tokens)
+        self.requests.append((session, tokens))
+        self.idle.pop(session, None)
+
+    @rule(data=st.data(), grown=st.integers(0, 9))
+    def end(self, data: st.DataObject, grown: int) -> None:
+        if not self.requests:
+            return
+        session, tokens = request = data.draw(st.sampled_from(self.requests))
+        self.requests.remove(request)
+        self.live.ended(session, tokens, tokens + grown, self.now)
+        if all(other != session for other, _ in self.requests):
+            self.idle[session] = self.now, tokens + grown
+            while len(self.idle) > self.LIMIT:
+                del self.idle[next(iter(self.idle))]
+
+    @rule(session=st.integers(0, 5))
+    def forget(self, session: int) -> None:
+        self.live.forget(session)
+        self.idle.pop(session, None)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def is_the_sum_of_what_is_live(self) -> None:
+        self.live.check_integrity()
+        self.idle = {one: (at, tokens) for one, (at, tokens) in self.idle.items() if self.now - at < self.IDLE}
+        busy = {one: max(tokens for other, tokens in self.requests if other == one) for one, _ in self.requests}
+        assert self.live.tokens(self.now) == sum(busy.values()) + sum(tokens for _, tokens in self.idle.values())
+
+
+TestLiveContexts = ContextsMachine.TestCase
+
+
+def test_a_request_that_has_not_begun_cannot_end() -> None:
+    live = LiveContexts()
+    live.began("a", 5)
+    with pytest.raises(PlanError, match="no request of 6 tokens"):
+        live.ended("a", 6, 6, 0.0)
