@@ -219,7 +219,8 @@ class SessionTracker:
         rate = self._returns.rate(session.kind, session.at)
         self._rank(session, 1 / rate if rate else math.inf)
         if session.at + 1 < len(EDGES):
-            self._set_timer(session, session.idle_since + EDGES[session.at + 1])
+            # Rounded, a bin may begin now and not be reached: a timer that is due at once would be set for ever.
+            self._set_timer(session, max(session.idle_since + EDGES[session.at + 1], math.nextafter(now, math.inf)))
 
     def _cross(self, session: _Session, now: float) -> None:
         """Count the bins in which the session has not returned."""
