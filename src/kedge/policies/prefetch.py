@@ -35,8 +35,10 @@ class Candidate(Generic[Target]):
 
 
 def is_within(step: float | None, window: float) -> bool:
-    """Return whether it is needed within `window` steps. None and infinity are never within."""
-    return step is not None and step <= window and step < math.inf
+    """Return whether it is needed within `window` steps. None and infinity are never within, nor is what a request
+    waits for already (below 0), which demands its load itself.
+    """
+    return step is not None and 0 <= step <= window and step < math.inf
 
 
 def may_replace(victim: StepView, step: float, virtual_step: float, probability: float = 1.0) -> bool:
