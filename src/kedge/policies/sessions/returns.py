@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 from kedge.structures.bounded import BoundedDict
 
-EDGES = tuple(0.5 * (2 ** (step / 2) - 1) for step in range(36))
+EDGES = tuple(0.5 * (2.0**step - 1) for step in range(19))
 """Seconds at which the bins begin; the last one has no end."""
 MAX_CLASSES = 1024
 """Kinds of idle times that are told apart; the one that was seen longest ago is forgotten first."""
@@ -20,7 +20,7 @@ BORROWED = 5.0
 """How many observations of its own outweigh what a class takes over from the wider one."""
 HALF_LIFE = 20_000.0
 """Observations of a class after which older ones count half."""
-PRIOR = 0.06
+PRIOR = 0.12
 """Share that returns in any bin, before anything was seen. The same in every bin, which widen: as under LRU, the value
 of a session falls with its idle time."""
 REFRESH = 1.1
