@@ -56,6 +56,8 @@ class CacheStats:
     transfers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
     failed_copies: int = 0
+    corrupt_blocks: int = 0
+    """Blocks that came from the host with another content than went there: they were dropped and computed again."""
     skipped_backups: int = 0
     """For want of host blocks."""
     denied_loads: int = 0
@@ -88,6 +90,7 @@ class Counters:
     blocks_loaded: int = 0
     blocks_offloaded: int = 0
     failed_copies: int = 0
+    corrupt_blocks: int = 0
     skipped_backups: int = 0
     denied_loads: int = 0
     ignored_labels: int = 0

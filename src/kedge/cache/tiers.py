@@ -136,18 +136,20 @@ class Tiers:
         ended = []
         for transfer, copied in self.transfers.drain():
             self._observe(transfer, copied)
-            if copied.ok and transfer.is_load and self._waits_for_ancestors(transfer):
+            if copied.ok and transfer.is_load:
                 self._landed.append(transfer)
             else:
                 self._land(transfer, copied.ok)
                 ended.append(transfer)
-        return ended + self._land_late()
+        return ended + self._land_loads()
 
     def _observe(self, transfer: Transfer, copied: Copied) -> None:
         if not copied.ok:
             self.counters.failed_copies += 1
         elif transfer.is_load:
-            self.counters.blocks_loaded += transfer.blocks
+            transfer.corrupt = copied.corrupt
+            self.counters.corrupt_blocks += len(copied.corrupt)
+            self.counters.blocks_loaded += transfer.blocks - len(copied.corrupt)
             self.cost.load.observe(transfer.blocks, copied.seconds)
         else:
             self.counters.blocks_offloaded += transfer.blocks
@@ -156,19 +158,26 @@ class Tiers:
         parent = transfer.nodes[0].parent
         return parent is not None and parent.parent is not None and parent.state is State.LOADING
 
-    def _land_late(self) -> list[Transfer]:
+    def _land_loads(self) -> list[Transfer]:
         ended: list[Transfer] = []
-        while ready := [one for one in self._landed if not self._waits_for_ancestors(one)]:
-            for transfer in ready:
-                self._landed.remove(transfer)
-                self._land(transfer, ok=True)
-            ended += ready
+        while ready := next((one for one in self._landed if not self._must_wait(one)), None):
+            self._landed.remove(ready)
+            self._land(ready, ok=True)
+            ended.append(ready)
         return ended
 
+    def _must_wait(self, transfer: Transfer) -> bool:
+        """Return whether a load that has been copied waits for that of its ancestors, or for one under way that reads
+        what has to leave the host with its corrupt blocks.
+        """
+        reading = self.transfers.started() if transfer.corrupt else ()
+        return self._waits_for_ancestors(transfer) or any(one.depends_on(transfer) for one in reading)
+
     def _land(self, transfer: Transfer, ok: bool) -> None:
-        if not ok:
+        corrupt = self._split_off_corrupt(transfer) if ok else None
+        if corrupt or not ok:
             self.counters.ended(transfer, Outcome.FAILED)
-        self._settle(transfer, keep=ok)
+        self._settle(transfer, ok, corrupt)
         if not transfer.is_load:
             self.counters.ended(transfer, Outcome.COMPLETED)
             self.backups.retry()
@@ -176,6 +185,25 @@ class Tiers:
             self._arrived(transfer)
         else:
             self._nothing_arrived(transfer)
+        if corrupt:
+            self.pools.release(self.tree.purge(corrupt))
+
+    def _split_off_corrupt(self, transfer: Transfer) -> TreeNode | None:
+        """Return the node that begins with the first corrupt block of a load, None where all are sound. What else was
+        to be loaded below it ends.
+        """
+        node, used = transfer.first_corrupt()
+        if node is None:
+            return None
+        for one in [one for one in self.pending() if one.depends_on(transfer)]:
+            if one in self._landed:
+                self._landed.remove(one)
+                self._land(one, ok=False)
+            elif one.outcome is None:
+                self.cancel(one)
+        if used:
+            self.tree.index.split(node, used)
+        return node
 
     def _arrived(self, transfer: Transfer) -> None:
         """Count what has just come as just used: a policy by recency would evict it first otherwise."""
@@ -190,13 +218,16 @@ class Tiers:
         self.counters.ended(transfer, Outcome.LATE if late else Outcome.WASTED)
         self._cancel_orphans()
 
-    def _settle(self, transfer: Transfer, keep: bool) -> None:
-        """Give the targets to the nodes that still lack them below what is resident, or back to the pool."""
+    def _settle(self, transfer: Transfer, keep: bool, corrupt: TreeNode | None = None) -> None:
+        """Give the targets to the nodes that still lack them below what is resident, or back to the pool: those of
+        `corrupt` and all after it go back.
+        """
         tier = DEVICE if transfer.is_load else HOST
         spare: list[int] = []
         for node, blocks in transfer.shares():
             node.transfer = None
             assert node.parent is not None
+            keep = keep and node is not corrupt
             if keep and not node.blocks[tier] and node.parent.holds(tier):
                 self._place(node, tier, blocks, transfer)
             else:
