@@ -20,13 +20,15 @@ def pools(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
 
 def naive(filled: list[torch.Tensor], size: int, block: int) -> int:
     """Sum the words of a block, each times the number of its place, with integers of any length."""
-    total = at = 0
+    total = outer = 0
     for pool in filled:
-        bits = pool.shape[-1] * pool.itemsize
-        word = next(one for one in (8, 4, 2, 1) if bits % one == 0)
-        for value in pool[:, block * size : (block + 1) * size].contiguous().view(torch.uint8).view(-1, word).tolist():
-            at += 1
-            total += int.from_bytes(value, "little", signed=word > 1) * odd(at)
+        nbytes = pool.shape[-1] * pool.itemsize
+        word = next(one for one in (8, 4, 2, 1) if nbytes % one == 0)
+        for layer in pool:
+            outer += 1
+            rows = layer[block * size : (block + 1) * size].contiguous().view(torch.uint8).view(-1, word).tolist()
+            for at, row in enumerate(rows, 1):
+                total += int.from_bytes(row, "little", signed=word > 1) * odd(outer) * odd((1 << 32) + at)
     return total % (1 << 64)
 
 
@@ -80,5 +82,5 @@ def test_a_block_in_anothers_place_and_swapped_layers_or_words_show() -> None:
 def test_what_runs_on_a_gpu_gives_the_sums_of_the_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     sums = BlockSums(pools(shape, dtype), 4)
     for pool, weights in zip(sums._pools, sums._weights, strict=True):
-        expected = checksums._weighed_on_one_thread(pool, weights)
-        assert checksums._weighed_on_gpu(pool, weights).tolist() == expected.tolist()
+        expected = checksums._weighed_on_one_thread(pool, *weights)
+        assert checksums._weighed_on_gpu(pool, *weights).tolist() == expected.tolist()
