@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable
 
 from kedge.cache import integrity
 from kedge.cache.backups import Backups
-from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose
+from kedge.cache.copies import BlockFiles, Copied, Copier, Direction, Outcome, Purpose
 from kedge.cache.counters import Reason
+from kedge.cache.disk import DiskTier
+from kedge.cache.disk_writes import DiskLimits
 from kedge.cache.node import DEVICE, HOST, State, Tier, Transfer, TreeNode
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tier_pools import TierPools
@@ -56,11 +58,12 @@ class Tiers:
         copier: Copier | None,
         on_lost: Callable[[TreeNode], None],
         block_bytes: int,
+        files: BlockFiles | None = None,
     ) -> None:
         """Begin with empty tiers; `on_lost` is called with every node that has left the device.
 
-        `block_bytes` is the size of one block's KV. Raises `ConfigError` for a host tier without a copier, or with
-        memory for not a single block.
+        `block_bytes` is the size of one block's KV; `files` are on the disk behind the host tier. Raises `ConfigError`
+        for a host tier without a copier, or with memory for not a single block.
         """
         self.host_blocks = settings.host_pool_size(block_bytes)
         if self.host_blocks and copier is None:
@@ -72,8 +75,13 @@ class Tiers:
         self.transfers = TransferQueue(copier, settings, block_bytes)
         self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
+        self.disk = self._disk(files) if files and self.host_blocks else None
         self._landed: list[Transfer] = []
         """Loads whose copy has ended while the load of their ancestors has not."""
+
+    def _disk(self, files: BlockFiles) -> DiskTier:
+        limits = DiskLimits.of(self.settings, self.block_bytes)
+        return DiskTier(self.pools, self.cost, files, limits, self.backups.limits)
 
     # loads ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +135,8 @@ class Tiers:
         for transfer in self.transfers.pending():
             if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:
                 self.cancel(transfer)
+        if self.disk:
+            self.disk.clear(namespace)
         removed = self.tree.clear(namespace)
         self.pools.release(removed)
         return sum(len(one.blocks) for one in removed)
@@ -142,6 +152,15 @@ class Tiers:
                 self._land(transfer, copied.ok)
                 ended.append(transfer)
         return ended + self._land_loads()
+
+    def drain_disk(self) -> bool:
+        """Land what has been read from the disk. Returns whether anything has ended."""
+        return self.disk is not None and self.disk.drain()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way between the tiers, or a request waits for the disk."""
+        return bool(self.pending()) or (self.disk is not None and self.disk.is_awaited)
 
     def _observe(self, transfer: Transfer, copied: Copied) -> None:
         if not copied.ok:
@@ -180,6 +199,8 @@ class Tiers:
         self._settle(transfer, ok, corrupt)
         if not transfer.is_load:
             self.counters.ended(transfer, Outcome.COMPLETED)
+            if self.disk and ok:
+                self.disk.writes.store(transfer.end)
             self.backups.retry()
         elif transfer.live:
             self._arrived(transfer)
@@ -267,5 +288,8 @@ class Tiers:
         self.tree.check_integrity([*locked, *(transfer.end for transfer in pending)])
         nodes = list(self.tree.nodes())
         integrity.check_owners(self.pools[DEVICE], DEVICE, nodes, [*leased, *self.in_flight(Direction.LOAD)])
-        integrity.check_owners(self.pools[HOST], HOST, nodes, self.in_flight(Direction.OFFLOAD))
+        reading = self.disk.reading if self.disk else []
+        integrity.check_owners(self.pools[HOST], HOST, nodes, [*self.in_flight(Direction.OFFLOAD), *reading])
+        if self.disk:
+            self.disk.check_integrity()
         integrity.check_transfers(nodes, pending)
