@@ -187,6 +187,15 @@ def test_host_blocks_that_are_evicted_before_they_are_written_are_not_stored() -
     assert (world.ask("ABC"), world.ask("XYZ")) == (0, 3)
 
 
+def test_what_is_not_written_yet_is_not_read() -> None:
+    world = DiskWorld()
+    back_up(world, "ABC")
+    world.forget_memory()
+    assert world.demand("ABC") == "ready" and not world.files.reads
+    world.settle()
+    assert world.cache.stats().disk_blocks == 3
+
+
 def test_a_full_host_is_a_miss_and_what_requests_wait_for_stays() -> None:
     world = stored("ABCDE", host_blocks=5, num_blocks=5)
     world.ask("VWXYZ")
