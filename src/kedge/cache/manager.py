@@ -197,8 +197,7 @@ class CacheManager:
         Returns whether any copy has ended. Call this in every step, whatever the queue, and from time to time while
         nothing runs but copies do.
         """
-        came = self.tiers.drain_disk()
-        ended = bool(self.tiers.drain()) or came
+        ended = self.tiers.land()
         self._prefetcher.due |= ended
         if not self._demands.retry():
             self._prefetcher.start()
@@ -250,8 +249,7 @@ class CacheManager:
 
     def clear_all(self) -> int:
         """Clear every namespace. Returns how many blocks that freed."""
-        stored = self.tiers.disk.namespaces() if self.tiers.disk else []
-        return sum(self.clear(namespace) for namespace in {*self._tree.index.namespaces(), *stored})
+        return sum(self.clear(namespace) for namespace in self.tiers.namespaces())
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""

@@ -75,13 +75,9 @@ class Tiers:
         self.transfers = TransferQueue(copier, settings, block_bytes)
         self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
-        self.disk = self._disk(files) if files and self.host_blocks else None
+        self.disk = _disk_behind(self, files) if files and self.host_blocks else None
         self._landed: list[Transfer] = []
         """Loads whose copy has ended while the load of their ancestors has not."""
-
-    def _disk(self, files: BlockFiles) -> DiskTier:
-        limits = DiskLimits.of(self.settings, self.block_bytes)
-        return DiskTier(self.pools, self.cost, files, limits, self.backups.limits)
 
     # loads ----------------------------------------------------------------------------------------------------
 
@@ -153,9 +149,14 @@ class Tiers:
                 ended.append(transfer)
         return ended + self._land_loads()
 
-    def drain_disk(self) -> bool:
-        """Land what has been read from the disk. Returns whether anything has ended."""
-        return self.disk is not None and self.disk.drain()
+    def land(self) -> bool:
+        """Land what has been copied, or read from the disk. Returns whether anything has."""
+        came = self.disk is not None and self.disk.drain()
+        return bool(self.drain()) or came
+
+    def namespaces(self) -> set[Namespace]:
+        """Return the namespaces of which any tier, or the disk, holds something."""
+        return {*self.tree.index.namespaces(), *(self.disk.namespaces() if self.disk else ())}
 
     @property
     def busy(self) -> bool:
@@ -293,3 +294,8 @@ class Tiers:
         if self.disk:
             self.disk.check_integrity()
         integrity.check_transfers(nodes, pending)
+
+
+def _disk_behind(tiers: Tiers, files: BlockFiles) -> DiskTier:
+    limits = DiskLimits.of(tiers.settings, tiers.block_bytes)
+    return DiskTier(tiers.pools, tiers.cost, files, limits, tiers.backups.limits)
