@@ -44,8 +44,8 @@ class Driver(World):
         try:
             self.rng.choices(
                 (self.begin, self.end, self.grow, self.commit, self.ask, self.give_up, self.label)
-                + (self.expect, self.pump, self.copy, self.clear),
-                (18, 18, 2, 6, 10, 2, 12, 12, 20, 12, 0.2),
+                + (self.expect, self.pump, self.copy, self.clear, self.rot),
+                (18, 18, 2, 6, 10, 2, 12, 12, 20, 12, 0.2, 0.15),
             )[0]()
         except OutOfBlocks:
             self.refused += 1
@@ -122,6 +122,9 @@ class Driver(World):
         if self.copier.submitted:
             self.copier.end(self.rng.randrange(len(self.copier.submitted)), ok=self.rng.random() < 0.8)
 
+    def rot(self) -> None:
+        self.copier.corrupted.add(self.rng.randrange(10))
+
     def clear(self) -> None:
         self.cache.clear_all()
 
@@ -163,7 +166,7 @@ def test_integrity_after_every_operation(policy, host_blocks: int, backup_hits: 
     stats = driver.cache.stats()
     if host_blocks:
         assert all(stats.transfers["prefetch"].values()), stats.transfers
-        assert stats.failed_copies and stats.denied_loads and stats.skipped_backups
+        assert stats.failed_copies and stats.corrupt_blocks and stats.denied_loads and stats.skipped_backups
     assert driver.refused and stats.evictions
 
 
@@ -178,7 +181,7 @@ class AnyOrder(RuleBasedStateMachine):
     def request(self, seed: int, name: str) -> None:
         self.act(seed, name)
 
-    @rule(seed=st.integers(0, 1 << 16), name=st.sampled_from(["label", "expect", "pump", "copy", "clear"]))
+    @rule(seed=st.integers(0, 1 << 16), name=st.sampled_from(["label", "expect", "pump", "copy", "clear", "rot"]))
     def workflow(self, seed: int, name: str) -> None:
         self.act(seed, name)
 

@@ -22,6 +22,8 @@ class Reason(StrEnum):
     DEMAND = "demand"
     PREFETCH = "prefetch"
     BACKUP = "backup"
+    DISK = "disk"
+    """For what comes back from the disk."""
     LIMIT = "limit"
     """A tenant had as many host blocks as it may."""
     AHEAD = "ahead"
@@ -56,6 +58,8 @@ class CacheStats:
     transfers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
     failed_copies: int = 0
+    corrupt_blocks: int = 0
+    """Blocks that came from the host with another content than went there: they were dropped and computed again."""
     skipped_backups: int = 0
     """For want of host blocks."""
     denied_loads: int = 0
@@ -71,6 +75,12 @@ class CacheStats:
     host_cached_blocks: int = 0
     offloading_blocks: int = 0
     """Host blocks that a transfer is writing, or is going to."""
+    reading_blocks: int = 0
+    """Host blocks that are being read from the disk."""
+    disk_blocks: int = 0
+    """Blocks on disk, or on their way there."""
+    disk: Mapping[str, float] = field(default_factory=dict)
+    """What the disk tier did since its start, in blocks (see `DiskCounts`); empty without one."""
 
 
 @dataclass(slots=True)
@@ -88,6 +98,7 @@ class Counters:
     blocks_loaded: int = 0
     blocks_offloaded: int = 0
     failed_copies: int = 0
+    corrupt_blocks: int = 0
     skipped_backups: int = 0
     denied_loads: int = 0
     ignored_labels: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.cache.copies import Copier, Direction
+from kedge.cache.copies import BlockFiles, Copier, Direction
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.leases import Lease, Leases
@@ -46,8 +46,10 @@ class CacheManager:
         tiers: TierSettings | None = None,
         copier: Copier | None = None,
         block_bytes: int = 1,
+        files: BlockFiles | None = None,
     ) -> None:
-        """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV.
+        """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV. What `files`
+        have stored on the disk behind the host tier is known from the start.
 
         Raises `ConfigError` for sizes below one, or a host tier without a copier.
         """
@@ -63,7 +65,7 @@ class CacheManager:
         def lost(node: TreeNode) -> None:
             self._prefetcher.consider(node)
 
-        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes)
+        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes, files)
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._prefetcher = Prefetcher(self.tiers, self._probability)
@@ -195,12 +197,12 @@ class CacheManager:
         Returns whether any copy has ended. Call this in every step, whatever the queue, and from time to time while
         nothing runs but copies do.
         """
-        ended = self.tiers.drain()
-        self._prefetcher.due |= bool(ended)
+        ended = self.tiers.land()
+        self._prefetcher.due |= ended
         if not self._demands.retry():
             self._prefetcher.start()
         self.tiers.transfers.start()
-        return bool(ended)
+        return ended
 
     @property
     def version(self) -> int:
@@ -215,7 +217,7 @@ class CacheManager:
     @property
     def transferring(self) -> bool:
         """Whether a copy is queued or under way: blocks may come free without any request ending."""
-        return bool(self.tiers.pending())
+        return self.tiers.busy
 
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` that took `seconds`, which a load has to beat."""
@@ -240,14 +242,14 @@ class CacheManager:
     # upkeep ---------------------------------------------------------------------------------------------------
 
     def clear(self, namespace: Namespace) -> int:
-        """Forget what no lease and no copy under way holds in `namespace`. Returns how many blocks of both tiers that
-        freed.
+        """Forget what no lease and no copy under way holds in `namespace`, on disk too. Returns how many blocks of both
+        tiers that freed.
         """
         return self.tiers.clear(namespace)
 
     def clear_all(self) -> int:
         """Clear every namespace. Returns how many blocks that freed."""
-        return sum(self.clear(namespace) for namespace in self._tree.index.namespaces())
+        return sum(self.clear(namespace) for namespace in self.tiers.namespaces())
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
@@ -266,6 +268,7 @@ class CacheManager:
             host_free_blocks=host,
             host_cached_blocks=host_cached,
             offloading_blocks=offloading,
+            **(tiers.disk.stats() if tiers.disk else {}),
         )
 
     def check_integrity(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kedge.cache import integrity
 from kedge.cache.labels import Labels
-from kedge.cache.node import DEVICE, Share, Tier, TreeNode, split_transfers
+from kedge.cache.node import DEVICE, HOST, Share, Tier, TreeNode, split_transfers
 from kedge.cache.prefix_index import PrefixIndex, Walk
 from kedge.cache.victims import Allowed, choose, choose_of_tenant
 from kedge.errors import OutOfBlocks, PlanError
@@ -124,7 +124,7 @@ class RadixTree:
             raise PlanError("blocks", len(blocks), f"{len(tokens)} tokens fill {len(key) // size}")
         walk = self.index.walk(self.index.root(namespace), key, None)
         node = self.index.ending(walk)
-        adopted, duplicates = self._adopt(node, blocks)
+        adopted, duplicates = _adopt(self, node, blocks)
         if walk.length < len(key):
             rest = list(blocks[walk.length // size :])
             node = self.index.attach(node, key[walk.length :], len(rest))
@@ -166,6 +166,17 @@ class RadixTree:
         held = [(node, tier) for node in below if not node.locks for tier in Tier if node.blocks[tier]]
         return [self._shorten(node, tier, node.size) for node, tier in held]
 
+    def purge(self, node: TreeNode) -> list[Removed]:
+        """Remove `node` and all below it from the host, locked or not; no load may be reading them. What the device
+        lacks leaves the tree. The caller owns the blocks now.
+        """
+        removed = []
+        for step in [one for one in node.subtree() if one.blocks[HOST]][::-1]:
+            removed.append(Removed(step, HOST, self._remove(step, HOST)))
+            if not step.blocks[DEVICE]:
+                self.index.detach(step)
+        return removed
+
     # order ----------------------------------------------------------------------------------------------------
 
     def offer(self, *nodes: TreeNode) -> None:
@@ -200,21 +211,6 @@ class RadixTree:
         self.labels.split(upper, lower)
         split_transfers(upper, lower)
         self.offer(lower)
-
-    def _adopt(self, node: TreeNode, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Give what the device lacks up to `node` the `blocks` of a recompute. Returns (adopted, duplicates)."""
-        adopted: list[int] = []
-        duplicates: list[int] = []
-        at = 0
-        for step in node.path_down():
-            mine = list(blocks[at : at + step.size])
-            at += step.size
-            if theirs := step.blocks[DEVICE]:
-                duplicates += [a for a, b in zip(mine, theirs, strict=True) if a != b]
-            else:
-                self.place(step, DEVICE, mine)
-                adopted += mine
-        return adopted, duplicates
 
     def _take(self, nodes: list[TreeNode], tier: Tier, n: int) -> list[Removed]:
         """Remove `n` blocks of `nodes`, which are in the order in which they go."""
@@ -257,4 +253,20 @@ class RadixTree:
         self.version += 1
         self.shares[tier].by_tenant[node.tenant] -= count
         self.shares[tier].size -= count
-        self.shares[tier].evictable -= count
+        self.shares[tier].evictable -= 0 if node.locks else count
+
+
+def _adopt(tree: RadixTree, node: TreeNode, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Give what the device lacks up to `node` the `blocks` of a recompute. Returns (adopted, duplicates)."""
+    adopted: list[int] = []
+    duplicates: list[int] = []
+    at = 0
+    for step in node.path_down():
+        mine = list(blocks[at : at + step.size])
+        at += step.size
+        if theirs := step.blocks[DEVICE]:
+            duplicates += [a for a, b in zip(mine, theirs, strict=True) if a != b]
+        else:
+            tree.place(step, DEVICE, mine)
+            adopted += mine
+    return adopted, duplicates

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable
 
 from kedge.cache import integrity
 from kedge.cache.backups import Backups
-from kedge.cache.copies import Copied, Copier, Direction, Outcome, Purpose
+from kedge.cache.copies import BlockFiles, Copied, Copier, Direction, Outcome, Purpose
 from kedge.cache.counters import Reason
+from kedge.cache.disk import DiskTier
+from kedge.cache.disk_writes import DiskLimits
 from kedge.cache.node import DEVICE, HOST, State, Tier, Transfer, TreeNode
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tier_pools import TierPools
@@ -56,11 +58,12 @@ class Tiers:
         copier: Copier | None,
         on_lost: Callable[[TreeNode], None],
         block_bytes: int,
+        files: BlockFiles | None = None,
     ) -> None:
         """Begin with empty tiers; `on_lost` is called with every node that has left the device.
 
-        `block_bytes` is the size of one block's KV. Raises `ConfigError` for a host tier without a copier, or with
-        memory for not a single block.
+        `block_bytes` is the size of one block's KV; `files` are on the disk behind the host tier. Raises `ConfigError`
+        for a host tier without a copier, or with memory for not a single block.
         """
         self.host_blocks = settings.host_pool_size(block_bytes)
         if self.host_blocks and copier is None:
@@ -72,6 +75,7 @@ class Tiers:
         self.transfers = TransferQueue(copier, settings, block_bytes)
         self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
+        self.disk = _disk_behind(self, files) if files and self.host_blocks else None
         self._landed: list[Transfer] = []
         """Loads whose copy has ended while the load of their ancestors has not."""
 
@@ -127,6 +131,8 @@ class Tiers:
         for transfer in self.transfers.pending():
             if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:
                 self.cancel(transfer)
+        if self.disk:
+            self.disk.clear(namespace)
         removed = self.tree.clear(namespace)
         self.pools.release(removed)
         return sum(len(one.blocks) for one in removed)
@@ -136,18 +142,34 @@ class Tiers:
         ended = []
         for transfer, copied in self.transfers.drain():
             self._observe(transfer, copied)
-            if copied.ok and transfer.is_load and self._waits_for_ancestors(transfer):
+            if copied.ok and transfer.is_load:
                 self._landed.append(transfer)
             else:
                 self._land(transfer, copied.ok)
                 ended.append(transfer)
-        return ended + self._land_late()
+        return ended + self._land_loads()
+
+    def land(self) -> bool:
+        """Land what has been copied, or read from the disk. Returns whether anything has."""
+        came = self.disk is not None and self.disk.drain()
+        return bool(self.drain()) or came
+
+    def namespaces(self) -> set[Namespace]:
+        """Return the namespaces of which any tier, or the disk, holds something."""
+        return {*self.tree.index.namespaces(), *(self.disk.namespaces() if self.disk else ())}
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way between the tiers, or a request waits for the disk."""
+        return bool(self.pending()) or (self.disk is not None and self.disk.is_awaited)
 
     def _observe(self, transfer: Transfer, copied: Copied) -> None:
         if not copied.ok:
             self.counters.failed_copies += 1
         elif transfer.is_load:
-            self.counters.blocks_loaded += transfer.blocks
+            transfer.corrupt = copied.corrupt
+            self.counters.corrupt_blocks += len(copied.corrupt)
+            self.counters.blocks_loaded += transfer.blocks - len(copied.corrupt)
             self.cost.load.observe(transfer.blocks, copied.seconds)
         else:
             self.counters.blocks_offloaded += transfer.blocks
@@ -156,26 +178,54 @@ class Tiers:
         parent = transfer.nodes[0].parent
         return parent is not None and parent.parent is not None and parent.state is State.LOADING
 
-    def _land_late(self) -> list[Transfer]:
+    def _land_loads(self) -> list[Transfer]:
         ended: list[Transfer] = []
-        while ready := [one for one in self._landed if not self._waits_for_ancestors(one)]:
-            for transfer in ready:
-                self._landed.remove(transfer)
-                self._land(transfer, ok=True)
-            ended += ready
+        while ready := next((one for one in self._landed if not self._must_wait(one)), None):
+            self._landed.remove(ready)
+            self._land(ready, ok=True)
+            ended.append(ready)
         return ended
 
+    def _must_wait(self, transfer: Transfer) -> bool:
+        """Return whether a load that has been copied waits for that of its ancestors, or for one under way that reads
+        what has to leave the host with its corrupt blocks.
+        """
+        reading = self.transfers.started() if transfer.corrupt else ()
+        return self._waits_for_ancestors(transfer) or any(one.depends_on(transfer) for one in reading)
+
     def _land(self, transfer: Transfer, ok: bool) -> None:
-        if not ok:
+        corrupt = self._split_off_corrupt(transfer) if ok else None
+        if corrupt or not ok:
             self.counters.ended(transfer, Outcome.FAILED)
-        self._settle(transfer, keep=ok)
+        self._settle(transfer, ok, corrupt)
         if not transfer.is_load:
             self.counters.ended(transfer, Outcome.COMPLETED)
+            if self.disk and ok:
+                self.disk.writes.store(transfer.end)
             self.backups.retry()
         elif transfer.live:
             self._arrived(transfer)
         else:
             self._nothing_arrived(transfer)
+        if corrupt:
+            self.pools.release(self.tree.purge(corrupt))
+
+    def _split_off_corrupt(self, transfer: Transfer) -> TreeNode | None:
+        """Return the node that begins with the first corrupt block of a load, None where all are sound. What else was
+        to be loaded below it ends.
+        """
+        node, used = transfer.first_corrupt()
+        if node is None:
+            return None
+        for one in [one for one in self.pending() if one.depends_on(transfer)]:
+            if one in self._landed:
+                self._landed.remove(one)
+                self._land(one, ok=False)
+            elif one.outcome is None:
+                self.cancel(one)
+        if used:
+            self.tree.index.split(node, used)
+        return node
 
     def _arrived(self, transfer: Transfer) -> None:
         """Count what has just come as just used: a policy by recency would evict it first otherwise."""
@@ -190,13 +240,16 @@ class Tiers:
         self.counters.ended(transfer, Outcome.LATE if late else Outcome.WASTED)
         self._cancel_orphans()
 
-    def _settle(self, transfer: Transfer, keep: bool) -> None:
-        """Give the targets to the nodes that still lack them below what is resident, or back to the pool."""
+    def _settle(self, transfer: Transfer, keep: bool, corrupt: TreeNode | None = None) -> None:
+        """Give the targets to the nodes that still lack them below what is resident, or back to the pool: those of
+        `corrupt` and all after it go back.
+        """
         tier = DEVICE if transfer.is_load else HOST
         spare: list[int] = []
         for node, blocks in transfer.shares():
             node.transfer = None
             assert node.parent is not None
+            keep = keep and node is not corrupt
             if keep and not node.blocks[tier] and node.parent.holds(tier):
                 self._place(node, tier, blocks, transfer)
             else:
@@ -236,5 +289,13 @@ class Tiers:
         self.tree.check_integrity([*locked, *(transfer.end for transfer in pending)])
         nodes = list(self.tree.nodes())
         integrity.check_owners(self.pools[DEVICE], DEVICE, nodes, [*leased, *self.in_flight(Direction.LOAD)])
-        integrity.check_owners(self.pools[HOST], HOST, nodes, self.in_flight(Direction.OFFLOAD))
+        reading = self.disk.reading if self.disk else []
+        integrity.check_owners(self.pools[HOST], HOST, nodes, [*self.in_flight(Direction.OFFLOAD), *reading])
+        if self.disk:
+            self.disk.check_integrity()
         integrity.check_transfers(nodes, pending)
+
+
+def _disk_behind(tiers: Tiers, files: BlockFiles) -> DiskTier:
+    limits = DiskLimits.of(tiers.settings, tiers.block_bytes)
+    return DiskTier(tiers.pools, tiers.cost, files, limits, tiers.backups.limits)

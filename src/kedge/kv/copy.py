@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kedge.cache.copies import Copied, Copy, Direction
+from kedge.kv.checksums import Seals
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class _Order:
     urgent: bool = False
     done: int = 0
     seconds: float = 0.0
+    corrupt: tuple[int, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, bool, int]:
@@ -69,7 +71,8 @@ class _Order:
 
 class PoolCopier:
     """A copier with its own thread, as `kedge.cache.Copier` specifies: urgent copies first, then loads, then offloads.
-    It copies piece by piece, so that a running copy delays an urgent one by at most a piece.
+    It copies piece by piece, so that a running copy delays an urgent one by at most a piece. What went to the host is
+    verified when it comes back.
 
     On a GPU it uses its own stream, ordered after all work started before `submit`. On the CPU it copies with one
     thread only, since the model needs the others.
@@ -94,6 +97,8 @@ class PoolCopier:
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
+        self.seals = Seals([device for _, device in pools], block_size, pools[0][0].shape[1] // block_size)
+        """The checksums of the host's blocks"""
         self._orders: dict[int, _Order] = {}
         self._changed = threading.Condition()
         self._count = itertools.count()
@@ -151,6 +156,7 @@ class PoolCopier:
         piece = slice(order.done, order.done + self._piece)
         try:
             self._copy(order, piece)
+            order.corrupt += self._verified(order, piece)
         except Exception:  # whatever a driver raises: the cache counts it and computes the blocks
             logger.exception("copy %s failed", order.copy.copy_id)
             return Copied(order.copy.copy_id, ok=False)
@@ -159,7 +165,7 @@ class PoolCopier:
         self._clock.wait(max(0.0, throttled - self._clock.now()), self._closed)
         order.seconds += self._clock.now() - began
         is_whole = order.done == len(order.copy.sources)
-        return Copied(order.copy.copy_id, ok=True, seconds=order.seconds) if is_whole else None
+        return Copied(order.copy.copy_id, True, order.seconds, order.corrupt) if is_whole else None
 
     def _copy(self, order: _Order, piece: slice) -> None:
         """Return once the target holds the data."""
@@ -172,6 +178,15 @@ class PoolCopier:
                 self._copy_runs(source, target, runs)
         if self._stream:
             self._stream.synchronize()
+
+    def _verified(self, order: _Order, piece: slice) -> tuple[int, ...]:
+        """Note the checksums of what went to the host. Returns which blocks of the order came back corrupted."""
+        runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            if order.copy.direction is Direction.LOAD:
+                return tuple(piece.start + at for at in self.seals.broken(runs))
+            self.seals.note(runs)
+        return ()
 
     def _copy_runs(self, source: Tensor, target: Tensor, runs: list[tuple[int, int, int]]) -> None:
         copy_slots = _copy_by_layer if self._cuda else _copy_on_one_thread

@@ -111,5 +111,8 @@ async def ready(service: TheService) -> Response:
 @_router.get("/metrics", response_model=None, response_class=Response, responses=answers(200, kinds=("text/plain",)))
 async def metrics(service: TheService, caller: AnyCaller) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
-    text = service.metrics.exposition(None if caller.is_operator else caller.id)
+    if not caller.is_operator:
+        return Response(service.metrics.exposition(caller.id), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    await service.cache_metrics.refresh()
+    text = service.metrics.exposition(None, service.cache_metrics)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -15,6 +15,7 @@ from kedge.server.calls import GenerationCall, submit_all
 from kedge.server.failures import CallFailure
 from kedge.server.hints import Hints, read_hints
 from kedge.server.meters import Meter, Ticket
+from kedge.server.telemetry.cache_metrics import CacheMetrics
 from kedge.server.telemetry.in_flight import InFlight
 from kedge.server.telemetry.metrics import ServerMetrics
 from kedge.server.telemetry.tracing import CallSpan, Tracing
@@ -45,7 +46,7 @@ class Service:
         self.is_ending = False
         """Whether new work is refused."""
         self.threads = Threads(engine, settings.max_in_flight)
-        self.metrics = ServerMetrics(self.model_name)
+        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
         self.started = int(time.time())
         self._meters: dict[TenantId, Meter] = {}
         self._calls: set[GenerationCall] = set()

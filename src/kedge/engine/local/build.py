@@ -12,13 +12,16 @@ import torch
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.tiered_store import HostBound
 from kedge.cache import CacheManager, EvictionPolicy
+from kedge.cache.disk_writes import DiskLimits
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.disk.disk_files import DiskFiles
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.measuring import measure
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
+from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
@@ -92,13 +95,35 @@ def core(
     host = HostStorage(storage, host_blocks)
     copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if host_blocks else None
     policy = policy or policy_of(config.tiers)
-    cache = CacheManager(num_blocks, config.block_size, policy, config.tiers, copier, block_bytes)
+    files = disk_files(runner, config, host, copier, on_copied)
+    cache = CacheManager(num_blocks, config.block_size, policy, config.tiers, copier, block_bytes, files)
+    carriers = tuple(one for one in (copier, files) if one is not None)
     loading = Loading(cache, config.tiers, has_host=copier is not None)
     assembler = components.assembler(runner, storage)
-    built = EngineCore(runner, cache, storage, runtime, loading, copier, assembler, costs, config, capacity)
+    built = EngineCore(runner, cache, storage, runtime, loading, carriers, assembler, costs, config, capacity)
     if config.planner.by_cost:
         measure(costs, runner, storage, capacity)
     return built, capacity
+
+
+def disk_files(
+    runner: ModelRunner,
+    config: EngineSettings,
+    host: HostStorage,
+    copier: TorchCopier | None,
+    on_done: Callable[[], None],
+) -> DiskFiles | None:
+    """Return the files behind the host tier, if there are to be any. Raises `ConfigError`."""
+    path = config.tiers.disk_path
+    if path is None or copier is None:
+        return None
+    identity = model_digest(runner).hexdigest()
+    try:
+        DiskLimits.of(config.tiers, runner.spec.bytes_per_token * config.block_size)
+        return DiskFiles(path, identity, host, config.block_size, copier.seals, on_done)
+    except BaseException:
+        copier.close()
+        raise
 
 
 def _blocks(spec: KVSpec, config: EngineSettings) -> int:

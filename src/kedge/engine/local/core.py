@@ -21,6 +21,7 @@ from kedge.engine.local.answers import Answers
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import Assembler
 from kedge.engine.local.costs import EngineCosts
+from kedge.engine.local.disk.disk_files import DiskFiles
 from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.inspection import Inspection
@@ -56,15 +57,15 @@ class EngineCore:
         storage: PagedStorage,
         runtime: Runtime,
         loading: Loading,
-        copier: TorchCopier | None,
+        carriers: tuple[TorchCopier | DiskFiles, ...],
         assembler: Assembler,
         costs: EngineCosts,
         config: EngineSettings,
         capacity: int,
     ) -> None:
-        """Build the engine; `capacity` is the tokens of the device tier."""
+        """Build the engine; `capacity` is the tokens of the device tier, `carriers` move blocks between tiers."""
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
-        self._copier, self._assembler, self._costs = copier, assembler, costs
+        self._carriers, self._assembler, self._costs = carriers, assembler, costs
         self._sessions = SessionCaching(cache, is_on=config.tiers.policy == "sessions")
         self._fixed = FixedPrompts(cache, self._sessions)
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
@@ -265,5 +266,5 @@ class EngineCore:
         for sequence in self.requests.sequences:
             self.requests.end(sequence, error)
         self._preassembly.shut()
-        if self._copier:
-            self._copier.close()
+        for carrier in self._carriers:
+            carrier.close()

@@ -95,12 +95,16 @@ class ServerMetrics:
         if status == "saved":
             self._snapshot_time.labels(NO_TENANT).set(time.time())
 
-    def exposition(self, tenant: TenantId | None) -> bytes:
-        """Return the metrics in Prometheus' text format: one tenant's series, or all for None."""
+    def exposition(self, tenant: TenantId | None, of_all: Collector | None = None) -> bytes:
+        """Return the metrics in Prometheus' text format: one tenant's series, or for None all, with those `of_all`
+        tenants together.
+        """
         view = CollectorRegistry(auto_describe=False)
         view.register(_TenantView(self._registry, self._model_name, tenant))
         if tenant is None:
             view.register(_IgnoredForecasts(self._ignored_forecasts))
+            if of_all is not None:
+                view.register(of_all)
         return generate_latest(view)
 
 

@@ -14,7 +14,6 @@ deleted.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -23,10 +22,11 @@ from itertools import count
 from pathlib import Path
 
 from kedge.anchors.saving.records import Record
+from kedge.engine.local.folder_lock import lock_folder
 from kedge.engine.local.state.damage import Damage
 from kedge.engine.local.state.files import MANIFEST, PARTIAL, PREVIOUS, SUFFIX, Entry, manifest_of, write_record
 from kedge.engine.local.state.recovery import Recovery
-from kedge.errors import ConfigError, StateRefused
+from kedge.errors import StateRefused
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,10 @@ class StateFolder:
 
     def __init__(self, path: Path, identity: str) -> None:
         """Open and lock the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
-        path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(path, "state")
         self._path, self._identity = path, identity
         self._snapshots: list[list[Entry]] | None = None
         """The last two snapshots, the newer first, once they have been read"""
-        self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError("state", str(path), "another process uses this folder") from None
 
     def close(self) -> None:
         """Unlock the folder."""

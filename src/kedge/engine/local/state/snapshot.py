@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,6 +18,7 @@ from kedge.anchors.saving.records import names, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.model.identity import add, model_digest
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.state.damage import Damage
 from kedge.engine.local.state.files import Entry, Name
@@ -31,10 +30,6 @@ from kedge.settings import AnchorSettings
 logger = logging.getLogger(__name__)
 TRIES = 8
 """Attempts to record a pool that keeps changing, before its earlier record is used."""
-SAMPLED = 64
-"""Sampled elements of every weight that are part of a model's identity."""
-_CHANCE = frozenset({"_name_or_path", "dtype", "transformers_version"})
-"""Config entries that do not identify the model"""
 T = TypeVar("T")
 
 
@@ -160,22 +155,12 @@ def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
 
 
 def identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
-    """Return a digest of everything that saved KV depends on: config, every weight's name, shape, dtype and a sample of
-    its elements, tokenizer, and the settings of how values are compared.
+    """Return a digest of everything that saved KV depends on: the model, the tokenizer, and the settings of how values
+    are compared.
     """
-    digest = hashlib.sha256()
-    config = {k: v for k, v in runner.model.config.to_dict().items() if k not in _CHANCE}
-    _add(digest, {"config": config, "kv": asdict(runner.spec)})
-    for name, weight in sorted(runner.model.state_dict().items()):
-        _add(digest, [name, list(weight.shape), str(weight.dtype)])
-        flat = weight.detach().flatten()
-        digest.update(flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy().tobytes())
+    digest = model_digest(runner)
     inner = tokenizer.inner
-    _add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
+    add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
     compared = ("estimator", "match_layer", "match_dim", "top_k", "tau", "temperature")
-    _add(digest, anchors.model_dump(include=set(compared)))
+    add(digest, anchors.model_dump(include=set(compared)))
     return digest.hexdigest()
-
-
-def _add(digest: Any, data: object) -> None:
-    digest.update(json.dumps(data, sort_keys=True, default=str).encode())

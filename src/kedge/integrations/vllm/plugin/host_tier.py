@@ -6,7 +6,7 @@
 | targets          | held, without a hash: lookups miss them    | hashed, owned and free; without KV on failure |
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
-request: blocks that did not arrive are computed.
+request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
 """
 
 from __future__ import annotations
@@ -192,16 +192,19 @@ class HostTier:
     def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
         source, target = self._pools(transfer.copy.direction)
         if result.ok:
-            self._publish(transfer, target)
+            self._publish(transfer, target, result.corrupt)
+        source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
         self._count(transfer, result)
         target.free_blocks(reversed(transfer.targets))
         source.free_blocks(reversed(transfer.sources))
         for one in transfer.hashes:
             self._loading.pop(one, None) if transfer.is_load else self._backing_up.discard(one)
 
-    def _publish(self, transfer: BlockTransfer, target: BlockPool) -> None:
-        """Make the targets known by their hashes, except for those that a request has computed meanwhile."""
-        fresh = [i for i, one in enumerate(transfer.hashes) if cached_block(target, one) is None]
+    def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
+        """Make the targets known by their hashes, except for corrupt ones and those that a request has computed
+        meanwhile.
+        """
+        fresh = [i for i, one in enumerate(transfer.hashes) if i not in corrupt and cached_block(target, one) is None]
         for i in fresh:
             tokens = (transfer.first + i + 1) * target.hash_block_size
             key = make_block_hash_with_group_id(transfer.hashes[i], GROUP)
@@ -210,17 +213,19 @@ class HostTier:
             target.free_block_queue.own([transfer.targets[i].block_id for i in fresh], transfer.owner)
 
     def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
-        blocks = len(transfer.hashes)
+        blocks = len(transfer.hashes) - len(result.corrupt)
+        self.counters["corrupt_blocks"] += len(result.corrupt)
         if not result.ok:
             self.counters["failed_copies"] += 1
         elif transfer.is_load:
             self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(blocks, result.seconds)
+            self.cost.load.observe(len(transfer.hashes), result.seconds)
         else:
             self.counters["blocks_offloaded"] += blocks
         if transfer.purpose is Purpose.PREFETCH:
             landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
-            self.counters[f"prefetches_{landed if result.ok else Outcome.FAILED}"] += 1
+            is_whole = result.ok and not result.corrupt
+            self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
 
     def _pools(self, direction: Direction) -> tuple[BlockPool, BlockPool]:
         """Return (source, target)."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
+from kedge.errors import ConfigError
 from kedge.settings import AnchorSettings, PlannerSettings, SettingsSection, TierSettings
 from kedge.settings.vllm import DEFAULT_CAPTURES
 from kedge.types import ReuseMode
@@ -31,6 +32,13 @@ class PluginSettings(SettingsSection):
     """Only `min_translated` is used: vLLM computes nothing in the middle of a prompt."""
     max_captures: PositiveInt = DEFAULT_CAPTURES
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
+
+    @field_validator("tiers")
+    @classmethod
+    def _refuse_disk(cls, tiers: TierSettings) -> TierSettings:
+        if tiers.disk_path is not None:
+            raise ConfigError("engine.tiers.disk_path", str(tiers.disk_path), "vLLM has no disk tier: leave it out")
+        return tiers
 
     @property
     def translation_only(self) -> tuple[AnchorSettings, PlannerSettings]:

@@ -1,0 +1,34 @@
+"""The identity of a model: a digest of all that its KV depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from kedge.engine.local.model.runner import ModelRunner
+
+SAMPLED = 64
+"""Sampled elements of every weight that are part of a model's identity."""
+_CHANCE = frozenset({"_name_or_path", "dtype", "transformers_version"})
+"""Config entries that do not identify the model"""
+
+
+def model_digest(runner: ModelRunner) -> Any:
+    """Return a SHA-256, to be added to, of a model's config and every weight's name, shape, dtype and a sample of its
+    elements.
+    """
+    digest = hashlib.sha256()
+    config = {k: v for k, v in runner.model.config.to_dict().items() if k not in _CHANCE}
+    add(digest, {"config": config, "kv": asdict(runner.spec)})
+    for name, weight in sorted(runner.model.state_dict().items()):
+        add(digest, [name, list(weight.shape), str(weight.dtype)])
+        flat = weight.detach().flatten()
+        digest.update(flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy().tobytes())
+    return digest
+
+
+def add(digest: Any, data: object) -> None:
+    """Add plain data to a digest."""
+    digest.update(json.dumps(data, sort_keys=True, default=str).encode())
