@@ -238,7 +238,7 @@ def test_an_ended_run_protects_nothing(flow: Driver) -> None:
 def test_old_forecasts_expire_without_a_host_tier(flow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow.side, "loads", None)
     flow.answer(call(0, 0), kedge=hints(0))
-    assert len(flow.side.prompts.steps) == AGENTS
+    assert len(flow.side.prompts.steps) >= AGENTS
     later = time.monotonic() + 601
     monkeypatch.setattr("kedge.integrations.vllm.plugin.agent_prompts.time", SimpleNamespace(monotonic=lambda: later))
     flow.answer(call(1, 0))
