@@ -222,6 +222,8 @@ class GenerateRequest:
     fixed: int | None = None
     """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory; out-of-range
     values are ignored."""
+    tool_mark: str = ""
+    """Text that an answer with a tool call has in it, where that is known: it says what the session waits for next."""
     logprobs: int | None = None
     """Return every drawn token's log-probability, and this many of the likeliest tokens'; None: neither."""
     prompt_logprobs: int | None = None

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kedge.engine.local.sessions import chain_of
-from kedge.types import GenerateRequest, SamplingParams, Segment, Source, Tokens
+from kedge.engine.local.sessions import chain_of, stop_reason
+from kedge.policies.sessions import StopReason
+from kedge.types import FinishReason, GenerateRequest, SamplingParams, Segment, Source, Tokens
 from tests.engine.local.test_engine import prompt
 from tests.engine.local.tiering import AMPLE, engine_with, expected
 
@@ -75,6 +76,21 @@ def test_many_sessions_at_once_with_aborts_keep_the_books() -> None:
     with engine_with(num_blocks=40, host_blocks=60) as engine, ThreadPoolExecutor(32) as clients:
         answers = [answer for each in clients.map(session, range(32)) for answer in each]
     assert all(answer == expected(tokens, 3) for tokens, answer in answers) and len(answers) > 64
+
+
+@pytest.mark.parametrize(
+    ("mark", "text", "finish", "stop"),
+    [
+        ("<tool_call>", 'I look.<tool_call>{"name": "ls"}</tool_call>', FinishReason.STOP, StopReason.TOOL),
+        ("<tool_call>", "Done.", FinishReason.STOP, StopReason.USER),
+        ("<tool_call>", "Done.", FinishReason.LENGTH, StopReason.UNKNOWN),
+        ("", "Done.", FinishReason.STOP, StopReason.UNKNOWN),
+    ],
+)
+def test_what_an_answer_ends_with_says_what_the_session_waits_for(
+    mark: str, text: str, finish: FinishReason, stop: StopReason
+) -> None:
+    assert stop_reason(mark, text, finish) is stop
 
 
 def test_a_chain_is_that_of_its_blocks_wherever_it_was_known_before() -> None:

@@ -10,7 +10,7 @@ from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
 from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.sessions import SessionCaching
+from kedge.engine.local.sessions import SessionCaching, stop_reason
 from kedge.errors import ForwardFailed
 from kedge.types import FinishReason, RequestId, ReuseMode
 
@@ -72,7 +72,8 @@ class Requests:
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
         self._cache.finish(sequence.key, sequence.tokens[:exact])
         if sequence.turn and sequence.finish:
-            self._sessions.answered(sequence.turn, sequence.tokens[:exact])
+            stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
+            self._sessions.answered(sequence.turn, sequence.tokens[:exact], stop)
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:

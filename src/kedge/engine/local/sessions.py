@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.policies.eviction import lru
 from kedge.policies.sessions import Guard, SessionHints, SessionKey, SessionSteps, StopReason
-from kedge.types import AgentKey, GenerateRequest, Namespace, ReuseMode
+from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,13 @@ class SessionCaching:
         self.guard.access(key, chain)
         if self.guard.trusted != trusted:
             self._other_policy = self._cache.set_policy(self._other_policy)
+
+
+def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:
+    """Return what a session waits for after the answer `text`, in which a tool call has `tool_mark` ("": unknown)."""
+    if not tool_mark or finish is not FinishReason.STOP:
+        return StopReason.UNKNOWN
+    return StopReason.TOOL if tool_mark in text else StopReason.USER
 
 
 def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:

@@ -11,6 +11,7 @@ from kedge.server.calls import GenerationCall
 from kedge.server.hints import Hints
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import GenerationBody
+from kedge.server.openai.tool_calls import TOOL_MARKS
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.registry import Registered
@@ -125,6 +126,7 @@ class GenerationJob:
             produces=self._produces() if choice == 0 else None,
             trail=self.registered.prompts[self.step.agent].trail if self.registered and self.step else (),
             fixed=self._fixed(segments),
+            tool_mark=TOOL_MARKS.get(tools, "") if (tools := self.context.service.settings.tool_call_parser) else "",
             logprobs=self.body.top_logprobs_count,
             prompt_logprobs=self.body.prompt_logprobs_count,
         )

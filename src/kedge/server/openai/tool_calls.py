@@ -110,6 +110,10 @@ PARSERS: Mapping[ToolCallFormat, Callable[[], ToolParser]] = {"hermes": Hermes, 
 """Parsers by the format that the settings name. The names are vLLM's."""
 
 
+TOOL_MARKS: Mapping[ToolCallFormat, str] = {"hermes": Hermes.OPEN, "llama3_json": '{"name"'}
+"""Text that an answer with a call has in it, by format."""
+
+
 def parser_of(name: ToolCallFormat | None) -> Callable[[], ToolParser]:
     """Return what makes a parser of this format; without a format, one that finds no calls."""
     return PARSERS[name] if name else PlainText
