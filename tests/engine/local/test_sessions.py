@@ -7,9 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kedge.engine.local.sessions import chain_of, stop_reason
+from kedge.cache import CacheManager
+from kedge.engine.local.sessions import SessionCaching, chain_of, stop_reason
+from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import StopReason
-from kedge.types import FinishReason, GenerateRequest, SamplingParams, Segment, Source, Tokens
+from kedge.settings import TierSettings
+from kedge.types import (
+    AgentId,
+    AgentKey,
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    RunId,
+    SamplingParams,
+    Segment,
+    Source,
+    TenantId,
+    Tokens,
+)
 from tests.engine.local.test_engine import prompt
 from tests.engine.local.tiering import AMPLE, engine_with, expected
 
@@ -25,20 +40,54 @@ def grown(tokens: Tokens, answer: Tokens, by: int, seed: int) -> Tokens:
     return (*tokens, *answer, *prompt(seed, by))
 
 
+class Replay:
+    """A cache and its sessions on a virtual clock; blocks have one token."""
+
+    def __init__(self, policy: str, blocks: int) -> None:
+        tiers = TierSettings(policy=policy)
+        self.now, self.cache = 0.0, CacheManager(blocks, 1, policy_of(tiers), tiers)
+        self.sessions = SessionCaching(self.cache, is_on=policy == "sessions", clock=lambda: self.now)
+
+    def serve(self, tokens: Tokens, wait: float = 1.0) -> int:
+        """One request, `wait` seconds after the last one. Returns how many of its tokens were cached."""
+        self.now += wait
+        request = plain(tokens)
+        turn = self.sessions.arrived(request)
+        lease = self.cache.admit(request.request_id, request.namespace, tokens, len(tokens), len(tokens))
+        self.cache.finish(request.request_id, tokens)
+        if turn:
+            self.sessions.answered(turn, tokens)
+        self.cache.check_integrity()
+        return lease.exact_tokens
+
+
 @pytest.mark.parametrize("policy", ["sessions", "lru"])
-def test_sessions_that_come_back_soon_are_kept_while_others_pass(policy: str) -> None:
-    """One session returns after every three prompts of others, which fill the device and never come back."""
-    with engine_with(policy=policy, num_blocks=28) as engine:
-        tokens, hits = (*SYSTEM, *prompt(1, 32)), []
-        for turn in range(12):
-            done = engine.submit(plain(tokens)).result(60)
-            assert done.tokens == expected(tokens, 4)
-            hits.append(done.receipt.tokens(Source.DEVICE) >= len(tokens) - 40 if turn else True)
-            tokens = grown(tokens, done.tokens, 2, 100 + turn)
-            for other in range(3):
-                engine.submit(plain(prompt(1000 + 10 * turn + other, 80), 1)).result(60)
-    late = sum(hits[-4:])
-    assert late == 4 if policy == "sessions" else late == 0
+def test_a_session_that_comes_back_soon_is_kept_while_others_pass(policy: str) -> None:
+    """It returns after every three prompts of others, which fill the cache and never come back."""
+    replay, tokens, kept = Replay(policy, 150), prompt(1, 60), []
+    for turn in range(12):
+        kept.append(replay.serve(tokens) == len(tokens) - 5 if turn else True)
+        tokens = (*tokens, *prompt(100 + turn, 5))
+        for other in range(3):
+            replay.serve(prompt(1000 + 10 * turn + other, 40))
+    assert all(kept[-6:]) if policy == "sessions" else not any(kept[-6:])
+
+
+def test_a_cache_follows_the_guard() -> None:
+    """Two sessions take turns, and both fit; hints that say the opposite lose, until LRU rules."""
+    replay = Replay("sessions", 200)
+    for turn in range(60):
+        for seed in (1, 2):
+            replay.serve(prompt(seed, 40 + turn // 6))
+            wrong = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId(f"{turn}{seed}"))
+            replay.cache.on_forecast({wrong: (0.0, 1.0)})
+            replay.sessions.on_forecast({wrong: (0.0, 1.0)})
+            tokens = prompt(10_000 + 10 * turn + seed, 30)
+            replay.serve(tokens)
+            replay.cache.on_label(wrong.namespace, wrong, tokens)
+            replay.sessions.labelled(wrong, tokens)
+    assert not replay.sessions.guard.trusted
+    assert replay.serve(prompt(1, 50)) + replay.serve(prompt(2, 50)) > 0
 
 
 def test_a_whole_history_comes_back_from_the_host() -> None:
