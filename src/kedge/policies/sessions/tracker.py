@@ -149,7 +149,7 @@ class SessionTracker:
             return
         self._links.put(key, key.namespace, chain, session.blocks or len(chain) - 1)
         session.blocks, session.stop = len(chain), stop
-        session.kind = (stop, session.pace, session.hints.sub_agent, *([tool] if tool else []))
+        session.kind = (stop, (session.pace, session.hints.sub_agent, tool))
         session.due = None if returns_in is None else now + returns_in
         self._ended(session, now)
 
