@@ -167,6 +167,21 @@ def _team_row(row: Row) -> list[str]:
     return [str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["translated_tokens"]), *times, *gains]
 
 
+def vllm_sessions(sessions: Row) -> FittingTable:
+    """Return the table of turns of growing sessions, from `VllmSessionsResult.as_json()`."""
+    rows = [_sessions_row(live, name, row) for live, lanes in sessions["live"].items() for name, row in lanes.items()]
+    headings = ("live", "engine", "turns per min", "hits", "TTFT p50 s", "TTFT p99 s")
+    title = f"sessions: room for {sessions['room_tokens']:,} tokens"
+    return FittingTable(title, headings, rows, keys=2, left=frozenset({"engine"}))
+
+
+def _sessions_row(live: str, name: str, row: Row | None) -> list[str]:
+    if row is None:
+        return [live, name, *["-"] * 4]
+    times = (f"{row[key]:.2f}" for key in ("ttft_p50_s", "ttft_p99_s"))
+    return [live, name, f"{row['turns_per_min']:.0f}", f"{row['hit']:.3f}", *times]
+
+
 def workflow(case: Row) -> FittingTable:
     """Return the table of all eviction policies' figures in a case, from its `as_json()`."""
     ratio, gained = case["load_ratio_measured"], case["speedups"]

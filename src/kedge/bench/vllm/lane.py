@@ -73,10 +73,10 @@ class VllmTrial:
 class VllmLane(AbstractContextManager["VllmLane"]):
     """A vLLM engine. Lanes take turns and keep their state."""
 
-    def __init__(self, model: Path, room: KvRoom, plugin: Mapping[str, Any] | None) -> None:
-        """Start the engine. `plugin`: the plug-in's settings; None is stock vLLM."""
+    def __init__(self, model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, offloaded_blocks: int = 0) -> None:
+        """Start the engine. `plugin`: the plug-in's settings; None is stock vLLM, which may offload to the CPU."""
         self.plugged = plugin is not None
-        self._engine = start(model, room, plugin)
+        self._engine = start(model, room, plugin, offloaded_blocks)
 
     async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> VllmCall:
         """Return a greedy answer of exactly `max_tokens`; `hints` go to the plug-in."""
@@ -116,8 +116,10 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         del self._engine
 
 
-def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None) -> AsyncLLM:
-    """Start an engine; a prompt is one chunk. All lanes' engines differ in the plug-in alone."""
+def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, offloaded_blocks: int = 0) -> AsyncLLM:
+    """Start an engine; a prompt is one chunk. All lanes' engines differ in the plug-in alone, or in the room for
+    vLLM's own CPU offloading.
+    """
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 
     prepare_environment()
@@ -126,9 +128,10 @@ def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None) -> AsyncL
     from vllm.v1.engine.async_llm import AsyncLLM
 
     is_cpu = current_platform.is_cpu()
+    dtype = "float32" if is_cpu else "bfloat16"
     arguments = AsyncEngineArgs(
         model=str(model),
-        dtype="float32" if is_cpu else "bfloat16",
+        dtype=dtype,
         max_model_len=room.longest,
         max_num_batched_tokens=max(2048, room.longest),
         block_size=BLOCK,
@@ -138,8 +141,18 @@ def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None) -> AsyncL
         skip_tokenizer_init=True,
         disable_log_stats=True,
         kv_transfer_config=None if plugin is None else transfer_config(plugin),
+        kv_offloading_size=offloaded_blocks * block_bytes(model, dtype) / 2**30 or None,
     )
     return AsyncLLM.from_engine_args(arguments)
+
+
+def block_bytes(model: Path, dtype: str) -> int:
+    """Return the bytes of a block's keys and values, all layers together."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * BLOCK * (4 if dtype == "float32" else 2)
 
 
 class VllmFlowClient:

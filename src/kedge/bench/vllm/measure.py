@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmClients, VllmLane, VllmTrial
+from kedge.bench.vllm.sessions import SessionLoad, VllmSessionsResult, measure_sessions
 from kedge.bench.vllm.team import TeamResult, TeamSettings, measure_team
 from kedge.bench.workflow.cases import CaseSizes
 from kedge.bench.workflow.figures import FlowWorkload, many_flows, single_flow, unpressed
@@ -27,8 +28,8 @@ from kedge.bench.workflow.peer import peer
 from kedge.errors import ConfigError
 
 STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
-TEAM = "team"
-CASES = ("cycle", "no-hints", "no-pressure", "flows", "peer", TEAM)
+TEAM, SESSIONS = "team", "sessions"
+CASES = ("cycle", "no-hints", "no-pressure", "flows", "peer", TEAM, SESSIONS)
 CONTROLS = ("no-hints", "no-pressure")
 """Cases in which nothing can be gained."""
 Progress = Callable[[str], None]
@@ -46,6 +47,7 @@ class VllmBenchSettings:
     """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
     shape: CaseSizes = field(default_factory=CaseSizes)
     team: TeamSettings = field(default_factory=TeamSettings)
+    sessions: SessionLoad = field(default_factory=SessionLoad)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,14 +109,19 @@ def summary(trials: Sequence[VllmTrial]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VllmResult:
-    """All cases of workflow-aware caching and, if measured, the team with translated messages."""
+    """All cases of workflow-aware caching and, if measured, the team with translated messages and the sessions."""
 
     cases: Sequence[VllmCase]
     team: TeamResult | None
+    sessions: VllmSessionsResult | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
-        return {"cases": [case.as_json() for case in self.cases], TEAM: self.team and self.team.as_json()}
+        return {
+            "cases": [case.as_json() for case in self.cases],
+            TEAM: self.team and self.team.as_json(),
+            SESSIONS: self.sessions and self.sessions.as_json(),
+        }
 
 
 def measure(settings: VllmBenchSettings, progress: Progress = lambda _: None) -> VllmResult:
@@ -127,10 +134,13 @@ def measure(settings: VllmBenchSettings, progress: Progress = lambda _: None) ->
 
 
 async def _measure(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
-    names = [name for name in settings.cases if name != TEAM]
+    names = [name for name in settings.cases if name not in (TEAM, SESSIONS)]
     cases = [await _case(name, workload(name, settings, vocab), settings, model, progress) for name in names]
     team = await measure_team(settings.team, model, vocab, progress) if TEAM in settings.cases else None
-    return VllmResult(cases, team)
+    sessions = None
+    if SESSIONS in settings.cases:
+        sessions = await measure_sessions(settings.sessions, model, vocab, progress)
+    return VllmResult(cases, team, sessions)
 
 
 def require_vllm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +55,11 @@ class Twin:
         steps = [self.steps[owner] for owner in self.owners.get(block, ())]
         return self.policy(Kept(self.kept[block], min(steps, default=None), block in self.varying))
 
+    def sort_key(self, block: int) -> tuple[float, ...]:
+        return self.key(block)
+
     def order(self) -> list[int]:
-        return self.loose + sorted(self.kept, key=self.key)
+        return self.loose + sorted(self.kept, key=self.sort_key)
 
     def take(self, n: int) -> list[int]:
         taken = self.order()[:n]
@@ -89,23 +93,54 @@ class Twin:
             self.steps[owner] = step
 
 
+@dataclass
+class WholeTwin(Twin):
+    """Blocks of one owner set go together, from the one that was added last. Sets are looked up in the queue."""
+
+    set_of: Callable[[int], Any] = lambda _: None
+    stamps: dict[Any, int] = field(default_factory=dict)
+    """When blocks were last added to a set"""
+    places: dict[int, int] = field(default_factory=dict)
+
+    def keep(self, blocks: list[int]) -> None:
+        last = None
+        for place, block in enumerate(blocks):
+            found = self.set_of(block)
+            self.clock += found is not last
+            last = found
+            self.stamps[found] = self.kept[block] = self.clock
+            self.places[block] = place
+
+    def key(self, block: int) -> tuple[float, ...]:
+        found = self.set_of(block)
+        step, varying = found.step, found.varying
+        return self.policy(Kept(self.kept[block] if found.stamp is None else self.stamps[found], step, varying))
+
+    def sort_key(self, block: int) -> tuple[float, ...]:
+        newest_first = self.set_of(block).stamp is not None
+        return *self.key(block), -self.kept[block] if newest_first else self.kept[block], self.places[block]
+
+
 class Machine(RuleBasedStateMachine):
     """vLLM's calls in any order: blocks are held or free, and only held ones change owners."""
 
     policy: StepPolicy = staticmethod(POLICY)
+    whole = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [Block(i) for i in range(BLOCKS)]
-        self.queue = StepFreeQueue(self.blocks, BLOCKS, self.policy)
+        self.queue = StepFreeQueue(self.blocks, BLOCKS, self.policy, self.whole)
         self.twin = Twin(self.policy, list(range(BLOCKS)))
+        if self.whole:
+            self.twin = WholeTwin(self.policy, list(range(BLOCKS)), set_of=lambda i: self.queue._owners.set_of[i])
         self.held: list[int] = []
 
     @rule(n=st.integers(0, BLOCKS))
     def allocate(self, n: int) -> None:
         n = min(n, self.queue.num_free_blocks)
-        taken = [block.block_id for block in self.queue.popleft_n(n)]
-        assert taken == self.twin.take(n)
+        taken = self.twin.take(n)
+        assert [block.block_id for block in self.queue.popleft_n(n)] == taken
         self.held += taken
 
     @precondition(lambda self: self.held)
@@ -150,6 +185,23 @@ class Machine(RuleBasedStateMachine):
         self.queue.mark_suffix(chosen)
         self.twin.varying |= {block for block in chosen if block not in self.twin.owners}
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), owner=st.sampled_from(AGENTS))
+    def own_history(self, data: st.DataObject, owner: str) -> None:
+        """A prompt of which the owner has a prefix: it leaves behind what is free."""
+        if owner not in self.twin.steps:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        chosen.sort(key=lambda block: owner not in self.twin.owners.get(block, ()))
+        left = [block.block_id for block in self.queue.own_history(chosen, owner)]
+        assert set(left) == {block for block in self.twin.kept if owner in self.twin.owners.get(block, ())}
+        for block in left:
+            self.twin.owners[block].discard(owner)
+        self.twin.keep(left)
+        for block in chosen:
+            self.twin.owners.setdefault(block, set()).add(owner)
+            self.twin.varying.discard(block)
+
     @rule(owner=st.sampled_from(AGENTS), step=st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, None]))
     def forecast(self, owner: str, step: float | None) -> None:
         self.queue.on_forecast({owner: None if step is None else (step, 1.0)})
@@ -186,9 +238,16 @@ class LruMachine(Machine):
     policy = staticmethod(lru)
 
 
+class WholeMachine(Machine):
+    whole = True
+
+
 TestSteps = Machine.TestCase
 TestLru = LruMachine.TestCase
-TestSteps.settings = TestLru.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestWhole = WholeMachine.TestCase
+TestSteps.settings = TestLru.settings = TestWhole.settings = settings(
+    max_examples=25, stateful_step_count=40, deadline=None
+)
 
 
 def queue_of(blocks: list[Block]) -> StepFreeQueue:
@@ -272,3 +331,43 @@ def test_a_block_that_is_not_free_cannot_be_removed() -> None:
     queue = queue_of([Block(0)])
     with pytest.raises(PlanError):
         queue.remove(queue.popleft())
+
+
+def test_what_a_session_leaves_behind_goes_first() -> None:
+    blocks = [Block(i) for i in range(6)]
+    queue = StepFreeQueue(blocks, 6, steps_to_execution(math.inf))
+    held = queue.popleft_n(6)
+    queue.on_forecast({"s": (1, 1.0), "other": (9, 1.0)})
+    queue.own_history([0, 1, 2, 3], "s")
+    queue.own_history([5], "other")
+    queue.append_n(held[::-1])
+    for block in (0, 1):
+        queue.remove(blocks[block])
+    assert queue.own_history([0, 1], "s") == [blocks[3], blocks[2]]
+    queue.append_n([blocks[1], blocks[0]])
+    queue.check_integrity()
+    assert [block.block_id for block in queue.popleft_n(6)] == [4, 3, 2, 5, 1, 0]
+
+
+def test_a_prompt_that_was_found_in_other_blocks_is_owned_there() -> None:
+    blocks = [Block(i) for i in range(6)]
+    queue = queue_of(blocks)
+    queue.popleft_n(6)
+    queue.on_forecast({"s": (1, 1.0)})
+    queue.own_history([0, 1, 2], "s")
+    queue.append_n([blocks[1], blocks[0]])
+    assert queue.own_history([4, 5, 2, 3], "s") == [blocks[1], blocks[0]]
+    assert [queue.owned_prefix([block], "s") for block in range(6)] == [0, 0, 1, 1, 1, 1]
+    queue.check_integrity()
+
+
+def test_a_history_that_grows_by_parts_is_evicted_from_its_end() -> None:
+    blocks = [Block(i) for i in range(7)]
+    queue = StepFreeQueue(blocks, 7, steps_to_execution(math.inf), whole_sets=True)
+    held = queue.popleft_n(7)
+    queue.on_forecast({"a": (5, 1.0), "b": (5, 1.0)})
+    for owner, part in (("a", [0, 1]), ("b", [2, 3]), ("a", [4, 5])):
+        queue.own(part, owner)
+        queue.append_n([held[block] for block in reversed(part)])
+    queue.append(held[6])
+    assert [block.block_id for block in queue.popleft_n(7)] == [6, 3, 2, 5, 4, 1, 0]

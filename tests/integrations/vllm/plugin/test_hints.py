@@ -16,7 +16,7 @@ from kedge.workflow.steps import NextRun
 TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
-    *("base", "unheard", "base_context", "name", "length"),
+    *("base", "session", "unheard", "base_context", "name", "length"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -35,7 +35,7 @@ def test_all_hints_are_read() -> None:
     call = read(
         {
             "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 3, "steps": {"a": 0, "b": None},
-            "fixed_tokens": 2, "final": True, "reuse": "exact", "produces": "a@0", "base": True,
+            "fixed_tokens": 2, "final": True, "reuse": "exact", "produces": "a@0", "base": True, "session": "s",
         },
         salt="tenant",
     )  # fmt: skip
@@ -44,7 +44,7 @@ def test_all_hints_are_read() -> None:
     assert request.workflow == "w"
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
     assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
-    assert call.final and call.is_base and not call.ignored
+    assert call.final and call.is_base and call.session == "s" and not call.ignored
     assert request.segments == (Segment(TOKENS, "p0"),)
 
 

@@ -15,11 +15,15 @@ from kedge.types import Miss, ReuseMode
 PROMPT = tuple(range(3, 103))
 
 
-def tracked(**state: Any) -> TrackedRequest:
+def tracked(**given: Any) -> TrackedRequest:
     hinted = read_hints("r1", PROMPT, None, {"kedge": {}}, ReuseMode.TRANSLATE)
     assert hinted is not None
     request: Any = SimpleNamespace(num_prompt_tokens=len(PROMPT))
-    return TrackedRequest(hinted, request, **state)
+    state = dict(given)
+    loaded = state.pop("host", range(0))
+    found = TrackedRequest(hinted, request, **state)
+    found.load.tokens = loaded
+    return found
 
 
 @pytest.mark.parametrize(

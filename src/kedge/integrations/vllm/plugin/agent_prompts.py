@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -29,8 +29,11 @@ MAX_TEMPLATES = 4096
 class AgentPrompts:
     """The forecast of every agent with the block hashes of its fixed prompt. Owned by the scheduler."""
 
-    def __init__(self, block_size: int, forecast_ttl: float) -> None:
-        self._block_size = block_size
+    def __init__(
+        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], None] = lambda _: None
+    ) -> None:
+        """Begin without forecasts. `on_forecast` is called with their changes."""
+        self._block_size, self._on_forecast = block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
         self._lengths = FixedLengths()
         self.steps: dict[AgentKey, NextRun] = {}
@@ -86,6 +89,7 @@ class AgentPrompts:
                 self._template_of.pop(key, None)
             else:
                 self.steps[key] = next_run
+        self._on_forecast(changes)
         for pool in self._pools:
             pool.free_block_queue.on_forecast(changes)
         for key in changes:

@@ -16,9 +16,9 @@ GROUP = 0
 """The only KV cache group."""
 
 
-def replace_queue(pool: BlockPool, policy: StepPolicy) -> StepFreeQueue:
+def replace_queue(pool: BlockPool, policy: StepPolicy, whole_sets: bool = False) -> StepFreeQueue:
     """Give a pool a queue with this policy. The pool must have handed out nothing but its null block."""
-    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy)
+    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, whole_sets)
     pool.free_block_queue = queue
     return queue
 
@@ -35,7 +35,7 @@ def leading_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCache
 
 
 def own_prefix(pool: BlockPool, hashes: Sequence[BlockHash], owner: Owner) -> None:
-    """Mark what `pool` has of a fixed prompt as owned by `owner`."""
+    """Mark the longest prefix of `hashes` that `pool` has as owned by `owner`."""
     queue = pool.free_block_queue
     blocks = leading_blocks(pool, hashes)
     pool.touch(blocks)

@@ -1,4 +1,8 @@
-"""The order in which free blocks with KV are evicted: owner sets by policy, the blocks of one set oldest first."""
+"""The order in which free blocks with KV are evicted: owner sets by policy, the blocks of one set oldest first.
+
+A set with a stamp of its own is evicted as a whole, and from the block that was added last: what a session adds later
+is further down in its prompts, and no use without what is before it.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +39,35 @@ class EvictionOrder:
         self._bound = math.inf
 
     def append(self, blocks: Sequence[FreeBlock], set_of: Sequence[OwnerSet]) -> None:
-        """Append freed blocks to the lists of their owner sets (`set_of` by block id), in this order."""
+        """Add freed blocks to the lists of their owner sets (`set_of` by block id), in this order: to the end, or to
+        the front of a set that is evicted as a whole.
+        """
         stamps, clock = self._stamps, self._clock
         owners: OwnerSet | None = None
         last: Any = None
+        after: Any = None
         for block in blocks:
             next_owners = set_of[block.block_id]
             if next_owners is not owners:
                 clock += 1
                 if owners is not None:
-                    self._end_run(owners, last)
-                owners, last = next_owners, next_owners.tail.prev_free_block
+                    self._end_run(owners, last, after)
+                owners = next_owners
+                last, after = _neighbours_of_new(owners)
+                if owners.stamp is not None:
+                    owners.stamp = clock
             stamps[block.block_id] = clock
             block.prev_free_block = last
             last.next_free_block = block
             last = block
         self._clock = clock
         if owners is not None:
-            self._end_run(owners, last)
+            self._end_run(owners, last, after)
 
-    def _end_run(self, owners: OwnerSet, last: Any) -> None:
-        """Close the list of `owners` behind `last`, the last of several appended blocks."""
-        last.next_free_block = owners.tail
-        owners.tail.prev_free_block = last
+    def _end_run(self, owners: OwnerSet, last: Any, after: Any) -> None:
+        """Close the list of `owners` between `last`, the last of several added blocks, and `after`."""
+        last.next_free_block = after
+        after.prev_free_block = last
         if not owners.queued:
             self.enter(owners)
 
@@ -71,12 +81,14 @@ class EvictionOrder:
         owners.take(n if math.isinf(self._bound) else start + self._within_bound(owners, n - start), taken)
         if owners.is_empty:
             self._current, owners.queued = None, False
-        elif len(taken) == start or self._stamps[owners.head.next_free_block.block_id] > self._bound:
+        elif len(taken) == start or self._stamp(owners, owners.head.next_free_block) > self._bound:
             self.enter(owners)
         return owners
 
     def _within_bound(self, owners: OwnerSet, most: int) -> int:
         """Count the leading blocks of `owners` that are as old as the bound, up to `most`."""
+        if owners.stamp is not None:
+            return most if owners.stamp <= self._bound else 0
         stamps, bound = self._stamps, self._bound
         count = 0
         for block in owners:
@@ -129,11 +141,21 @@ class EvictionOrder:
         owners.key = self._key_at(owners, owners.head.next_free_block)
 
     def _key_at(self, owners: OwnerSet, block: FreeBlock) -> EvictionKey:
-        owners.last_access = self._stamps[block.block_id]
+        owners.last_access = self._stamp(owners, block)
         return self._policy(owners)
+
+    def _stamp(self, owners: OwnerSet, block: FreeBlock) -> int:
+        return self._stamps[block.block_id] if owners.stamp is None else owners.stamp
 
     def sort(self, sets: Iterable[OwnerSet]) -> list[Any]:
         """Return the free blocks of `sets` in the order of their eviction. O(n log n) in the number of blocks."""
         ranked = [(self._key_at(owners, block), block) for owners in sets for block in owners]
         ranked.sort(key=lambda pair: pair[0])
         return [block for _, block in ranked]
+
+
+def _neighbours_of_new(owners: OwnerSet) -> tuple[Any, Any]:
+    """Return what the next blocks of a set go between."""
+    if owners.stamp is None:
+        return owners.tail.prev_free_block, owners.tail
+    return owners.head, owners.head.next_free_block

@@ -7,6 +7,7 @@ a block out costs what it costs in vLLM, and evicting a run of blocks one look a
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,14 +24,20 @@ class StepFreeQueue:
     The owners of a block are set while a request holds it, and forgotten when its KV is evicted.
     """
 
-    def __init__(self, blocks: Sequence[FreeBlock], num_blocks: int, policy: StepPolicy) -> None:
-        """`blocks` are free, first to be used first; all block ids are below `num_blocks`."""
+    def __init__(
+        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: StepPolicy, whole_sets: bool = False
+    ) -> None:
+        """`blocks` are free, first to be used first; all block ids are below `num_blocks`.
+
+        With `whole_sets`, blocks with the same owners are evicted one after the other, from the one that was added
+        last: for a pool to which a prompt's blocks are added as it grows, without a use of those before.
+        """
         self.evicted: Counter[str] = Counter()
         """Blocks with KV that were handed out, by step: "varying", "unlabelled", "inf" (unknown), or the number."""
         self.num_free_blocks = 0
         self._empty = OwnerSet()
         """Free blocks without KV worth keeping"""
-        self._owners = BlockOwners(num_blocks)
+        self._owners = BlockOwners(num_blocks, whole_sets)
         self._order = EvictionOrder(policy, num_blocks)
         self.prepend_n(blocks)
 
@@ -110,15 +117,44 @@ class StepFreeQueue:
         """Return whether the step of `owner` is known."""
         return self._owners.has_step(owner)
 
+    def step_of(self, owner: Owner) -> float:
+        """Return the step of an owner that has one."""
+        return self._owners.step_of(owner)
+
     def own(self, block_ids: Iterable[int], owner: Owner) -> None:
-        """Mark blocks that are in use as part of the fixed prompt of `owner`.
+        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
 
         Raises `PlanError` for an owner without a step.
         """
         self._owners.add(block_ids, owner)
 
+    def own_history(self, block_ids: Sequence[int], owner: Owner) -> list[Any]:
+        """Make `owner` own these blocks, all of a prompt that is in use, and no free block.
+
+        Returns the free blocks that it had owned: it has left them behind. O(blocks that change their owners + log n)
+        for a prompt that continues the one before; else O(n). Raises `PlanError` for an owner without a step.
+        """
+        left = [block for owners in self._owners.sets_of(owner) for block in owners]
+        self.leave(left, owner)
+        known = self._owners.owned_prefix(block_ids, owner)
+        if sum(owners.members for owners in self._owners.sets_of(owner)) < known:
+            known = 0  # some of the blocks before are not its own
+        self._owners.add(block_ids[known:], owner)
+        return left
+
+    def leave(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
+        """Remove `owner` from the owners of free blocks. O(blocks)."""
+        for block in blocks:
+            self.remove(block)
+        self._owners.take_away(blocks, owner)
+        self.append_n(blocks)
+
+    def owned_prefix(self, block_ids: Sequence[int], owner: Owner) -> int:
+        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n)."""
+        return self._owners.owned_prefix(block_ids, owner)
+
     def mark_suffix(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks that are in use as following a fixed prompt; those inside of another one stay there."""
+        """Mark blocks that are in use as following a fixed prompt; those that have an owner stay with it."""
         self._owners.mark_suffix(block_ids)
 
     def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
@@ -141,12 +177,14 @@ class StepFreeQueue:
 
     def has_room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
         """Return whether that many free blocks have no KV worth keeping or are in sets that `may_evict` accepts."""
+        return self.room(blocks, may_evict) == blocks
+
+    def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
+        """Return for how many of so many blocks there is room, see `has_room`. O(blocks + owner sets)."""
+        found = 0
         for owners in (self._empty, *(owners for owners in self._owners.sets() if may_evict(owners))):
-            for _ in owners:
-                if not blocks:
-                    return True
-                blocks -= 1
-        return blocks <= 0
+            found += sum(1 for _ in itertools.islice(owners, blocks - found))
+        return found
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""

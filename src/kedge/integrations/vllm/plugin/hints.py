@@ -36,6 +36,8 @@ class HintedRequest:
     """A request with what its hints say."""
 
     request: GenerateRequest
+    session: str = ""
+    """The session whose turn it is, the same in all its requests; "": it is found by the hashes of its blocks"""
     steps: Mapping[AgentId, NextRun] | None = None
     """The forecast of its run"""
     seq: int | None = None
@@ -85,6 +87,7 @@ def read_hints(
     )
     return HintedRequest(
         request,
+        session=reader.take("session", read_text, ""),
         steps=reader.take("steps", _steps, None),
         seq=reader.take("seq", read_whole, None),
         final=reader.take("final", _flag, False),

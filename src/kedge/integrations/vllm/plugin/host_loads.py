@@ -1,38 +1,45 @@
-"""When KV moves between device and host: backups of fixed prompts, loads on demand, and prefetches by forecast."""
+"""When KV moves from the host to the device: when a request arrives, on demand, and by forecast. And its backups."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+
+from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kedge.cache import Copy
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
-from kedge.integrations.vllm.plugin.block_pools import cached_block, own_prefix
+from kedge.integrations.vllm.plugin.backups import HostBackups
+from kedge.integrations.vllm.plugin.block_pools import cached_block
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.messages import CopyResult
-from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
-from kedge.policies.eviction import distance
-from kedge.policies.prefetch import Candidate, is_within
+from kedge.integrations.vllm.plugin.owner_sets import Owner
+from kedge.integrations.vllm.plugin.tracked_request import RequestLoad
+from kedge.policies.eviction import StepView
+from kedge.policies.prefetch import Candidate, is_within, may_replace
 from kedge.settings import TierSettings
 from kedge.workflow.forecast import AgentKey
 
 
 class HostLoads:
-    """The policy of the host tier. Owned by the scheduler."""
+    """The policy of loads. Owned by the scheduler."""
 
     def __init__(self, tier: HostTier, prompts: AgentPrompts, settings: TierSettings, block_size: int) -> None:
         self.tier, self._prompts, self.settings, self._block_size = tier, prompts, settings, block_size
+        self.backups = HostBackups(tier, settings.unlabelled_step)
         self._has_room = False
-        """Whether a copy has ended since the last look for prefetches"""
+        """Whether a copy has ended, or a request has arrived or left, since the last look for prefetches"""
         self._not_worth_loading = 0
 
     @property
     def busy(self) -> bool:
         """Whether a copy is under way, or prefetches are to be looked for."""
-        return self.tier.busy or self._is_due
+        return self.tier.busy or self._is_due or self.backups.busy
 
     @property
     def _is_due(self) -> bool:
@@ -45,65 +52,85 @@ class HostLoads:
         counted["host_evictions"] = sum(self.tier.queue.evicted.values())
         return counted
 
-    def back_up(self, key: AgentKey) -> None:
-        """Order the offload of an agent's fixed prompt, over host blocks that are needed no sooner."""
-        step, virtual = self._prompts.steps[key].steps, self.settings.unlabelled_step
-        hashes = self._prompts.prompts[key]
-        own_prefix(self.tier.host, hashes, key)
-        self.tier.back_up(hashes, key, lambda victim: distance(victim, virtual) >= step)
+    def look_again(self) -> None:
+        """Look for prefetches in this step: requests have changed."""
+        self._has_room = True
 
-    def must_wait(self, tracked: TrackedRequest, computed: int) -> bool:
+    def must_wait(self, load: RequestLoad, computed: int) -> bool:
         """Return whether a request waits for a load of its next block, and has not waited for `max_wait` yet.
 
         The request has KV for its first `computed` tokens.
         """
-        request = tracked.request
+        request = load.request
         block = computed // self._block_size
         if block >= (request.num_tokens - 1) // self._block_size:
             return False
         block_hash = request.block_hashes[block]
         transfer = self.tier.loading(block_hash)
-        if transfer is None and (tracked.load_ordered or not self.tier.holds(block_hash)):
-            tracked.wanted_from = None
+        if transfer is None and (load.is_ordered or not self.tier.holds(block_hash)):
+            load.wanted_from = None
             return False
         if transfer:
             transfer.demanded = True
         else:
-            tracked.wanted_from = block
-        return self._has_patience(tracked, computed)
+            load.wanted_from = block
+        return self._has_patience(load, computed)
 
-    def _has_patience(self, tracked: TrackedRequest, computed: int) -> bool:
+    def _has_patience(self, load: RequestLoad, computed: int) -> bool:
         now = time.monotonic()
-        tracked.waiting_since = now if tracked.waiting_since is None else tracked.waiting_since
-        if now - tracked.waiting_since <= self.settings.max_wait:
-            tracked.host = range(tracked.host.start or computed, tracked.request.num_prompt_tokens)
+        load.waiting_since = now if load.waiting_since is None else load.waiting_since
+        if now - load.waiting_since <= self.settings.max_wait:
+            load.tokens = range(load.tokens.start or computed, load.request.num_prompt_tokens)
             return True
-        tracked.wanted_from, tracked.load_ordered = None, True
+        load.wanted_from, load.is_ordered = None, True
         return False
 
     # once per step --------------------------------------------------------------------------------------------
 
-    def copies(self, requests: Iterable[TrackedRequest], idle: bool) -> tuple[Copy, ...]:
+    def copies(self, requests: Iterable[RequestLoad], idle: bool) -> tuple[Copy, ...]:
         """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
+        self.backups.go_on()
         self._demand(requests, idle)
         if self._is_due:
             self._has_room = self._prompts.changed = False
+            self._load_ahead(requests)
             self._prefetch()
         return self.tier.take_copies()
 
-    def _demand(self, requests: Iterable[TrackedRequest], idle: bool) -> None:
+    def _demand(self, requests: Iterable[RequestLoad], idle: bool) -> None:
         """Order the loads that waiting requests want. Without room for one, an idle engine lets its request compute."""
-        for tracked in [one for one in requests if one.wanted_from is not None]:
-            request = tracked.request
-            hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        for load in [one for one in requests if one.wanted_from is not None]:
+            hashes = self._needed(load)
             _, wanted = self.tier.missing(hashes)
             if not self.tier.load_pays(len(wanted)):
-                tracked.load_ordered, tracked.wanted_from = True, None
+                load.is_ordered, load.wanted_from = True, None
                 self._not_worth_loading += 1
                 continue
-            transfer = self.tier.load(hashes, Purpose.DEMAND, None, lambda _: True)
+            transfer = self.tier.load(hashes, Purpose.DEMAND, load.owner, self._may_evict(load.owner))
             if transfer or (idle and not self.tier.busy):
-                tracked.load_ordered, tracked.wanted_from = True, None
+                load.is_ordered, load.wanted_from = True, None
+
+    def _needed(self, load: RequestLoad) -> list[BlockHash]:
+        """Return the hashes of the blocks that a request does not compute: all but the one with its last token."""
+        return load.request.block_hashes[: (load.request.num_tokens - 1) // self._block_size]
+
+    def _may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
+        """Return what a session's load may evict: what is needed later. A load without an owner may evict all."""
+        queue: StepFreeQueue = self.tier.device.free_block_queue
+        if owner is None or not queue.has_step(owner):
+            return lambda _: True
+        return partial(may_replace, step=queue.step_of(owner), virtual_step=self.settings.unlabelled_step)
+
+    def _load_ahead(self, requests: Iterable[RequestLoad]) -> None:
+        """Load what the next sessions in the queue have on the host, before vLLM looks at them."""
+        slots = self.settings.prefetch_jobs - self.tier.prefetching
+        waiting = (one for one in requests if one.owner is not None and not (one.is_admitted or one.is_ahead))
+        for load in itertools.islice(waiting, max(0, slots)):
+            hashes = self._needed(load)
+            _, wanted = self.tier.missing(hashes)
+            if wanted and self.tier.load_pays(len(wanted)):
+                may_evict = self._may_evict(load.owner)
+                load.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, load.owner, may_evict) is not None
 
     def _prefetch(self) -> None:
         """Load the fixed prompts of the agents that run next, soonest first, over what is needed strictly later."""

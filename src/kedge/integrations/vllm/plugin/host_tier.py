@@ -4,6 +4,8 @@
 |------------------|--------------------------------------------|-----------------------------------------------|
 | sources          | held (`touch`), so nothing overwrites them | as free as before                             |
 | targets          | held, without a hash: lookups miss them    | hashed, owned and free; without KV on failure |
+| before them in a | held on the device, since a load behind    | free, and evicted after the targets           |
+| loaded prompt    | them is no use without them                |                                               |
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
 request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
@@ -12,9 +14,10 @@ request: blocks that did not arrive, or that a rank found corrupt, are computed.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
@@ -22,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from kedge.cache import Copy, Direction
 from kedge.cache.copies import Outcome, Purpose
 from kedge.integrations.vllm.plugin.block_pools import GROUP, cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.cost import CostModel
@@ -44,6 +48,8 @@ class BlockTransfer:
     """Whether a request waits for it."""
     result: CopyResult | None = None
     """Merged over the ranks that have finished"""
+    prefix: list[KVCacheBlock] = field(default_factory=list)
+    """Device blocks of the prompt before those that are loaded"""
 
     @property
     def is_load(self) -> bool:
@@ -52,20 +58,20 @@ class BlockTransfer:
 
 
 class HostTier:
-    """Fixed prompts in host memory. Owned by the scheduler."""
+    """Fixed prompts and histories of sessions in host memory. Owned by the scheduler."""
 
     def __init__(self, device: BlockPool, num_blocks: int, policy: StepPolicy, ranks: int) -> None:
         """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block."""
         self.device = device
         self.host = BlockPool(num_blocks + 1, True, device.hash_block_size)  # vLLM keeps block 0 for itself
-        self.queue = replace_queue(self.host, policy)
+        self.queue = replace_queue(self.host, policy, whole_sets=True)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
         self._ids = itertools.count()
         self._transfers: dict[int, BlockTransfer] = {}
         self._loading: dict[BlockHash, BlockTransfer] = {}
-        self._backing_up: set[BlockHash] = set()
+        self._backing_up: dict[BlockHash, BlockTransfer] = {}
         self._new_copies: list[Copy] = []
 
     @property
@@ -78,6 +84,11 @@ class HostTier:
         """Number of prefetches that have not ended."""
         return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._transfers.values())
 
+    @property
+    def backing_up(self) -> int:
+        """Number of blocks that are being copied to the host."""
+        return len(self._backing_up)
+
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
         return cached_block(self.host, block_hash) is not None
@@ -86,14 +97,33 @@ class HostTier:
         """Return the load that brings this block, if there is one."""
         return self._loading.get(block_hash)
 
-    def missing(self, hashes: Sequence[BlockHash]) -> tuple[int, list[BlockHash]]:
-        """Find the first unbroken run of `hashes` that is on the host only: its index, and its hashes."""
-        at = next((i for i, one in enumerate(hashes) if self._only_on_host(one)), len(hashes))
-        return at, list(itertools.takewhile(self._only_on_host, hashes[at:]))
+    def held_prefix(self, hashes: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks of a prompt the host has, or is about to have. O(log n) look-ups.
 
-    def _only_on_host(self, block_hash: BlockHash) -> bool:
-        on_device = cached_block(self.device, block_hash) is not None or block_hash in self._loading
-        return not on_device and self.holds(block_hash)
+        What is in a tier is a prefix, since prompts are evicted from their ends.
+        """
+        return bisect_left(hashes, True, key=lambda one: one not in self._backing_up and not self.holds(one))
+
+    def owned_prefix(self, hashes: Sequence[BlockHash], owner: Owner) -> int:
+        """Return how many leading blocks of a prompt on the host `owner` owns there. O(log n) look-ups."""
+
+        def is_owned(block_hash: BlockHash) -> bool:
+            block = cached_block(self.host, block_hash)
+            return block is not None and bool(self.queue.owned_prefix([block.block_id], owner))
+
+        return bisect_left(hashes, True, key=lambda one: not is_owned(one))
+
+    def missing(self, hashes: Sequence[BlockHash]) -> tuple[int, Sequence[BlockHash]]:
+        """Find what follows the prefix of `hashes` that is on the device and is on the host: its index, and its hashes.
+
+        O(log n) look-ups. What is being loaded counts as being on the device.
+        """
+
+        def is_on_device(one: BlockHash) -> bool:
+            return one in self._loading or cached_block(self.device, one) is not None
+
+        at = bisect_left(hashes, True, key=lambda one: not is_on_device(one))
+        return at, hashes[at : at + bisect_left(hashes[at:], True, key=lambda one: not self.holds(one))]
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
@@ -116,45 +146,79 @@ class HostTier:
         `may_evict` accepts, except for `reserve` of them, are too few.
         """
         first, wanted = self.missing(hashes)
-        targets = self._load_targets(hashes[:first], len(wanted), may_evict, reserve)
-        if not targets:
+        if not wanted or not self._has_room(self.device, len(wanted) + reserve, may_evict):
             self.counters["denied_loads"] += bool(wanted)
             return None
         sources = leading_blocks(self.host, wanted)
+        wanted = wanted[: len(sources)]
+        prefix, targets = self._load_targets(hashes[:first], len(wanted), may_evict, reserve)
+        if not targets:
+            self.counters["denied_loads"] += 1
+            return None
         transfer = self._enqueue(Direction.LOAD, purpose, wanted, first, sources, targets, owner)
+        transfer.prefix = prefix
         self._loading.update(dict.fromkeys(wanted, transfer))
         return transfer
 
     def _load_targets(
         self, prefix: Sequence[BlockHash], blocks: int, may_evict: Callable[[StepView], bool], reserve: int
-    ) -> list[KVCacheBlock]:
-        """Take device blocks for a load behind `prefix`, whose own blocks are not evicted for it; [] without room."""
+    ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
+        """Take device blocks for a load, and hold those of the `prefix` before it; both are [] without room."""
         above = leading_blocks(self.device, prefix)
         self.device.touch(above)
-        has_room = blocks > 0 and self._has_room(self.device, blocks + reserve, may_evict)
-        targets = self.device.get_new_blocks(blocks) if has_room else []
+        if self._has_room(self.device, blocks + reserve, may_evict):
+            return above, self.device.get_new_blocks(blocks)
         self.device.free_blocks(reversed(above))
-        return targets
+        return [], []
 
-    def back_up(self, hashes: Sequence[BlockHash], owner: Owner, may_evict: Callable[[StepView], bool]) -> None:
-        """Order the offload of those leading device blocks of a prompt that the host lacks, if there is room."""
-        blocks = leading_blocks(self.device, hashes)
-        known = [one in self._backing_up or self.holds(one) for one in hashes[: len(blocks)]]
-        wanted = [one for one, is_known in zip(hashes, known, strict=False) if not is_known]
-        if not wanted:
-            return
-        if not self._has_room(self.host, len(wanted), may_evict):
+    def back_up(
+        self,
+        hashes: Sequence[BlockHash],
+        owner: Owner,
+        may_evict: Callable[[StepView], bool],
+        start: int = 0,
+        limit: int | None = None,
+    ) -> int:
+        """Order the offload of blocks of a prompt, from `start` on, that the device has and the host lacks.
+
+        At most `limit` blocks, and as many as may evict others. Returns the index from which on it is not done.
+        """
+        sources, places, done = self._lacking(hashes, start, limit)
+        room = self._room(self.host, len(sources), may_evict)
+        if room < len(sources):
             self.counters["skipped_backups"] += 1
-            return
-        sources = [block for block, is_known in zip(blocks, known, strict=True) if not is_known]
-        targets = self.host.get_new_blocks(len(wanted))
-        self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, wanted, 0, sources, targets, owner)
-        self._backing_up.update(wanted)
+            sources, done = sources[:room], len(hashes)
+        if sources:
+            wanted = [hashes[at] for at in places[:room]]
+            targets = self.host.get_new_blocks(room)
+            transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, wanted, places[0], sources, targets, owner)
+            self._backing_up.update(dict.fromkeys(wanted, transfer))
+        return done
+
+    def _lacking(
+        self, hashes: Sequence[BlockHash], start: int, limit: int | None
+    ) -> tuple[list[KVCacheBlock], list[int], int]:
+        """Return device blocks that the host lacks, their places in the prompt, and the place after the last look."""
+        blocks, places = list[KVCacheBlock](), list[int]()
+        for at in range(start, len(hashes)):
+            if len(blocks) == limit:
+                return blocks, places, at
+            if hashes[at] in self._backing_up or self.holds(hashes[at]):
+                continue
+            block = cached_block(self.device, hashes[at])
+            if block is None:
+                break
+            blocks.append(block)
+            places.append(at)
+        return blocks, places, len(hashes)
 
     @staticmethod
-    def _has_room(pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
-        queue = pool.free_block_queue
-        return blocks <= queue.num_free_blocks and queue.has_room(blocks, may_evict)
+    def _room(pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
+        queue: StepFreeQueue = pool.free_block_queue
+        return queue.room(min(blocks, queue.num_free_blocks), may_evict)
+
+    def _has_room(self, pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
+        return self._room(pool, blocks, may_evict) == blocks
 
     def _enqueue(
         self,
@@ -195,10 +259,10 @@ class HostTier:
             self._publish(transfer, target, result.corrupt)
         source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
         self._count(transfer, result)
-        target.free_blocks(reversed(transfer.targets))
+        target.free_blocks(reversed(transfer.prefix + transfer.targets))
         source.free_blocks(reversed(transfer.sources))
         for one in transfer.hashes:
-            self._loading.pop(one, None) if transfer.is_load else self._backing_up.discard(one)
+            (self._loading if transfer.is_load else self._backing_up).pop(one, None)
 
     def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
         """Make the targets known by their hashes, except for corrupt ones and those that a request has computed

@@ -5,6 +5,7 @@ Lists run through the two links that vLLM's blocks have for its own free queue. 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,10 @@ from kedge.policies.eviction import EvictionKey
 from kedge.structures.step_counts import StepCounts
 
 Owner = Hashable
-"""The agent whose fixed prompt a block holds: a `kedge.workflow.forecast.AgentKey`, or any other key."""
+"""Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""
+MAX_NAMED = 8
+"""Owners of a set up to which blocks with exactly these owners are brought together in it. What more own is the head
+that their prompts share, and is found through its blocks."""
 
 
 class FreeBlock(Protocol):
@@ -38,10 +42,15 @@ class _ListEnd:
 class OwnerSet:
     """A set of owners with the free blocks that have exactly these owners: the unit that an eviction policy ranks."""
 
-    __slots__ = ("head", "key", "last_access", "members", "owners", "queued", "step", "steps", "tail", "varying")
+    __slots__ = (
+        "head", "key", "last_access", "members", "owners", "queued", "stamp", "step", "steps", "tail", "varying",
+    )  # fmt: skip
 
-    def __init__(self, owners: frozenset[Owner] = frozenset(), varying: bool = False) -> None:
-        self.owners, self.varying = owners, varying
+    def __init__(self, owners: Iterable[Owner] = (), varying: bool = False, stamp: int | None = None) -> None:
+        self.owners, self.varying = set(owners), varying
+        self.stamp = stamp
+        """When blocks were last added, for a set that is evicted as a whole, newest block first; None: each block has
+        its own time"""
         self.steps = StepCounts()
         self.step: float | None = None
         self.last_access = 0
@@ -99,10 +108,12 @@ class OwnerSet:
 
 
 class BlockOwners:
-    """The owner set of every block and the step of every owner."""
+    """The owner set of every block and the step of every owner. A set exists while it has members."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, whole_sets: bool = False) -> None:
+        """Begin without owners; with `whole_sets`, sets of owners are evicted as a whole."""
         self._num_blocks = num_blocks
+        self._stamp = 0 if whole_sets else None
         self._steps: dict[Owner, float] = {}
         self.clear()
 
@@ -111,9 +122,10 @@ class BlockOwners:
         self.unowned, self.suffix = OwnerSet(), OwnerSet(varying=True)
         self.set_of = [self.unowned] * self._num_blocks
         """By block id"""
-        self._by_owners: dict[frozenset[Owner], OwnerSet] = {}
+        self._named: dict[frozenset[Owner], OwnerSet] = {}
+        """Sets by their owners, see `MAX_NAMED`; of two with the same owners this has one"""
         self._owned: set[OwnerSet] = set()
-        """All sets with members that have or had owners; of two with the same owners `_by_owners` has one."""
+        """All sets with members that have or had owners"""
         self._by_owner: dict[Owner, set[OwnerSet]] = {}
 
     def sets(self) -> list[OwnerSet]:
@@ -129,19 +141,50 @@ class BlockOwners:
         """Return whether the step of `owner` is known."""
         return owner in self._steps
 
+    def step_of(self, owner: Owner) -> float:
+        """Return the step of an owner that has one."""
+        return self._steps[owner]
+
+    def sets_of(self, owner: Owner) -> list[OwnerSet]:
+        """Return the sets whose blocks `owner` owns."""
+        return list(self._by_owner.get(owner, ()))
+
+    def owned_prefix(self, block_ids: Sequence[int], owner: Owner) -> int:
+        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n)."""
+        return bisect_left(block_ids, True, key=lambda block_id: owner not in self.set_of[block_id].owners)
+
     # blocks ---------------------------------------------------------------------------------------------------
 
     def add(self, block_ids: Iterable[int], owner: Owner) -> None:
         """Add `owner` to the owners of blocks that are in use. Raises `PlanError` for an owner without a step."""
         if owner not in self._steps:
             raise PlanError("owner", owner, "has no step")
-        wider: dict[OwnerSet, OwnerSet] = {}
+        for owners, members in self.by_set(block_ids).items():
+            if owner in owners.owners:
+                continue
+            if owners in self._owned and len(members) == owners.members:
+                self._widen(owners, owner)
+            else:
+                self._move(members, owners, self._find(frozenset(owners.owners | {owner})))
+
+    def by_set(self, block_ids: Iterable[int]) -> dict[OwnerSet, list[int]]:
+        """Return blocks by the set that they are in. O(n), with one look-up for each run of blocks of one set."""
+        set_of, found = self.set_of, dict[OwnerSet, list[int]]()
+        last: OwnerSet | None = None
+        members: list[int] = []
         for block_id in block_ids:
-            present = self.set_of[block_id]
-            if owner not in present.owners:
-                if present not in wider:
-                    wider[present] = self._find(present.owners | {owner})
-                self._move(block_id, wider[present])
+            owners = set_of[block_id]
+            if owners is not last:
+                last, members = owners, found.setdefault(owners, [])
+            members.append(block_id)
+        return found
+
+    def take_away(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
+        """Remove `owner` from the owners of blocks that are in no list."""
+        for owners, members in self.by_set(block.block_id for block in blocks).items():
+            if owner in owners.owners:
+                others = owners.owners - {owner}
+                self._move(members, owners, self._find(frozenset(others)) if others else self.unowned)
 
     def mark_suffix(self, block_ids: Iterable[int]) -> None:
         """Mark blocks that are in use as following a fixed prompt; owned blocks stay owned."""
@@ -155,19 +198,18 @@ class BlockOwners:
             self.set_of[block.block_id] = self.unowned
         self._remove_members(owners, len(blocks))
 
-    def _move(self, block_id: int, owners: OwnerSet) -> None:
-        before = self.set_of[block_id]
-        self.set_of[block_id] = owners
-        owners.members += 1
-        self._remove_members(before, 1)
+    def _move(self, members: Sequence[int], before: OwnerSet, after: OwnerSet) -> None:
+        for block_id in members:
+            self.set_of[block_id] = after
+        after.members += len(members)
+        self._remove_members(before, len(members))
 
     def _remove_members(self, owners: OwnerSet, count: int) -> None:
         """Count members that have left. A set without members is dropped."""
         owners.members -= count
         if not owners.members and owners in self._owned:
             self._owned.discard(owners)
-            if self._by_owners.get(owners.owners) is owners:
-                del self._by_owners[owners.owners]
+            self._unname(owners)
             for owner in owners.owners:
                 self._by_owner[owner].discard(owners)
 
@@ -194,28 +236,39 @@ class BlockOwners:
     def _remove_owner(self, owner: Owner) -> None:
         """Take `owner` from its sets. Blocks without other owners compete like unowned ones from now on."""
         for owners in self._by_owner.pop(owner, set()):
-            others = owners.owners - {owner}
-            if self._by_owners.get(owners.owners) is owners:
-                del self._by_owners[owners.owners]
-            owners.owners = others
-            if others:
-                self._index(owners)
+            self._unname(owners)
+            owners.owners.discard(owner)
+            self._name(owners)
 
-    def _find(self, owners: frozenset[Owner]) -> OwnerSet:
-        """Return the set with exactly these owners, new where there is none."""
-        found = self._by_owners.get(owners)
+    def _find(self, names: frozenset[Owner]) -> OwnerSet:
+        """Return a set with exactly these owners, new where none is named."""
+        found = self._named.get(names)
         if found is None:
-            found = OwnerSet(owners)
-            for owner in owners:
+            found = OwnerSet(names, stamp=self._stamp)
+            for owner in names:
                 found.change_step(None, self._steps[owner])
+                self._by_owner.setdefault(owner, set()).add(found)
             self._owned.add(found)
-            self._index(found)
+            self._name(found)
         return found
 
-    def _index(self, owners: OwnerSet) -> None:
-        self._by_owners.setdefault(owners.owners, owners)
-        for owner in owners.owners:
-            self._by_owner.setdefault(owner, set()).add(owners)
+    def _widen(self, owners: OwnerSet, owner: Owner) -> None:
+        """Add an owner to a set whose blocks are all in use, so that it is in no order."""
+        self._unname(owners)
+        owners.owners.add(owner)
+        owners.change_step(None, self._steps[owner])
+        self._by_owner.setdefault(owner, set()).add(owners)
+        self._name(owners)
+
+    def _name(self, owners: OwnerSet) -> None:
+        if 0 < len(owners.owners) <= MAX_NAMED:
+            self._named.setdefault(frozenset(owners.owners), owners)
+
+    def _unname(self, owners: OwnerSet) -> None:
+        if len(owners.owners) <= MAX_NAMED:
+            names = frozenset(owners.owners)
+            if self._named.get(names) is owners:
+                del self._named[names]
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the step and the members of every owned set agree with the books."""
@@ -223,3 +276,9 @@ class BlockOwners:
             steps = [self._steps[owner] for owner in owners.owners]
             if owners.step != min(steps, default=None) or owners.members != self.set_of.count(owners):
                 raise PlanError("owners", owners.owners, f"step {owners.step} of {steps}, {owners.members} members")
+        for names, owners in self._named.items():
+            if owners not in self._owned or names != owners.owners:
+                raise PlanError("owners", owners.owners, f"is no set with members that is named {names}")
+        for owner, found in self._by_owner.items():
+            if found != {owners for owners in self._owned if owner in owners.owners}:
+                raise PlanError("owner", owner, "its sets are not those that name it")

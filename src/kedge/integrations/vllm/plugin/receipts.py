@@ -15,7 +15,7 @@ def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...]) -> Receipt:
     total = tracked.request.num_prompt_tokens
     device = min(tracked.device, total)
     reused = min(tracked.device + tracked.translated, total)
-    sources = [Source.HOST if i in tracked.host else Source.DEVICE for i in range(device)]
+    sources = [Source.HOST if i in tracked.load.tokens else Source.DEVICE for i in range(device)]
     sources += [Source.TRANSLATED] * (reused - device) + [Source.COMPUTED] * (total - reused)
     request = tracked.hinted.request
     return Receipt(request.request_id, request.reuse, spans_of(sources), misses)

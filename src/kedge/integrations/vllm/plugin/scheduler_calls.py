@@ -66,13 +66,13 @@ class SchedulerCalls(KVConnectorBase_V1):
             self._scheduler.on_reports(reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        receipt = self._scheduler.on_finish(request, block_ids)
-        return False, None if receipt is None else {"kedge": receipt}
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        receipt = self._scheduler.on_finish(request, block_ids)
+        return False, None if receipt is None else {"kedge": receipt}
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy

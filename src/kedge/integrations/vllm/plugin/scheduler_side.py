@@ -16,29 +16,34 @@ from vllm.v1.request import Request, RequestStatus
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
+from kedge.integrations.vllm.plugin.session_histories import SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
+from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedRequest
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.types import ReuseMode
 
 
 class SchedulerSide:
-    """Requests with hints, from their arrival to their receipts. Parts that are off were never bound."""
+    """Requests, from their arrival to their receipts. Parts that are off were never bound."""
 
     def __init__(self, settings: PluginSettings, block_size: int, ranks: int, translations: Translations) -> None:
         self._settings, self._block_size, self._ranks = settings, block_size, ranks
         self._policy = policy_of(settings.tiers)
         self.translations = translations
-        self.prompts = AgentPrompts(block_size, settings.forecast_ttl)
+        self.sessions = SessionHistories()
+        self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.steps.on_forecast)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}
+        """Requests with hints"""
+        self._loads: dict[str, RequestLoad] = {}
+        """Requests that may be loaded from the host"""
         self._pool: BlockPool | None = None
         self._hash_map: object = None
         """The pool's map of hashes at the last step: vLLM makes a new one when it empties its prefix cache"""
@@ -49,22 +54,29 @@ class SchedulerSide:
         """Take over the order of vLLM's free blocks, and put a host tier behind them if it has blocks."""
         self._pool, self._hash_map = pool, pool.cached_block_hash_to_block
         self.queue = replace_queue(pool, self._policy)
-        if not host_blocks:
-            self.prompts.bind(pool)
-            return
-        tier = HostTier(pool, host_blocks, self._policy, self._ranks)
-        self.loads = HostLoads(tier, self.prompts, self._settings.tiers, self._block_size)
-        self.prompts.bind(pool, tier.host)
+        pools = [pool]
+        if host_blocks:
+            tier = HostTier(pool, host_blocks, self._policy, self._ranks)
+            self.loads = HostLoads(tier, self.prompts, self._settings.tiers, self._block_size)
+            pools.append(tier.host)
+        self.prompts.bind(*pools)
+        if self._settings.tiers.policy == "sessions":
+            self.sessions.bind(*pools)
 
     # requests -------------------------------------------------------------------------------------------------
 
     def on_arrival(self, request: Request) -> None:
-        """Read a new request's hints. A request without hints is ignored from here on."""
+        """Read a new request's hints, if it has any, and find the session that it continues."""
         tokens = tuple(request.prompt_token_ids or ())
         params, default = request.kv_transfer_params, self._settings.reuse
         hinted = read_hints(request.request_id, tokens, request.cache_salt, params, default)
-        if hinted is None:
-            return
+        if hinted is not None:
+            self._on_hints(hinted, request)
+        mode = hinted.request.reuse if hinted else default
+        if mode is not ReuseMode.OFF and not request.abort_immediately and not (hinted and hinted.is_base):
+            self._begin_turn(hinted, request)
+
+    def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
         self._ignored_hints += hinted.ignored
         self._requests[request.request_id] = TrackedRequest(hinted, request)
         if hinted.request.reuse is ReuseMode.OFF:
@@ -73,41 +85,66 @@ class SchedulerSide:
             self.prompts.forecast(hinted, hinted.steps)
         self.translations.on_arrival(hinted, request)
 
+    def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
+        session = self.sessions.arrive(request, hinted)
+        if self.loads and (hinted or session):
+            tracked = self._requests.get(request.request_id)
+            load = tracked.load if tracked else RequestLoad(request)
+            load.owner = session
+            self._loads[request.request_id] = load
+            self.loads.look_again()
+
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` can be translated; None: the request has to wait.
 
         Blocks that are loaded from the host land in the prefix cache, where vLLM finds them.
         """
+        load = self._loads.get(request.request_id)
+        if load and self.loads and self.loads.must_wait(load, computed):
+            return None
+        self.sessions.on_match(request, computed)
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.hinted.request.reuse is ReuseMode.OFF:
             return 0
-        if self.loads and self.loads.must_wait(tracked, computed):
-            return None
         tracked.device = computed
         return self.translations.match(request, computed)
 
     def on_admission(self, request: Request, blocks: tuple[int, ...], translated: int) -> None:
         """Take the blocks of an admitted request; `translated` of its tokens will be translated."""
+        if load := self._loads.get(request.request_id):
+            load.wanted_from, load.is_admitted = None, True
         if tracked := self._requests.get(request.request_id):
-            tracked.wanted_from = None
             tracked.translated = translated
             self.translations.on_admission(request, blocks, translated)
 
-    def on_finish(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
-        """Label the blocks that a request leaves behind. Returns its receipt, None for one without hints."""
+    def on_finish(self, request: Request, blocks: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """Give the blocks that a request leaves behind (by KV cache group) to its agent and its session.
+
+        Returns its receipt, None for one without hints.
+        """
+        block_ids = blocks[0] if blocks else []
+        if self._loads.pop(request.request_id, None) and self.loads:
+            self.loads.look_again()
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is None:
+        hinted = tracked.hinted if tracked else None
+        if hinted is not None:
+            self._label(hinted, request, block_ids)
+        history = self.sessions.finish(request, blocks)
+        if history and self.loads:
+            self.loads.backups.history(history)
+        if tracked is None or hinted is None:
             return None
-        hinted = tracked.hinted
-        if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
-            labelled = self.prompts.label(hinted, request, block_ids)
-            if labelled and self.loads:
-                self.loads.back_up(labelled)
         self.translations.on_finish(hinted, request, block_ids)
         if hinted.final:
             self.prompts.end_run(hinted.run)
             self.translations.end_run(hinted.run)
         return self._receipt(tracked)
+
+    def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
+        if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
+            key = self.prompts.label(hinted, request, block_ids)
+            if key and self.loads:
+                self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
 
     def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:
         request = tracked.request
@@ -132,8 +169,10 @@ class SchedulerSide:
         orders = self.translations.take_orders(output)
         orders.scheduled = output.total_num_scheduled_tokens
         self.prompts.expire()
+        self.sessions.advance()
+        self.sessions.preempted(output.preempted_req_ids or ())
         if self.loads:
-            orders.copies = self.loads.copies(self._requests.values(), idle=not output.total_num_scheduled_tokens)
+            orders.copies = self.loads.copies(self._loads.values(), idle=not output.total_num_scheduled_tokens)
         return orders
 
     def _notice_reset(self) -> None:

@@ -1,19 +1,40 @@
-"""A request with hints, as the scheduler's half of the plug-in follows it."""
+"""Requests as the scheduler's half of the plug-in follows them, from their arrival to their end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.owner_sets import Owner
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
 @dataclass(eq=False, slots=True)
+class RequestLoad:
+    """What a request has and wants from the host."""
+
+    request: Request
+    owner: Owner | None = None
+    """The session that the loaded blocks belong to"""
+    is_admitted: bool = False
+    is_ahead: bool = False
+    """Whether a load was ordered before vLLM looked at it"""
+    tokens: range = range(0)
+    """Tokens of its prompt that it waited for while they were loaded"""
+    waiting_since: float | None = None
+    """Time at which it first had to wait for a load"""
+    wanted_from: int | None = None
+    """Index of the block from which on it wants a load"""
+    is_ordered: bool = False
+    """Whether the load that it waits for was ordered, or given up"""
+
+
+@dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """A request with hints from its arrival to its end, with the sources of its prompt's tokens."""
+    """A request with hints, with the sources of its prompt's tokens."""
 
     hinted: HintedRequest
     request: Request
@@ -21,11 +42,8 @@ class TrackedRequest:
     """Leading tokens whose KV is on the device"""
     translated: int = 0
     """Tokens after them that are translated"""
-    host: range = range(0)
-    """Those of the device's that the request waited for while they were loaded from the host"""
-    waiting_since: float | None = None
-    """Time at which it first had to wait for a load"""
-    wanted_from: int | None = None
-    """Index of the block from which on it wants a load"""
-    load_ordered: bool = False
-    """Whether its one load was ordered, or given up"""
+    load: RequestLoad = field(init=False)
+    """Some of the device's tokens come from here"""
+
+    def __post_init__(self) -> None:
+        self.load = RequestLoad(self.request)

@@ -1,0 +1,175 @@
+"""Growing sessions in a closed loop on real vLLM: stock, stock with its own CPU offloading, and Kedge's plug-in.
+
+Every client has a session that asks, waits for the answer, pauses as for a tool or a person, and asks again with all of
+its history; after some turns it begins a new session. What is asked is synthetic, and pauses are shortened: their shape
+is that of recorded tool calls (median to 90th percentile 1 to 8). No hints are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmLane
+from kedge.types import Tokens
+
+STOCK, NATIVE, KEDGE, KEDGE_HOST = "stock", "stock_offloading", "kedge", "kedge_host"
+LANES = (STOCK, NATIVE, KEDGE, KEDGE_HOST)
+SPREAD = 1.65
+"""Standard deviation of the logarithm of a pause"""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SessionLoad:
+    """The sessions (tokens) and the time that they are measured for."""
+
+    live: Sequence[int] = (4, 16)
+    """Sessions at once: below the cliff, and past it"""
+    head: int = 768
+    added: int = 96
+    output: int = 12
+    turns: tuple[int, int] = (4, 12)
+    """Fewest and most turns of a session"""
+    pause_s: float = 0.3
+    """Median pause"""
+    longest_pause_s: float = 5.0
+    room: int = 6
+    """Sessions of mean length that the device holds"""
+    host: int = 4
+    """Size of the host tier in rooms of the device"""
+    warm_s: float = 8.0
+    measured_s: float = 40.0
+    seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return self.head + self.turns[1] * (self.added + self.output)
+
+    @property
+    def kv(self) -> KvRoom:
+        """The device's room."""
+        mean = self.head + sum(self.turns) / 4 * (self.added + self.output)
+        return KvRoom(int(self.room * mean), self.longest + BLOCK)
+
+
+QUICK_LOAD = SessionLoad(warm_s=4.0, measured_s=12.0)
+"""Shorter measurements."""
+
+
+@dataclass(frozen=True)
+class VllmTurn:
+    """A turn and when its answer had come, in seconds since the start."""
+
+    ended: float
+    call: VllmCall
+
+
+@dataclass(frozen=True)
+class VllmSessionsResult:
+    """All engines' turns in the measured time, by live sessions. None: vLLM cannot run that on this machine."""
+
+    load: SessionLoad
+    turns: Mapping[int, Mapping[str, Sequence[VllmTurn] | None]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
+        live = {
+            str(count): {name: turns and figures(turns, self.load.measured_s) for name, turns in lanes.items()}
+            for count, lanes in self.turns.items()
+        }
+        return {"settings": asdict(self.load), "room_tokens": self.load.kv.tokens, "live": live}
+
+
+def figures(turns: Sequence[VllmTurn], seconds: float) -> dict[str, Any]:
+    """Return rates and times of the turns that ended within so many seconds."""
+    firsts = sorted(turn.call.ttft_s for turn in turns)
+    prompt = sum(len(turn.call.prompt) for turn in turns)
+    return {
+        "turns": len(turns),
+        "turns_per_min": round(60 * len(turns) / seconds, 1),
+        "hit": round(sum(turn.call.cached for turn in turns) / prompt, 4),
+        "ttft_p50_s": round(statistics.median(firsts), 4),
+        "ttft_p99_s": round(firsts[int(0.99 * (len(firsts) - 1) + 0.5)], 4),
+    }
+
+
+class SessionClient:
+    """One session after the other, each turn after the answer to the one before. The same on every engine."""
+
+    def __init__(self, load: SessionLoad, vocab: int, number: int) -> None:
+        self._load, self._vocab = load, vocab
+        self._random = random.Random(f"{load.seed}:{number}")
+        self._history = Tokens()
+
+    def prompts(self) -> Iterator[Tokens]:
+        """Yield the next prompt, for ever; call `took` with each answer. The first session begins part way."""
+        draw, load = self._random, self._load
+        skipped = draw.randrange(load.turns[1])
+        while True:
+            self._history = self._tokens(load.head + skipped * (load.added + load.output))
+            for _ in range(max(1, draw.randint(*load.turns) - skipped)):
+                self._history += self._tokens(load.added)
+                yield self._history
+            skipped = 0
+
+    def took(self, answer: Tokens) -> float:
+        """Take an answer. Returns the seconds of the pause that follows."""
+        self._history += answer
+        return min(self._load.pause_s * self._random.lognormvariate(0, SPREAD), self._load.longest_pause_s)
+
+    def _tokens(self, count: int) -> Tokens:
+        return tuple(self._random.randrange(2, self._vocab) for _ in range(count))
+
+
+async def drive(lane: VllmLane, load: SessionLoad, live: int, vocab: int) -> list[VllmTurn]:
+    """Return the turns of `live` sessions that end in the measured time."""
+    began = time.perf_counter()
+    stop = load.warm_s + load.measured_s
+    turns: list[VllmTurn] = []
+
+    async def chat(client: SessionClient) -> None:
+        for prompt in client.prompts():
+            call = await lane.ask(prompt, load.output)
+            turns.append(VllmTurn(time.perf_counter() - began, call))
+            if turns[-1].ended >= stop:
+                return
+            await asyncio.sleep(client.took(call.tokens))
+
+    await asyncio.gather(*(chat(SessionClient(load, vocab, number)) for number in range(live)))
+    return [turn for turn in turns if load.warm_s <= turn.ended < stop]
+
+
+async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress: Progress) -> VllmSessionsResult:
+    """Measure all engines one after the other, each in a process of its own, with each number of live sessions."""
+    found: dict[int, dict[str, Sequence[VllmTurn] | None]] = {}
+    for live in load.live:
+        found[live] = {}
+        for name in LANES:
+            progress(f"sessions: {live} live, {name}")
+            found[live][name] = await _lane(name, load, model, live, vocab)
+    return VllmSessionsResult(load, found)
+
+
+async def _lane(name: str, load: SessionLoad, model: Path, live: int, vocab: int) -> Sequence[VllmTurn] | None:
+    if name == NATIVE and not can_offload():
+        return None
+    host = load.host * load.kv.blocks
+    tiers = {KEDGE: {}, KEDGE_HOST: {"host_blocks": host}}.get(name)
+    plugin = None if tiers is None else {"reuse": "exact", "tiers": tiers}
+    with VllmLane(model, load.kv, plugin, host if name == NATIVE else 0) as lane:
+        return await drive(lane, load, live, vocab)
+
+
+def can_offload() -> bool:
+    """Return whether vLLM's own CPU offloading runs here: it wants a GPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda_alike() or current_platform.is_xpu()

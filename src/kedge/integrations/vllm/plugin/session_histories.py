@@ -1,0 +1,145 @@
+"""Sessions in vLLM: the blocks of a session's whole history belong to it, on the device and on the host.
+
+Every request is a turn. While it waits, what is cached of its session goes last; when it has ended, its session owns
+its blocks, those of the answer included, for as long as its return is worth that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request, RequestStatus
+
+from kedge.integrations.vllm.plugin.backups import FinishedHistory
+from kedge.integrations.vllm.plugin.block_pools import own_prefix
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.policies.sessions import SessionHints, SessionKey, SessionSteps
+from kedge.types import Namespace
+
+UNANSWERED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
+
+
+@dataclass(eq=False, slots=True)
+class SessionTurn:
+    """A request of a session, from its arrival to its end."""
+
+    session: SessionKey
+    request: Request
+    began: float
+    cached: int = 0
+    """Leading tokens that were cached when it was admitted"""
+
+
+class SessionHistories:
+    """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.steps = SessionSteps()
+        self._clock = clock
+        self._turns: dict[str, SessionTurn] = {}
+        self._places = itertools.count()
+        self._device: BlockPool | None = None
+        self._queues: list[StepFreeQueue] = []
+
+    def bind(self, device: BlockPool, *others: BlockPool) -> None:
+        """Set the pools whose blocks sessions own, each with a `StepFreeQueue`."""
+        self._device = device
+        self._queues = [pool.free_block_queue for pool in (device, *others)]
+
+    # turns ----------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, hinted: HintedRequest | None) -> SessionKey | None:
+        """Return the session of a new request, whose blocks go last until it has ended; None before `bind`."""
+        if self._device is None:
+            return None
+        namespace, now = Namespace.parse(request.cache_salt or "default"), self._clock()
+        asked = hinted.request if hinted and hinted.request.agent else None
+        flow = (namespace, asked.workflow, asked.agent) if asked else None
+        hints = SessionHints(session=hinted.session if hinted else "", flow=flow)
+        agent = asked.agent_key if asked else None
+        key = self.steps.arrive(namespace, request.block_hashes, now, hints, agent, next(self._places))
+        self._turns[request.request_id] = SessionTurn(key, request, now)
+        is_known = self._queues[0].has_step(key)
+        self.advance()
+        if not is_known:
+            own_prefix(self._device, request.block_hashes, key)
+        return key
+
+    def on_match(self, request: Request, cached: int) -> None:
+        """Note how many leading tokens of a waiting request are cached."""
+        if turn := self._turns.get(request.request_id):
+            turn.cached = cached
+
+    def finish(self, request: Request, blocks: tuple[list[int], ...]) -> FinishedHistory | None:
+        """Take the end of a turn, whose `blocks` (by KV cache group) hold KV and are still in use.
+
+        Returns the history that the session now owns, None where it owns none or the turn was not answered.
+        """
+        turn = self._turns.pop(request.request_id, None)
+        if turn is None or self._device is None:
+            return None
+        is_answered = self._end(turn, request)
+        self.advance()
+        if not self._queues[0].has_step(turn.session) or not blocks:
+            return None
+        if is_answered:
+            return self._keep(turn, request, blocks)
+        self._queues[0].own(blocks[0], turn.session)
+        return None
+
+    def _end(self, turn: SessionTurn, request: Request) -> bool:
+        """Tell what became of a turn. Returns whether its whole prompt was computed.
+
+        The session is found again by the end of its prompt: an application may leave out parts of the answer.
+        """
+        now, size = self._clock(), self._block_size
+        is_whole = request.num_computed_tokens >= request.num_prompt_tokens
+        if request.status in UNANSWERED and not is_whole:
+            self.steps.cancelled(turn.session, now)
+            return False
+        chain = request.block_hashes[: request.num_prompt_tokens // size]
+        self.steps.observe_call(turn.session, now - turn.began)
+        self.steps.answered(turn.session, chain, now, tool=_ending(request))
+        return True
+
+    @property
+    def _block_size(self) -> int:
+        assert self._device is not None
+        return self._device.hash_block_size
+
+    def _keep(self, turn: SessionTurn, request: Request, blocks: tuple[list[int], ...]) -> FinishedHistory:
+        """Give a session the blocks of its history."""
+        queue, key = self._queues[0], turn.session
+        left = queue.own_history(blocks[0], key)
+        for others in blocks[1:]:
+            queue.own([block for block in others if block], key)
+        size = self._block_size
+        return FinishedHistory(
+            key, request.block_hashes[: request.num_computed_tokens // size], turn.cached // size, left
+        )
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Protect what requests have computed that lost their blocks and wait again."""
+        for turn in filter(None, map(self._turns.get, request_ids)):
+            if self._device and self._queues[0].has_step(turn.session):
+                own_prefix(self._device, turn.request.block_hashes, turn.session)
+
+    # once per step --------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Pass on the steps that have changed. Call this in every step, and before blocks are evicted."""
+        if changes := self.steps.advance(self._clock()):
+            for queue in self._queues:
+                queue.on_forecast(changes)
+
+
+def _ending(request: Request) -> str:
+    """Return what an answer ended with: many models end a call of a tool with a token of its own."""
+    if request.status in UNANSWERED:
+        return "aborted"
+    return "" if request.stop_reason is None else str(request.stop_reason)[:16]
