@@ -57,7 +57,8 @@ class SessionCaching:
         now = self._clock()
         chain = chain_of(tokens, self._cache.block_size)
         key = self.steps.arrive(namespace, chain, now, hints, agent, place)
-        self._guarded(key, chain)
+        if self.guard.access(key, chain):
+            self._other_policy = self._cache.set_policy(self._other_policy)
         self.advance()
         self._cache.on_label(namespace, key, tokens, backed_up=False)
         return Turn(key, now, chain)
@@ -110,13 +111,6 @@ class SessionCaching:
         if changes := self.steps.advance(self._clock()):
             self._cache.on_forecast(changes)
             self.guard.on_steps(changes)
-
-    def _guarded(self, key: SessionKey, chain: Sequence[Hashable]) -> None:
-        """Let the guard see a request, and change the cache's policy where it says so."""
-        trusted = self.guard.trusted
-        self.guard.access(key, chain)
-        if self.guard.trusted != trusted:
-            self._other_policy = self._cache.set_policy(self._other_policy)
 
 
 def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:

@@ -40,16 +40,16 @@ class Guard:
         """By how much of the tokens accessed lately the session policy hit more than LRU: from -1 to 1."""
         return self._lead / self._accessed if self._accessed else 0.0
 
-    def access(self, owner: Hashable, chain: Chain) -> None:
-        """Let both take a prompt of `owner`."""
+    def access(self, owner: Hashable, chain: Chain) -> bool:
+        """Let both take a prompt of `owner`. Returns whether the other policy rules from now on."""
         sample = self._sample(chain)
         if not sample:
-            return
+            return False
         kept = max(0.0, 1 - len(sample) / self._window)
         lead = self._steps.access(owner, sample) - self._lru.access(sample)
         self._lead = kept * self._lead + lead
         self._accessed = kept * self._accessed + len(sample)
-        self._decide()
+        return self._decide()
 
     def own(self, owner: Hashable, chain: Chain) -> None:
         """Let `owner` need `chain` at its step: the fixed prompt of an agent, or a history that has grown."""
@@ -65,8 +65,9 @@ class Guard:
             return chain
         return chain[hash(chain[0]) % self._every :: self._every]
 
-    def _decide(self) -> None:
+    def _decide(self) -> bool:
         margin = MAX_LOSS * self._window
         trusted = self._lead >= (-margin if self.trusted else margin)
-        self.switches += trusted != self.trusted
-        self.trusted = trusted
+        changed, self.trusted = trusted != self.trusted, trusted
+        self.switches += changed
+        return changed

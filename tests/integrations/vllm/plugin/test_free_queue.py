@@ -293,6 +293,23 @@ def test_agents_with_the_same_step_go_by_recency_block_by_block() -> None:
     assert [block.block_id for block in queue.popleft_n(3)] == [4, 5, 2]
 
 
+def test_another_policy_ranks_what_is_free_already() -> None:
+    blocks = [Block(i) for i in range(6)]
+    queue = queue_of(blocks)
+    held = queue.popleft_n(6)
+    queue.on_forecast({"near": (1, 1.0), "far": (9, 1.0)})
+    queue.own([0, 1, 2], "near")
+    queue.own([3, 4, 5], "far")
+    queue.append_n(held)
+    assert queue.popleft().block_id == 3, "the far one goes first, though it was used last"
+    by_steps = queue.set_policy(lru)
+    assert [block.block_id for block in queue.get_all_free_blocks()] == [0, 1, 2, 4, 5]
+    assert queue.popleft().block_id == 0
+    assert queue.set_policy(by_steps) is lru
+    queue.check_integrity()
+    assert [block.block_id for block in queue.popleft_n(4)] == [4, 5, 1, 2]
+
+
 def test_a_forecast_moves_whole_sets() -> None:
     blocks = [Block(i) for i in range(4)]
     queue = queue_of(blocks)

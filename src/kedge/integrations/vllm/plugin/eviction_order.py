@@ -38,6 +38,13 @@ class EvictionOrder:
         """The set whose blocks go next, as far as their stamps are at most `_bound`."""
         self._bound = math.inf
 
+    def set_policy(self, policy: StepPolicy, sets: Iterable[OwnerSet]) -> StepPolicy:
+        """Rank all `sets` by `policy` from now on. Returns the policy before."""
+        before, self._policy, self._current = self._policy, policy, None
+        for owners in sets:
+            self._push(owners)
+        return before
+
     def append(self, blocks: Sequence[FreeBlock], set_of: Sequence[OwnerSet]) -> None:
         """Add freed blocks to the lists of their owner sets (`set_of` by block id), in this order: to the end, or to
         the front of a set that is evicted as a whole.

@@ -175,6 +175,10 @@ class StepFreeQueue:
         self._order.clear()
         self.prepend_n(free)
 
+    def set_policy(self, policy: StepPolicy) -> StepPolicy:
+        """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
+        return self._order.set_policy(policy, self._owners.sets())
+
     def has_room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
         """Return whether that many free blocks have no KV worth keeping or are in sets that `may_evict` accepts."""
         return self.room(blocks, may_evict) == blocks

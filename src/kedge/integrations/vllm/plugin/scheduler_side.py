@@ -37,7 +37,7 @@ class SchedulerSide:
         self._policy = policy_of(settings.tiers)
         self.translations = translations
         self.sessions = SessionHistories()
-        self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.steps.on_forecast)
+        self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}
@@ -143,7 +143,10 @@ class SchedulerSide:
     def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
             key = self.prompts.label(hinted, request, block_ids)
-            if key and self.loads:
+            if key is None:
+                return
+            self.sessions.labelled(key, self.prompts.prompts[key])
+            if self.loads:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
 
     def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.policies.sessions import SessionHints, SessionKey, SessionSteps
-from kedge.types import Namespace
+from kedge.policies.eviction import StepPolicy, lru
+from kedge.policies.sessions import Guard, SessionHints, SessionKey, SessionSteps
+from kedge.types import AgentKey, Namespace
 
 UNANSWERED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
@@ -45,11 +47,23 @@ class SessionHistories:
         self._places = itertools.count()
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
+        self.guard = Guard(1)
+        self._other_policy: StepPolicy = lru
 
     def bind(self, device: BlockPool, *others: BlockPool) -> None:
         """Set the pools whose blocks sessions own, each with a `StepFreeQueue`."""
         self._device = device
         self._queues = [pool.free_block_queue for pool in (device, *others)]
+        self.guard = Guard(device.num_gpu_blocks)
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Take the changes of the forecast."""
+        self.steps.on_forecast(changes)
+        self.guard.on_steps(changes)
+
+    def labelled(self, agent: AgentKey, hashes: Sequence[BlockHash]) -> None:
+        """Take the fixed prompt of an agent, whose blocks it owns."""
+        self.guard.own(agent, hashes)
 
     # turns ----------------------------------------------------------------------------------------------------
 
@@ -65,6 +79,8 @@ class SessionHistories:
         key = self.steps.arrive(namespace, request.block_hashes, now, hints, agent, next(self._places))
         self._turns[request.request_id] = SessionTurn(key, request, now)
         is_known = self._queues[0].has_step(key)
+        if self.guard.access(key, request.block_hashes):
+            self._swap_policies()
         self.advance()
         if not is_known:
             own_prefix(self._device, request.block_hashes, key)
@@ -112,6 +128,11 @@ class SessionHistories:
         assert self._device is not None
         return self._device.hash_block_size
 
+    def _swap_policies(self) -> None:
+        """Let the device and the host follow the other policy: LRU, or sessions again."""
+        befores = [queue.set_policy(self._other_policy) for queue in self._queues]
+        self._other_policy = befores[0]
+
     def _keep(self, turn: SessionTurn, request: Request, blocks: tuple[list[int], ...]) -> FinishedHistory:
         """Give a session the blocks of its history."""
         queue, key = self._queues[0], turn.session
@@ -134,6 +155,7 @@ class SessionHistories:
     def advance(self) -> None:
         """Pass on the steps that have changed. Call this in every step, and before blocks are evicted."""
         if changes := self.steps.advance(self._clock()):
+            self.guard.on_steps(changes)
             for queue in self._queues:
                 queue.on_forecast(changes)
 
