@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
+from kedge.server.telemetry.cache_metrics import COUNTERS, DISK_COUNTERS, GAUGES
 from kedge.settings import ServerSettings, Settings
 from tests.server.conftest import FLOW, YAML, serving
 
@@ -34,10 +35,21 @@ EXPRESSIONS = [
 FROM_QUERIES = {"le"}
 
 
+class CachingEcho(EchoEngine):
+    """An engine without a cache that shows the figures of one."""
+
+    def inspect(self) -> dict[str, Any]:
+        figures = dict.fromkeys([*COUNTERS, *GAUGES], 1)
+        return {"cache": {**figures, "disk": dict.fromkeys(DISK_COUNTERS, 1)}}
+
+    def inspect_tenants(self, *_: object) -> dict[str, Any]:
+        return {}
+
+
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
     """Name of every series that a server exposes -> its labels. Everything has happened to this server once."""
-    with EchoEngine() as engine, serving(engine, ServerSettings(tools=True)) as running, running.http() as http:
+    with CachingEcho() as engine, serving(engine, ServerSettings(tools=True)) as running, running.http() as http:
         http.post("/v1/workflows", content=FLOW, headers=YAML)
         http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x"}, "stream": True})
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5, "ignore_eos": True, "kedge": {"no": 1}})

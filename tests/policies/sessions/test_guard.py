@@ -114,8 +114,19 @@ def test_what_a_guard_loses_is_bounded() -> None:
     assert guard._lead >= -0.01 * guard._window - 10 or not ruled[-1]
 
 
-@given(st.integers(1, 100_000), st.lists(st.integers(), max_size=50))
-def test_a_sample_of_a_longer_prompt_begins_with_that_of_the_shorter(num_blocks: int, blocks: list[int]) -> None:
-    guard, whole = Guard(num_blocks), chain(*blocks)
-    longer = guard._sample([*whole, *chain(*blocks, 1, 2, 3)[len(whole) :]])
-    assert list(longer[: len(guard._sample(whole))]) == list(guard._sample(whole)) or not whole
+@given(st.integers(1, 4000), st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 3), max_size=40))))
+def test_a_block_is_in_the_sample_of_every_prompt_that_has_it(
+    num_blocks: int, prompts: list[tuple[str, list[int]]]
+) -> None:
+    guard = Guard(num_blocks)
+    for owner, blocks in prompts:
+        sample = guard._sample(owner, chain(*blocks))
+        assert sample == [block for block in chain(*blocks) if hash(block) % guard._every == 0]
+
+
+def test_prompts_that_begin_alike_and_are_short_are_seen_in_a_large_cache() -> None:
+    """All begin with one block, as those of a chat do, and have fewer blocks than one in the sample stands for."""
+    guard = Guard(25_600)
+    for user in range(3000):
+        guard.access(user, chain(0, user, user))
+    assert guard._accessed > 20
