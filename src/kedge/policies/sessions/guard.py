@@ -21,8 +21,8 @@ WINDOW = 16
 MAX_OWNERS = 4096
 """Owners whose last samples are kept; others' prompts are sampled anew."""
 MAX_LOSS, MIN_GAIN = 0.0025, 0.01
-"""Shares of the blocks accessed lately: so much may the session policy lose to LRU, and has it to win to rule again. What
-the cache holds follows a change of policy slowly, so that the loss is noticed early and the gain has to be clear."""
+"""Shares of the blocks accessed lately: so much may the session policy lose to LRU, and has it to win to rule again.
+What the cache holds follows a change of policy slowly: the loss is noticed early, and the gain has to be clear."""
 MIN_LOSS = 0.01
 """The least loss that counts, in capacities: of a few accesses a share says nothing."""
 

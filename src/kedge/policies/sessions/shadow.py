@@ -1,7 +1,7 @@
 """Caches in miniature: what LRU and the session policy would have hit, on a sample of the blocks.
 
-One block in k stands for k, in a cache of a k-th of the size. A block's hash says whether it is in the sample, so that it
-is in every prompt that has it, and prompts of any length are seen.
+One block in k stands for k, in a cache of a k-th of the size. A block's hash says whether it is in the sample: so it is
+in every prompt that has it, and prompts of any length are seen.
 """
 
 from __future__ import annotations

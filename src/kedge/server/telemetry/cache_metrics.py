@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kedge.engine.base import Engine, Inspectable
+from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed
 from kedge.server.threads import Threads
 
@@ -46,7 +47,8 @@ class CacheMetrics(Collector):
     """The figures of an engine's cache, of all tenants together. The event loop owns it."""
 
     def __init__(self, engine: Engine, threads: Threads) -> None:
-        self._engine = engine if isinstance(engine, Inspectable) else None
+        inner = engine.watched if isinstance(engine, WatchedEngine) else engine
+        self._engine = inner if isinstance(inner, Inspectable) else None
         self._threads = threads
         self._look: Future[Mapping[str, Any]] | None = None
         self._seen: Mapping[str, Any] = {}
