@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.pool = BlockPool(BLOCKS + 1, True, SIZE)
-        self.queue = replace_queue(self.pool, steps_to_execution(math.inf))
+        self.queue = replace_queue(self.pool, steps_to_execution(math.inf), whole_sets=True)
         self.now = 0.0
         self.sessions = SessionHistories(lambda: self.now)
         self.sessions.bind(self.pool)
@@ -107,6 +107,18 @@ def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
     assert engine.admit(waiting) == 4
     engine.end(waiting.request_id)
     engine.queue.check_integrity()
+
+
+def test_the_end_of_a_history_goes_first_though_a_backup_has_held_it_longer() -> None:
+    engine = Engine()
+    asked = engine.request(chain("a", 8))
+    engine.admit(asked)
+    held = engine.running[asked.request_id][1][5:]
+    engine.pool.touch(held)
+    engine.end(asked.request_id)
+    engine.pool.free_blocks(reversed(held))
+    engine.pool.get_new_blocks(BLOCKS - 5)
+    assert len(leading_blocks(engine.pool, chain("a", 8))) == 5
 
 
 def test_a_first_turn_that_was_aborted_midway_is_no_session_to_return_to() -> None:
