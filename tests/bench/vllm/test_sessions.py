@@ -81,6 +81,20 @@ def test_an_engine_that_vllm_cannot_run_has_no_figures() -> None:
     assert len(bench_tables.vllm_sessions(data).rows) == 2
 
 
+def test_the_host_tiers_of_both_have_the_same_room(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, '
+        '"num_key_value_heads": 2, "hidden_size": 64}'
+    )
+    settings = {name: bench.lane_settings(name, LOAD, tmp_path) for name in bench.LANES}
+    assert settings[bench.STOCK] == (None, {}) and settings[bench.NATIVE][0] is None
+    blocks = settings[bench.KEDGE_HOST][0]["tiers"]["host_blocks"]
+    assert blocks == LOAD.host * LOAD.kv.blocks
+    assert settings[bench.NATIVE][1]["kv_offloading_size"] * 2**30 == blocks * 2 * 2 * 2 * 16 * BLOCK * 2
+    assert all(settings[name][1] == {"scheduler_cls": bench.SCHEDULER} for name in (bench.KEDGE, bench.KEDGE_HOST))
+
+
 @pytest.mark.slow
 def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
