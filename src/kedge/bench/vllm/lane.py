@@ -73,10 +73,10 @@ class VllmTrial:
 class VllmLane(AbstractContextManager["VllmLane"]):
     """A vLLM engine. Lanes take turns and keep their state."""
 
-    def __init__(self, model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, offloaded_blocks: int = 0) -> None:
-        """Start the engine. `plugin`: the plug-in's settings; None is stock vLLM, which may offload to the CPU."""
+    def __init__(self, model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, **arguments: Any) -> None:
+        """Start the engine. `plugin`: the plug-in's settings; None is stock vLLM. `arguments` are the engine's own."""
         self.plugged = plugin is not None
-        self._engine = start(model, room, plugin, offloaded_blocks)
+        self._engine = start(model, room, plugin, **arguments)
 
     async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> VllmCall:
         """Return a greedy answer of exactly `max_tokens`; `hints` go to the plug-in."""
@@ -116,10 +116,8 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         del self._engine
 
 
-def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, offloaded_blocks: int = 0) -> AsyncLLM:
-    """Start an engine; a prompt is one chunk. All lanes' engines differ in the plug-in alone, or in the room for
-    vLLM's own CPU offloading.
-    """
+def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, **arguments: Any) -> AsyncLLM:
+    """Start an engine; a prompt is one chunk. All lanes' engines differ in the plug-in and in `arguments` alone."""
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 
     prepare_environment()
@@ -128,10 +126,9 @@ def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, offloaded
     from vllm.v1.engine.async_llm import AsyncLLM
 
     is_cpu = current_platform.is_cpu()
-    dtype = "float32" if is_cpu else "bfloat16"
-    arguments = AsyncEngineArgs(
+    engine = AsyncEngineArgs(
         model=str(model),
-        dtype=dtype,
+        dtype="float32" if is_cpu else "bfloat16",
         max_model_len=room.longest,
         max_num_batched_tokens=max(2048, room.longest),
         block_size=BLOCK,
@@ -141,18 +138,18 @@ def start(model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, offloaded
         skip_tokenizer_init=True,
         disable_log_stats=True,
         kv_transfer_config=None if plugin is None else transfer_config(plugin),
-        kv_offloading_size=offloaded_blocks * block_bytes(model, dtype) / 2**30 or None,
+        **arguments,
     )
-    return AsyncLLM.from_engine_args(arguments)
+    return AsyncLLM.from_engine_args(engine)
 
 
-def block_bytes(model: Path, dtype: str) -> int:
+def block_bytes(model: Path, bytes_per_number: int) -> int:
     """Return the bytes of a block's keys and values, all layers together."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
     heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * BLOCK * (4 if dtype == "float32" else 2)
+    return 2 * config.num_hidden_layers * heads * head_dim * BLOCK * bytes_per_number
 
 
 class VllmFlowClient:

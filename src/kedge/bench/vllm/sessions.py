@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmLane
+from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmLane, block_bytes
 from kedge.types import Tokens
 
 STOCK, NATIVE, KEDGE, KEDGE_HOST = "stock", "stock_offloading", "kedge", "kedge_host"
+SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
+"""The order of service that belongs to the plug-in"""
 LANES = (STOCK, NATIVE, KEDGE, KEDGE_HOST)
 SPREAD = 1.65
 """Standard deviation of the logarithm of a pause"""
@@ -161,11 +163,20 @@ async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress:
 async def _lane(name: str, load: SessionLoad, model: Path, live: int, vocab: int) -> Sequence[VllmTurn] | None:
     if name == NATIVE and not can_offload():
         return None
-    host = load.host * load.kv.blocks
-    tiers = {KEDGE: {}, KEDGE_HOST: {"host_blocks": host}}.get(name)
-    plugin = None if tiers is None else {"reuse": "exact", "tiers": tiers}
-    with VllmLane(model, load.kv, plugin, host if name == NATIVE else 0) as lane:
+    plugin, arguments = lane_settings(name, load, model)
+    with VllmLane(model, load.kv, plugin, **arguments) as lane:
         return await drive(lane, load, live, vocab)
+
+
+def lane_settings(name: str, load: SessionLoad, model: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the plug-in's settings and the engine's arguments of a lane. Both host tiers have the same room."""
+    host = load.host * load.kv.blocks
+    if name == NATIVE:
+        return None, {"kv_offloading_size": host * block_bytes(model, 2) / 2**30}
+    if name == STOCK:
+        return None, {}
+    tiers = {"host_blocks": host} if name == KEDGE_HOST else {}
+    return {"reuse": "exact", "tiers": tiers}, {"scheduler_cls": SCHEDULER}
 
 
 def can_offload() -> bool:

@@ -53,14 +53,15 @@ class SchedulerSide:
     def bind(self, pool: BlockPool, host_blocks: int) -> None:
         """Take over the order of vLLM's free blocks, and put a host tier behind them if it has blocks."""
         self._pool, self._hash_map = pool, pool.cached_block_hash_to_block
-        self.queue = replace_queue(pool, self._policy)
+        has_sessions = self._settings.tiers.policy == "sessions"
+        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks)
             self.loads = HostLoads(tier, self.prompts, self._settings.tiers, self._block_size)
             pools.append(tier.host)
         self.prompts.bind(*pools)
-        if self._settings.tiers.policy == "sessions":
+        if has_sessions:
             self.sessions.bind(*pools)
 
     # requests -------------------------------------------------------------------------------------------------

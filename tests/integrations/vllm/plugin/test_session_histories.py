@@ -1,0 +1,202 @@
+"""Sessions on vLLM's own block pools, without an engine: turns of any length, in any order, that end in any way."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.request import RequestStatus
+
+from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.session_histories import SessionHistories
+from kedge.policies.eviction import steps_to_execution
+
+SIZE = 16
+BLOCKS = 40
+STOPPED, ABORTED = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED
+
+
+def chain(name: str, length: int) -> list[BlockHash]:
+    """Return hashes of a prompt: prompts of one letter share their beginning with it."""
+    return [BlockHash(f"{name[: 1 + at // 4]}-{at}".encode()) for at in range(length)]
+
+
+class Engine:
+    """A block pool with sessions, and what vLLM's scheduler does with both."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(BLOCKS + 1, True, SIZE)
+        self.queue = replace_queue(self.pool, steps_to_execution(math.inf), whole_sets=True)
+        self.now = 0.0
+        self.sessions = SessionHistories(lambda: self.now)
+        self.sessions.bind(self.pool)
+        self.running: dict[str, tuple[Any, list[Any]]] = {}
+        self._count = 0
+
+    def request(self, hashes: list[BlockHash]) -> Any:
+        """Return a new request that waits."""
+        self._count += 1
+        tokens = SIZE * len(hashes)
+        asked = SimpleNamespace(
+            request_id=f"r{self._count}", block_hashes=hashes, cache_salt=None, status=RequestStatus.WAITING,
+            stop_reason=None, num_computed_tokens=0, num_prompt_tokens=tokens,
+        )  # fmt: skip
+        self.sessions.arrive(asked, None)
+        return asked
+
+    def admit(self, asked: Any) -> int:
+        """Run a request; the number of blocks that were cached. -1: there is no room for it."""
+        found = leading_blocks(self.pool, asked.block_hashes)
+        self.pool.touch(found)
+        missing = len(asked.block_hashes) - len(found)
+        if missing > self.pool.get_num_free_blocks():
+            self.pool.free_blocks(reversed(found))
+            return -1
+        self.sessions.on_match(asked, SIZE * len(found))
+        blocks = found + self.pool.get_new_blocks(missing)
+        self.running[asked.request_id] = (asked, blocks)
+        return len(found)
+
+    def end(self, name: str, status: RequestStatus = STOPPED, computed: int | None = None) -> None:
+        """End a running request after so many blocks have KV."""
+        asked, blocks = self.running.pop(name)
+        computed = len(blocks) if computed is None else computed
+        for block, one in zip(blocks[:computed], asked.block_hashes, strict=False):
+            if block.block_hash is None and cached_block(self.pool, one) is None:
+                self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
+        asked.status, asked.num_computed_tokens = status, SIZE * computed
+        self.sessions.finish(asked, ([block.block_id for block in blocks[:computed]],))
+        self.pool.free_blocks(reversed(blocks))
+
+    def turn(self, hashes: list[BlockHash]) -> int:
+        """Run a request from its arrival to its end; the number of blocks that were cached."""
+        asked = self.request(hashes)
+        cached = self.admit(asked)
+        self.end(asked.request_id)
+        self.now += 1.0
+        return cached
+
+    def owned(self) -> int:
+        """Return how many blocks have an owner."""
+        return sum(bool(self.queue._owners.set_of[block.block_id].owners) for block in self.pool.blocks)
+
+
+def test_prompts_that_continue_one_another_are_one_session() -> None:
+    engine = Engine()
+    assert [engine.turn(chain("a", length)) for length in (4, 6, 9)] == [0, 4, 6]
+    assert len(engine.sessions.steps.tracker) == 1 and engine.owned() == 9
+    engine.queue.check_integrity()
+
+
+def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
+    engine = Engine()
+    engine.turn(chain("aX", 8))
+    waiting = engine.request(chain("aY", 8))  # another session with the same head of four blocks
+    for number in range(12):
+        engine.turn(chain(chr(ord("b") + number), 8))
+    assert engine.admit(waiting) == 4
+    engine.end(waiting.request_id)
+    engine.queue.check_integrity()
+
+
+def test_the_end_of_a_history_goes_first_though_a_backup_has_held_it_longer() -> None:
+    engine = Engine()
+    asked = engine.request(chain("a", 8))
+    engine.admit(asked)
+    held = engine.running[asked.request_id][1][5:]
+    engine.pool.touch(held)
+    engine.end(asked.request_id)
+    engine.pool.free_blocks(reversed(held))
+    engine.pool.get_new_blocks(BLOCKS - 5)
+    assert len(leading_blocks(engine.pool, chain("a", 8))) == 5
+
+
+def test_a_first_turn_that_was_aborted_midway_is_no_session_to_return_to() -> None:
+    engine = Engine()
+    asked = engine.request(chain("a", 8))
+    engine.admit(asked)
+    engine.end(asked.request_id, ABORTED, computed=3)
+    assert engine.turn(chain("a", 8)) == 3, "what it has computed is of use all the same"
+    engine.queue.check_integrity()
+
+
+def test_blocks_of_all_groups_are_owned() -> None:
+    engine = Engine()
+    asked = engine.request(chain("a", 2))
+    engine.admit(asked)
+    others = engine.pool.get_new_blocks(2)
+    asked.num_computed_tokens, asked.status = 2 * SIZE, STOPPED
+    _, blocks = engine.running.pop(asked.request_id)
+    engine.sessions.finish(asked, ([block.block_id for block in blocks], [0, *(block.block_id for block in others)]))
+    assert engine.owned() == 4 and not engine.queue._owners.set_of[0].owners, "vLLM's null block has no owner"
+
+
+def test_before_it_is_bound_it_does_nothing() -> None:
+    idle = SessionHistories()
+    asked: Any = SimpleNamespace(request_id="r", cache_salt=None, block_hashes=[])
+    assert idle.arrive(asked, None) is None and idle.finish(asked, ()) is None
+
+
+class Turns(RuleBasedStateMachine):
+    """Requests wait, run and end in any order; whatever happens, the queue is sound and nothing is kept for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Engine()
+        self.waiting: list[Any] = []
+
+    @rule(name=st.sampled_from(["a", "ab", "abc", "b", "c", "cd"]), length=st.integers(0, 12))
+    def arrive(self, name: str, length: int) -> None:
+        self.waiting.append(self.engine.request(chain(name, length)))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def admit(self) -> None:
+        if self.engine.admit(self.waiting[0]) >= 0:
+            self.waiting.pop(0)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), status=st.sampled_from([STOPPED, ABORTED]), share=st.floats(0, 1))
+    def end(self, data: st.DataObject, status: RequestStatus, share: float) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engine.running)))
+        length = len(self.engine.running[name][1])
+        self.engine.end(name, status, length if status is STOPPED else int(share * length))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def abort(self) -> None:
+        asked = self.waiting.pop()
+        asked.status = ABORTED
+        self.engine.sessions.finish(asked, ())
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 500.0, 1e6]))
+    def pass_time(self, seconds: float) -> None:
+        self.engine.now += seconds
+        self.engine.sessions.advance()
+
+    @precondition(lambda self: not self.engine.running)
+    @rule()
+    def reset(self) -> None:
+        assert self.engine.pool.reset_prefix_cache()
+        self.engine.queue.forget_blocks()
+
+    @invariant()
+    def sound(self) -> None:
+        engine = self.engine
+        engine.queue.check_integrity()
+        assert len(engine.sessions._turns) == len(self.waiting) + len(engine.running)
+        assert len(engine.queue._owners._steps) <= len(engine.sessions.steps.tracker)
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
