@@ -131,7 +131,8 @@ def test_a_cycle_hits_on_all_ranks(server: Server, stock: list[list[int]]) -> No
             kedge = {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps}
             answer, found = server.complete(cycle(agent), kedge)
             assert answer == stock[agent]
-            assert found["tokens"]["computed"] == (40 if turn else FIXED + 40)
+            computed = found["tokens"]["computed"]
+            assert computed <= 40 if turn else computed == FIXED + 40, "the whole prompt may be kept as a session's"
     assert 'vllm:kedge_prefetches_completed_total{engine="0"' in server.get("/metrics")
 
 

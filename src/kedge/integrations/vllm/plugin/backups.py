@@ -67,9 +67,9 @@ class HostBackups:
         self.go_on()
 
     def _leave(self, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
-        """Give up on the host what a session has left behind on the device."""
-        host = self._tier.host
-        found = [host.cached_block_hash_to_block.get_one_block(block.block_hash) for block in blocks]
+        """Give up on the host what a session has left behind on the device, where several blocks may hold the same."""
+        known = self._tier.host.cached_block_hash_to_block
+        found = [known.get_one_block(one) for one in {block.block_hash: None for block in blocks if block.block_hash}]
         self._tier.queue.leave([block for block in found if block is not None and not block.ref_cnt], owner)
 
     def go_on(self) -> None:
