@@ -67,7 +67,6 @@ BENCH_MAY_IMPORT = {
     "engine.local.sequence.LocalStream",
     "engine.local.sequence.Sequence",
     "engine.local.sessions.SessionCaching",
-    "engine.local.sessions.Turn",
     "reuse.contracts.PoolKey",
     "reuse.contracts.SampleView",
     "reuse.contracts.PlaceholderSite",

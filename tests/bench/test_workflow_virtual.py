@@ -15,8 +15,11 @@ import pytest
 from kedge.bench.workflow.cases import CaseSizes, Control, controls
 from kedge.bench.workflow.figures import FlowWorkload, Sizes, single_flow
 from kedge.bench.workflow.lane import BLOCK, POLICIES, Hints, true_hints
-from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru, steps_to_execution
+from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru
+from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
+from kedge.policies.eviction import steps_to_execution
+from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, TenantId
 from kedge.workflow.forecast import ForecastBoard, RunProgress
@@ -83,11 +86,13 @@ class VirtualEngine:
         policy, self.flow, self.hints, self.now = POLICIES[name], workload.flows[0], hints, 0.0
         self.copier = VirtualCopier(LOAD * PREFILL * BLOCK / SIZES.fixed)
         tiers = TierSettings(host_blocks=1000 if policy.host else 0, prefetch_window=2.0 if policy.prefetch else -1.0)
-        evict = steps_to_execution() if policy.evict == "steps" else lru
+        is_kedge = policy.evict == "sessions"
+        evict = steps_to_execution(tiers.unlabelled_step) if is_kedge else lru
         self.cache = CacheManager(workload.room // BLOCK, BLOCK, evict, tiers, self.copier)
+        self.sessions = SessionCaching(self.cache, is_kedge, lambda: self.now)
         self.cache.observe_compute(SIZES.fixed, PREFILL)
         self.progress = RunProgress(self.flow.graph, self.flow.run, ForecastBoard())
-        self.cache.on_forecast(hints(self.progress.begin(0.0)))
+        self.sessions.on_forecast(hints(self.progress.begin(0.0)))
 
     def run(self) -> float:
         """Seconds of the timed calls."""
@@ -101,7 +106,8 @@ class VirtualEngine:
 
     def call(self, turn: int) -> None:
         request = self.flow.request(turn)
-        self.cache.on_forecast(self.hints(self.progress.started(request.agent, float(turn))))
+        self.sessions.on_forecast(self.hints(self.progress.started(request.agent, float(turn))))
+        began = self.sessions.arrived(request)
         missing = self.admit(request)
         self.work(PREFILL * missing / SIZES.fixed + CALL / 4)
         self.cache.commit_prefix(request.request_id, request.tokens)
@@ -110,7 +116,9 @@ class VirtualEngine:
         for _ in range(DECODES):
             self.work(0.75 * CALL / DECODES)
         self.cache.finish(request.request_id, request.tokens)
-        self.cache.on_forecast(self.hints(self.progress.finished(request.agent, float(turn))))
+        if began:
+            self.sessions.answered(began, request.tokens, TurnEnd())
+        self.sessions.on_forecast(self.hints(self.progress.finished(request.agent, float(turn))))
 
     def admit(self, request: GenerateRequest) -> int:
         """Waits until the request can be admitted; how much of its fixed prompt has to be computed."""

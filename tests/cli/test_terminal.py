@@ -124,6 +124,9 @@ def tables() -> Iterator[tuple[str, FittingTable]]:
     for table in bench_tables.sessions(SESSIONS):
         yield "bench sessions", table
     yield "bench vllm", bench_tables.vllm_team(stored("vllm-team.json")["team"])
+    yield "bench vllm, accuracy", bench_tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"])
+    for name, clients in stored("vllm-load-nano.json")["load"].items():
+        yield f"bench vllm, load, {name}", bench_tables.load(name, 15.0, clients, "engine")
     yield from stored_tables()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.policies import prefix_clusters
-from kedge.policies.prefix_clusters import LEAST_GAIN, MAX_NODES, MAX_PREFIX, PrefixClusters, common_prefix
+from kedge.policies.prefix_clusters import LEAST_GAIN, MAX_NODES, MAX_PREFIX, PrefixClusters
 from kedge.types import Tokens
 
 fresh = itertools.count(10_000)
@@ -161,15 +160,6 @@ def test_long_prompts_are_dropped_before_they_cost_too_much(monkeypatch: pytest.
 
 def naive_common(one: Tokens, other: Tokens) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
-
-
-@given(SHORT, SHORT, st.integers(0, 40))
-def test_common_prefix(one: Tokens, other: Tokens, shared: int) -> None:
-    head = tuple(range(shared))
-    assert common_prefix(array("q", head + one), array("q", head + other)) == shared + naive_common(one, other)
 
 
 def wide(symbols: Iterable[int], size: int) -> Tokens:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kedge.engine.local.engine import LocalEngine
+from kedge.engine.base import Engine
 from kedge.runner.results import AgentResult, RunResult
 from kedge.runner.run import run
 from kedge.types import AgentId, ReuseMode
@@ -142,21 +142,22 @@ def questions(task: Task, count: int, seed: int) -> list[Question]:
 
 
 def answer(
-    engine: LocalEngine,
+    engine: Engine,
     task: Task,
     questions: Iterable[Question],
     reuse: ReuseMode,
+    settle: Callable[[], object],
     on_question: Callable[[TeamScore], None] = lambda _: None,
 ) -> TeamScore:
     """Answer all questions one after the other with the task's team.
 
-    Each question waits until the engine is idle, so that its TTFT includes no learning from the one before; the agents
-    of one question follow each other without a pause.
+    Before each question `settle` waits until the engine is idle, so that its TTFT includes no learning from the one
+    before; the agents of one question follow each other without a pause.
     """
     flow = workflow(task)
     score = TeamScore.of(flow)
     for question in questions:
-        engine.wait_idle()
+        settle()
         inputs = {"user_question": question.text}
         score.add(task, question, run(engine, flow, inputs, reuse=reuse, on_tool_error="text"))
         on_question(score)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kedge.cache.copies import Direction, Purpose
 from kedge.cache.node import State, TreeNode
 from kedge.cache.tiers import Tiers, missing
-from kedge.policies.prefetch import Candidate, is_within, may_replace
+from kedge.policies.prefetch import Candidate, is_awaited, is_within, may_replace
 from kedge.structures.lazy_heap import LazyHeap
 
 
@@ -52,8 +52,15 @@ class Prefetcher:
         return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
 
     def _is_target(self, node: TreeNode) -> bool:
-        """Return whether it ends a fixed prompt within the window, is on the host only, and not on its way."""
-        return bool(node.labels) and node.state is State.HOST and is_within(node.step, self._window)
+        """Return whether it ends a prompt within the window, is on the host only, and not on its way."""
+        is_near = bool(node.labels) and node.state is State.HOST and is_within(node.step, self._window)
+        return is_near and (not is_awaited(node.step) or self._pays(node))
+
+    def _pays(self, node: TreeNode) -> bool:
+        """Return whether a request that waits had better load its prompt than compute it: nothing hides the load."""
+        blocks = sum(step.size for step in missing(node))
+        ahead = self._tiers.transfers.demanded_blocks(Direction.LOAD)
+        return self._tiers.cost.load_pays(blocks, blocks * self._tiers.tree.block_size, ahead)
 
     def _candidate(self, node: TreeNode) -> Candidate[TreeNode]:
         assert node.step is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kedge.cache.node import DEVICE, Tier, TreeNode
 from kedge.errors import InvalidToken, PlanError
+from kedge.structures.prefixes import common_length
 from kedge.types import Namespace
 
 _TOKEN_BYTES = array("i").itemsize
@@ -93,7 +94,7 @@ class PrefixIndex:
                 break
             node = child
             if not key.startswith(node.key, at):
-                used = self._common_blocks(node.key, key, at)
+                used = common_length(node.key, key[at : at + len(node.key)]) // self.block_bytes
                 return Walk(node, used, at + used * self.block_bytes)
             at += len(node.key)
         return Walk(node, node.size, at)
@@ -181,14 +182,3 @@ class PrefixIndex:
 
     def _first(self, node: TreeNode) -> bytes:
         return node.key[: self.block_bytes]
-
-    def _common_blocks(self, prefix: bytes, key: bytes, at: int) -> int:
-        """Return how many leading blocks of `prefix` stand in `key` from `at` on: at least one, and not all."""
-        low, high = 1, len(prefix) // self.block_bytes
-        while high - low > 1:
-            middle = (low + high) // 2
-            if key.startswith(prefix[: middle * self.block_bytes], at):
-                low = middle
-            else:
-                high = middle
-        return low

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kedge.errors import PlanError
+from kedge.structures.prefixes import common_length
 from kedge.types import Namespace
 
 
@@ -82,7 +83,7 @@ class StoredRuns:
             run = run.children.get((used, key[at : at + self._block_key]))
             if run is None or (whole and not run.is_whole):
                 break
-            used = self._common(run.key, key, at)
+            used = common_length(run.key, key[at : at + len(run.key)]) // self._block_key
             parts.append(RunPart(run, 0, used))
             at += used * self._block_key
         return parts
@@ -157,14 +158,3 @@ class StoredRuns:
 
     def _root(self, namespace: Namespace) -> StoredRun:
         return self._roots.setdefault(namespace, StoredRun("", namespace))
-
-    def _common(self, prefix: bytes, key: bytes, at: int) -> int:
-        """Return how many leading blocks of `prefix` stand in `key` from `at` on; the first does."""
-        size = self._block_key
-        if key.startswith(prefix, at):
-            return len(prefix) // size
-        low, high = 1, len(prefix) // size
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if key.startswith(prefix[: middle * size], at) else (low, middle)
-        return low

@@ -34,10 +34,10 @@ SESSION_COLUMNS = {
     "belady": "Belady",
     "ttl": "TTL",
     "kedge": "Kedge",
-    "kedge_ids": "ids told",
-    "kedge_perfect": "return told",
+    "kedge_ids": "ids given",
+    "kedge_perfect": "returns given",
     "kedge_host3": "host x3",
-    "kedge_fixed": "fixed told",
+    "kedge_fixed": "fixed given",
 }
 """Figure -> heading."""
 CLOSED_COLUMNS = {
@@ -127,11 +127,11 @@ def _cache_row(operation: str, times: Sequence[Row], fit: Mapping[str, float]) -
     return [operation, *cells, f"{fit['exponent']:.2f}", f"{fit['to_log']:.2f}"]
 
 
-def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]]) -> FittingTable:
-    """Return the table of a case's figures by number of clients and reuse mode."""
-    rows = [[count, mode, *_load_cells(figures)] for count, modes in clients.items() for mode, figures in modes.items()]
+def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by: str = "mode") -> FittingTable:
+    """Return the table of a case's figures by number of clients and reuse mode, or what else `by` names."""
+    rows = [[count, name, *_load_cells(figures)] for count, found in clients.items() for name, figures in found.items()]
     title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s, batch in requests"
-    return FittingTable(title, ("clients", "mode", *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({"mode"}))
+    return FittingTable(title, ("clients", by, *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({by}))
 
 
 def _load_cells(figures: Row) -> list[str]:
@@ -180,6 +180,23 @@ def _sessions_row(live: str, name: str, row: Row | None) -> list[str]:
         return [live, name, *["-"] * 4]
     times = (f"{row[key]:.2f}" for key in ("ttft_p50_s", "ttft_p99_s"))
     return [live, name, f"{row['turns_per_min']:.0f}", f"{row['hit']:.3f}", *times]
+
+
+def vllm_accuracy(engines: Mapping[str, Mapping[str, Row]]) -> FittingTable:
+    """Return the table of right answers of every agent, in the order of the team, from `AccuracyResult.as_json()`."""
+    rows = [_accuracy_row(engine, task, row) for engine, tasks in engines.items() for task, row in tasks.items()]
+    headings = ("engine", "team", "right, dense %", "right, translated %", "same final %", "calls translated %")
+    left = frozenset(headings[:4])
+    return FittingTable("accuracy by agent, and the translated mode's calls", headings, rows, keys=2, left=left)
+
+
+def _accuracy_row(engine: str, task: str, row: Row) -> list[str]:
+    right = (
+        " ".join(f"{100 * agent[f'accuracy_{mode}']:.0f}" for agent in row["agents"])
+        for mode in ("dense", "translated")
+    )
+    shares = (row["same_final_answer"], row["translated_calls"] / row["calls"])
+    return [engine, task, *right, *(f"{100 * share:.0f}" for share in shares)]
 
 
 def workflow(case: Row) -> FittingTable:

@@ -93,9 +93,11 @@ def _run_all(
                 if engine.translation_refusal:
                     raise TranslationRefused("model", str(model), engine.translation_refusal)
                 if dense is None:
-                    dense = answer(engine, task, asked, ReuseMode.OFF, _step(progress, "dense prefill", count))
+                    step = _step(progress, "dense prefill", count)
+                    dense = answer(engine, task, asked, ReuseMode.OFF, engine.wait_idle, step)
                 step = _step(progress, f"translated, {name}", count)
-                results[name] = Comparison(dense, answer(engine, task, asked, ReuseMode.TRANSLATE, step))
+                translated = answer(engine, task, asked, ReuseMode.TRANSLATE, engine.wait_idle, step)
+                results[name] = Comparison(dense, translated)
     return results
 
 

@@ -35,10 +35,13 @@ class Candidate(Generic[Target]):
 
 
 def is_within(step: float | None, window: float) -> bool:
-    """Return whether it is needed within `window` steps. None and infinity are never within, nor is what a request
-    waits for already (below 0), which demands its load itself.
-    """
-    return step is not None and 0 <= step <= window and step < math.inf
+    """Return whether it is needed within `window` steps (below 0: prefetches are off). None and infinity never are."""
+    return step is not None and window >= 0 and step <= window and step < math.inf
+
+
+def is_awaited(step: float | None) -> bool:
+    """Return whether a step is that of what a request waits for."""
+    return step is not None and step < 0
 
 
 def may_replace(victim: StepView, step: float, virtual_step: float, probability: float = 1.0) -> bool:

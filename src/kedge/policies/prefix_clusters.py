@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kedge.structures.prefixes import common_length
 from kedge.types import Tokens
 
 MAX_PREFIX = 32_768
@@ -135,7 +136,7 @@ class PrefixClusters:
         """Return the nodes that a prompt passes, how many tokens lead there, and how many it shares with a next one."""
         node, at, path = self._root, 0, [self._root]
         while at < len(tokens) and (child := node.children.get(tokens[at])):
-            same = common_prefix(child.tokens, tokens[at : at + len(child.tokens)])
+            same = common_length(child.tokens, tokens[at : at + len(child.tokens)])
             if same < len(child.tokens):
                 return path, at, same
             node, at = child, at + same
@@ -247,18 +248,6 @@ class PrefixClusters:
             if self._ends_fixed_part(node) and (length is None or depth >= length + LEAST_GAIN):
                 length = depth
         return length
-
-
-def common_prefix(one: array[int], other: array[int]) -> int:
-    """Return how many tokens both begin with. Slices are compared at once, which spares Python's loop."""
-    same, end = 0, min(len(one), len(other))
-    while same < end:
-        middle = (same + end + 1) // 2
-        if one[same:middle] == other[same:middle]:
-            same = middle
-        else:
-            end = middle - 1
-    return same
 
 
 def _age(leaf: _Node) -> int:

@@ -134,6 +134,10 @@ class ServiceOrder(Generic[T]):
     def __contains__(self, item: object) -> bool:
         return item in self._places
 
+    def missing(self, item: T) -> float:
+        """Return the share of a waiting item that would have to be computed, as of its last look-up."""
+        return self._places[item].missing
+
     def push(self, item: T, tokens: int) -> None:
         """Add an item with a prompt of `tokens` tokens. O(1). Raises `PlanError` for a duplicate."""
         if item in self._places:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from kedge.errors import PlanError
+from kedge.reuse.holes import Holes, joined
 from kedge.types import Miss, Source, Span
 
 ALL_COMPUTED = Miss("*", "the log-probabilities of the prompt need all of it to be computed")
@@ -73,14 +74,14 @@ class ReusePlan:
         return self.spans[-1].stop if first is None else first
 
     @property
-    def unbroken(self) -> int:
-        """Tokens before the first computed one: all of use to an engine that computes only behind what it reuses."""
-        return next((span.start for span in self.spans if span.source is Source.COMPUTED), self.spans[-1].stop)
+    def holes(self) -> Holes:
+        """The runs of positions to run through the model."""
+        return joined(range(span.start, span.stop) for span in self.spans if span.source is Source.COMPUTED)
 
     @property
     def computed(self) -> list[int]:
         """Positions to run through the model, ascending."""
-        return [p for span in self.spans if span.source is Source.COMPUTED for p in range(span.start, span.stop)]
+        return [position for hole in self.holes for position in hole]
 
 
 def spans_of(sources: Iterable[Source]) -> tuple[Span, ...]:

@@ -31,7 +31,7 @@ class TierSettings(SettingsSection):
     forecast (and without a forecast the same as `lru`), `sessions` what returns last, by the forecast or else by when
     such sessions tend to return."""
     prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
-    """Fixed prompts needed within this many steps are prefetched; below 0 none are."""
+    """Fixed prompts and histories of sessions needed within this many steps are prefetched; below 0 none are."""
     prefetch_jobs: NonNegativeInt = 4
     """Prefetches that may be queued or under way."""
     copy_jobs: PositiveInt = 2

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any, NamedTuple
 
+from kedge.structures.prefixes import common_prefix
 from kedge.types import AgentId, ReuseMode, ValueKind
 from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.template import ChatTokenizer, CompiledAgent, Placeholder, compile_agents
@@ -208,7 +208,7 @@ def _role_last(calls: Sequence[_Call], workflow: Workflow) -> list[_Call]:
     A value keeps the words in front of it that all of its readers have there ("Question:"). Values that only one call
     reads come after the others.
     """
-    head = len(_common([call.pieces[0].tokens for call in calls]))
+    head = len(common_prefix([call.pieces[0].tokens for call in calls]))
     readers = Counter(piece.value for call in calls for piece in call.pieces)
     labels = _labels(calls, head, readers)
 
@@ -229,7 +229,7 @@ def _labels(
         for tokens, value in _pairs(call, head):
             if value.value and readers[value.value] > 1:
                 before.setdefault((value.value.kind, value.value.of), []).append(tokens[::-1])
-    return {of: len(_common(found)) for of, found in before.items()}
+    return {of: len(common_prefix(found)) for of, found in before.items()}
 
 
 def _pairs(call: _Call, head: int) -> Iterator[tuple[Tokens, _Piece]]:
@@ -250,9 +250,3 @@ def _reordered(
     last = call.pieces[-1].tokens[head if len(call.pieces) == 1 else 0 :]
     shared = tuple(_Piece(tokens) for _, tokens in sorted(values, key=lambda each: order(each[0])))
     return replace(call, pieces=(_Piece(call.pieces[0].tokens[:head]), *shared, _Piece(rest + last)))
-
-
-def _common(sequences: Sequence[Tokens]) -> Tokens:
-    """Return the longest common prefix."""
-    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))
-    return tuple(tokens[0] for tokens in same)

@@ -17,10 +17,10 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
+from kedge.structures.prefixes import common_prefix
 from kedge.types import AgentId, SampleId, Segment, Tokens, ValueKind
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -205,16 +205,11 @@ def _trails(cuts: Iterable[Cut]) -> dict[tuple[ValueKind, str], Tokens]:
     for prefixes, found in cuts:
         for placeholder, prefix in zip(found, prefixes[1:], strict=True):
             behind.setdefault(_trailed(placeholder), []).append(prefix)
-    return {of: _common(prefixes) for of, prefixes in behind.items()}
+    return {of: common_prefix(prefixes) for of, prefixes in behind.items()}
 
 
 def _trailed(placeholder: Placeholder) -> tuple[ValueKind, str]:
     return placeholder.kind, placeholder.of
-
-
-def _common(prefixes: Iterable[Tokens]) -> Tokens:
-    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prefixes, strict=False))
-    return tuple(tokens[0] for tokens in same)
 
 
 def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:

@@ -22,20 +22,20 @@ CASES = sorted(PRODUCT_CASES)
 
 
 class Journal:
-    """Hooks that write down what they are told, and how much of the prompt is cached then."""
+    """Hooks that write down when they are called, and how much of the prompt is cached then."""
 
     def __init__(self, cache: CacheManager) -> None:
         self.cache = cache
-        self.told: list[tuple[str, str, int]] = []
+        self.events: list[tuple[str, str, int]] = []
 
     def arrived(self, arrival: Arrival) -> None:
-        self._tell("arrived", arrival)
+        self._note("arrived", arrival)
 
     def answered(self, arrival: Arrival) -> None:
-        self._tell("answered", arrival)
+        self._note("answered", arrival)
 
-    def _tell(self, event: str, arrival: Arrival) -> None:
-        self.told.append((event, arrival.session, self.cache.match(SPACE, arrival.chain).tokens_count))
+    def _note(self, event: str, arrival: Arrival) -> None:
+        self.events.append((event, arrival.session, self.cache.match(SPACE, arrival.chain).tokens_count))
 
 
 @given(traffic(), st.integers(1, 25))
@@ -57,11 +57,11 @@ def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capa
         assert (stats.leased_blocks, replay.cache.transferring) == (0, False)
 
 
-def test_hooks_are_told_before_and_after_a_prompt_is_cached() -> None:
+def test_hooks_are_called_before_and_after_a_prompt_is_cached() -> None:
     cache = CacheManager(9, 1)
     journal = Journal(cache)
     CacheReplay(cache, [journal]).hit_rate([arrival(0, "a", [1, 2]), arrival(1, "a", [1, 2, 3])])
-    assert journal.told == [("arrived", "a", 0), ("answered", "a", 2), ("arrived", "a", 2), ("answered", "a", 3)]
+    assert journal.events == [("arrived", "a", 0), ("answered", "a", 2), ("arrived", "a", 2), ("answered", "a", 3)]
 
 
 def test_a_request_without_room_hits_nothing_and_takes_nothing() -> None:
@@ -115,10 +115,13 @@ def test_sessions_are_kept_by_when_they_return(case: str) -> None:
     assert replay.hit_rate(PACES) > lru_hit_rate(PACES, 60)
 
 
-def test_ids_tell_sessions_of_one_prompt_apart() -> None:
+def test_ids_distinguish_sessions_of_one_prompt() -> None:
     hooks = {case: SessionHooks(CacheManager(9, 1), PRODUCT_CASES[case]) for case in ("kedge", "kedge_ids")}
     for one in (arrival(0, "a", [1, 2]), arrival(1, "b", [1, 2])):
         for each in hooks.values():
             each.arrived(one)
             each.answered(one)
-    assert {case: len(each.caching.steps.tracker) for case, each in hooks.items()} == {"kedge": 1, "kedge_ids": 2}
+    assert {case: len(each.caching.ledger.steps.tracker) for case, each in hooks.items()} == {
+        "kedge": 1,
+        "kedge_ids": 2,
+    }

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kedge.bench.vllm import sessions as bench
 from kedge.bench.vllm.lane import BLOCK, VllmCall
-from kedge.bench.vllm.sessions import SessionClient, SessionLoad, VllmSessionsResult, VllmTurn, drive, figures
+from kedge.bench.vllm.sessions import SessionClient, SessionLoad, VllmSessionsResult, VllmTurn, drive, figures, medians
 from kedge.cli import bench_tables
 from kedge.cli.main import app
 from kedge.types import Tokens
@@ -36,6 +36,11 @@ def history(client: SessionClient, turns: int) -> Iterator[Tokens]:
 def test_figures_are_of_all_turns() -> None:
     found = figures([turn(1.0, ttft_s=0.1), turn(2.0, cached=100, ttft_s=0.3), turn(3.0, cached=0, ttft_s=0.2)], 30.0)
     assert found == {"turns": 3, "turns_per_min": 6.0, "hit": 0.5, "ttft_p50_s": 0.2, "ttft_p99_s": 0.3}
+
+
+def test_several_runs_give_medians() -> None:
+    found = medians([[turn(1.0)], [turn(1.0)] * 2, [turn(1.0)] * 9], 60.0)
+    assert (found["turns_per_min"], [one["turns"] for one in found["trials"]]) == (2.0, [1, 2, 9])
 
 
 def test_a_session_grows_until_another_one_begins() -> None:
@@ -74,7 +79,7 @@ def test_turns_outside_of_the_measured_time_do_not_count() -> None:
 
 
 def test_an_engine_that_vllm_cannot_run_has_no_figures() -> None:
-    lanes = {bench.STOCK: [turn(1.0)], bench.NATIVE: None}
+    lanes = {bench.STOCK: [[turn(1.0)]], bench.NATIVE: None}
     data = VllmSessionsResult(LOAD, {4: lanes}).as_json()
     assert data["live"]["4"][bench.NATIVE] is None and data["live"]["4"][bench.STOCK]["turns"] == 1
     assert json.loads(json.dumps(data))["room_tokens"] == LOAD.kv.tokens

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kedge.cache import CacheManager
+from kedge.engine.local import sessions
 from kedge.engine.local.sessions import SessionCaching, chain_of, stop_reason
 from kedge.policies.eviction import policy_of
-from kedge.policies.sessions import StopReason
+from kedge.policies.sessions import StopReason, TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
@@ -56,7 +58,7 @@ class Replay:
         lease = self.cache.admit(request.request_id, request.namespace, tokens, len(tokens), len(tokens))
         self.cache.finish(request.request_id, tokens)
         if turn:
-            self.sessions.answered(turn, tokens)
+            self.sessions.answered(turn, tokens, TurnEnd())
         self.cache.check_integrity()
         return lease.exact_tokens
 
@@ -64,8 +66,8 @@ class Replay:
 @pytest.mark.parametrize("policy", ["sessions", "lru"])
 def test_a_session_that_comes_back_soon_is_kept_while_others_pass(policy: str) -> None:
     """It returns after every three prompts of others, which fill the cache and never come back."""
-    replay, tokens, kept = Replay(policy, 150), prompt(1, 60), []
-    for turn in range(12):
+    replay, tokens, kept = Replay(policy, 170), prompt(1, 60), []
+    for turn in range(14):
         kept.append(replay.serve(tokens) == len(tokens) - 5 if turn else True)
         tokens = (*tokens, *prompt(100 + turn, 5))
         for other in range(3):
@@ -86,7 +88,7 @@ def test_a_cache_follows_the_guard() -> None:
             replay.serve(tokens)
             replay.cache.on_label(wrong.namespace, wrong, tokens)
             replay.sessions.labelled(wrong, tokens)
-    assert not replay.sessions.guard.trusted
+    assert not replay.sessions.ledger.guard.trusted
     assert replay.serve(prompt(1, 50)) + replay.serve(prompt(2, 50)) > 0
 
 
@@ -150,3 +152,21 @@ def test_a_chain_is_that_of_its_blocks_wherever_it_was_known_before() -> None:
         assert chain_of(tokens, 8, whole[:known]) == whole
     assert chain_of(tokens[:20], 8, whole) == whole[:2]
     assert chain_of((*tokens[:8], 0, *tokens[9:]), 8)[1:] != whole[1:]
+
+
+def test_a_fixed_prompt_is_known_by_the_hashes_of_the_turn_that_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def watched(tokens: Tokens, block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
+        hashed.append(len(tokens) // block_size - len(known))
+        return chain_of(tokens, block_size, known)
+
+    replay = Replay("sessions", 200)
+    tokens = prompt(1, 60)
+    turn = replay.sessions.arrived(plain(tokens))
+    monkeypatch.setattr(sessions, "chain_of", watched)
+    agent = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId("a"))
+    replay.sessions.labelled(agent, tokens[:40], turn)
+    assert hashed == [40 - 60]
+    replay.sessions.labelled(agent, tokens[:40])
+    assert hashed[1:] == [40], "without a turn"

@@ -17,7 +17,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # log-probabilities would be compiled, which takes a minute
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # Model Runner V2 has Triton kernels. Triton's interpreter runs them on the CPU, if vLLM finds a backend for it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    active = type("Driver", (), {"is_active": staticmethod(lambda: True)})
+    backends["cpu"] = type("Backend", (), {"driver": active, "compiler": None})
 
 BLOCK = 32
 VOCABULARY = 256
@@ -125,8 +134,10 @@ def receipt(output: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def driver(model: Path, plugged: bool = True, extra: Mapping[str, Any] | None = None, **more: Any) -> Iterator[Driver]:
-    """Starts vLLM; with Kedge's connector if `plugged`."""
+def driver(
+    model: Path, plugged: bool = True, extra: Mapping[str, Any] | None = None, policy: str = "fail", **more: Any
+) -> Iterator[Driver]:
+    """Starts vLLM; with Kedge's connector if `plugged`. `policy` is vLLM's for KV that could not be loaded."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -139,7 +150,7 @@ def driver(model: Path, plugged: bool = True, extra: Mapping[str, Any] | None = 
             kv_connector="KedgeConnector",
             kv_role="kv_both",
             kv_connector_module_path="kedge.integrations.vllm.plugin.connector",
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=policy,
             kv_connector_extra_config=dict(extra or {}),
         )
     llm = LLM(str(model), **{**settings, **more})
@@ -157,3 +168,14 @@ def close(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def stock_answers(tiny_llama: Path) -> dict[Any, list[int]]:
+    """Answers of 40 tokens of stock vLLM to the prompts of `lane_prompts`: by number, and the plain ones."""
+    from tests.integrations.vllm.lane_prompts import ONE, OTHER, PLAIN, tokens
+
+    prompts: dict[Any, list[int]] = {number: tokens(number) for number in (0, ONE, OTHER)}
+    prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
+    with driver(tiny_llama, plugged=False) as plain:
+        return {name: plain.answer(one, count=40) for name, one in prompts.items()}

@@ -101,7 +101,7 @@ def test_a_preempted_translation_is_written_again(taught: Driver, dense: list[li
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 
-def test_a_translation_that_fails_is_computed(
+def test_a_translation_that_fails_ends_its_request_and_no_other(
     taught: Driver, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taught.reset()
@@ -111,7 +111,7 @@ def test_a_translation_that_fails_is_computed(
 
     with monkeypatch.context() as patched:
         patched.setattr(taught.worker._learner._translator, "write", fail)
-        assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
+        assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == []
     taught.reset()
     assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
 
@@ -151,11 +151,14 @@ def test_dense_with_the_reason(
         ({"mm_features": [object()]}, "multimodal"),
         ({"prompt_embeds": object()}, "embeddings"),
         ({"sampling_params": SimpleNamespace(prompt_logprobs=0)}, "prompt_logprobs"),
+        ({"pooling_params": object()}, "pooling"),
+        ({"resumable": True}, "may grow"),
     ],
 )
 def test_requests_that_are_never_translated(odd: dict[str, Any], reason: str) -> None:
     plain = {
         "lora_request": None, "mm_features": [], "prompt_embeds": None, "skip_reading_prefix_cache": False,
+        "pooling_params": None, "resumable": False,
         "sampling_params": SimpleNamespace(prompt_logprobs=None),
     }  # fmt: skip
     assert request_refusal(SimpleNamespace(**plain)) is None  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,35 @@ def test_an_end_that_changes_is_known_by_what_is_before_it_but_not_by_what_is_sh
     assert links.find(HERE, chain(1, 2, 3, 4, 9)) is None, "three blocks back is no mark"
     links.put("s", HERE, chain(1, 2, 3, 7), 3)
     assert links.find(HERE, chain(1, 2, 3, 8)) is None, "the first three may be others' as well"
+
+
+def test_a_prompt_that_goes_on_behind_what_many_begin_with_is_a_new_session() -> None:
+    links = SessionLinks()
+    assert links.begin(HERE, chain(0)) == 0, "no other is known"
+    links.put("hello", HERE, chain(0), 0)
+    assert links.find(HERE, chain(0, 1)) == "hello"
+    assert links.begin(HERE, chain(0, 1, 2, 3, 4)) == 1 and links.begin(THERE, chain(0)) == 0
+    links.put("chat", HERE, chain(0, 1, 2, 3, 4), 1)
+    assert links.find(HERE, chain(0, 9)) is None and links.find(HERE, chain(0)) == "hello"
+    assert links.find(HERE, chain(0, 1, 2, 3, 9)) == "chat", "the last block of its first prompt has changed"
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12))
+def test_no_session_shares_more_with_others_than_is_returned(prompts: list[list[int]]) -> None:
+    links, before = SessionLinks(), list[list[int]]()
+    for blocks in prompts:
+        shared = max((sum(map(int.__eq__, chain(*blocks), chain(*one))) for one in before), default=0)
+        bound = links.begin(HERE, chain(*blocks))
+        assert shared <= bound <= max(0, 2 * shared - 1)
+        before.append(blocks)
+
+
+def test_beginnings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.policies.sessions.links.MAX_BEGINNINGS", 4)
+    links = SessionLinks()
+    for number in range(10):
+        links.begin(HERE, chain(number, number))
+    assert len(links._beginnings) == 4 and links.begin(HERE, chain(9, 9)) == 2
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 2), max_size=6), st.booleans())))

@@ -15,9 +15,15 @@ FAST, SLOW = ("tool",), ("user",)
 
 def feed(times: ReturnTimes, kind: tuple[str, ...], gaps: list[float]) -> None:
     for gap in gaps:
-        for at in range(bin_of(gap)):
-            times.observe(kind, at, returned=False)
+        idle(times, kind, bin_of(gap))
         times.observe(kind, bin_of(gap), returned=True)
+
+
+def idle(times: ReturnTimes, kind: tuple[str, ...], until: int) -> None:
+    """Let a session be idle into bin `until`."""
+    times.begin(kind)
+    for at in range(until):
+        times.observe(kind, at, returned=False)
 
 
 @given(st.floats(0, 1e6))
@@ -52,8 +58,7 @@ def test_sessions_that_never_return_count() -> None:
     times = ReturnTimes()
     for _ in range(200):
         feed(times, FAST, [1.0])
-        for at in range(len(EDGES)):
-            times.observe(FAST, at, returned=False)
+        idle(times, FAST, len(EDGES) - 1)
     assert times.rate(FAST, bin_of(100)) < times.rate(FAST, 0) / 1000
 
 
@@ -80,3 +85,12 @@ def test_what_is_old_is_forgotten_slowly() -> None:
     feed(times, FAST, [1000.0] * 2000)
     feed(times, FAST, [2.0] * 8000)
     assert 1 / times.rate(FAST, 0) < 10
+
+
+def test_those_that_are_still_idle_count_from_when_they_are() -> None:
+    """A hundred have been idle for four minutes, and the first one returns: one in a hundred, and not all."""
+    times, at = ReturnTimes(), bin_of(240)
+    for _ in range(99):
+        idle(times, FAST, at)
+    feed(times, FAST, [240.0])
+    assert times.rate(FAST, at) < 1 / 2000

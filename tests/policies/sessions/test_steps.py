@@ -1,4 +1,4 @@
-"""What is told and what is learned, on one scale."""
+"""Forecasts and what is learned, on one scale."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kedge.types import AgentId, AgentKey, RunId
 from tests.policies.sessions.test_links import HERE, chain
 
 AGENT = AgentKey(HERE, "", RunId("run"), AgentId("writer"))
-HINTS = SessionHints(flow="writer")
+HINTS = SessionHints(flow="writer", agent=AGENT)
 
 
 def turn(steps: SessionSteps, blocks: list[int], now: float, hints: SessionHints = HINTS) -> SessionKey:
-    key = steps.arrive(HERE, chain(*blocks), now, hints, AGENT if hints.flow else None)
+    key = steps.arrive(HERE, chain(*blocks), now, hints)
     steps.answered(key, chain(*blocks), now)
     return key
 
@@ -47,7 +47,7 @@ def test_without_a_forecast_the_rank_counts_in_steps_of_the_observed_pace() -> N
     steps.advance(0.0)
     in_seconds = steps.tracker.rank(key)
     paced = SessionSteps()
-    agent = paced.arrive(HERE, chain(9), 0.0, HINTS, AGENT)
+    agent = paced.arrive(HERE, chain(9), 0.0, HINTS)
     for _ in range(200):
         paced.observe_call(agent, 10.0)
     key = turn(paced, [1], 0.0, SessionHints())
@@ -60,12 +60,12 @@ def test_who_waits_goes_before_all_that_are_idle_and_by_place() -> None:
     idle = turn(steps, [1], 0.0, SessionHints())
     last = steps.arrive(HERE, chain(2), 0.0, place=5)
     first = steps.arrive(HERE, chain(3), 0.0, place=0)
-    told = steps.advance(0.0)
-    values = [told[key] for key in (first, last, idle)]
+    first_steps = steps.advance(0.0)
+    values = [first_steps[key] for key in (first, last, idle)]
     assert all(values) and [one[0] for one in values if one] == sorted(one[0] for one in values if one)
     assert values[1] is not None and values[1][0] < 0
     steps.hold(last, 0)
-    assert steps.advance(0.0)[last] == told[first]
+    assert steps.advance(0.0)[last] == first_steps[first]
     steps.cancelled(last, 0.0)
     assert (steps.advance(0.0)[last] or (math.nan,))[0] > 0
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, StopReason
+from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, StopReason, TurnEnd
+from kedge.policies.sessions.turns import UNKNOWN_END
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
 
-def turn(tracker: SessionTracker, blocks: list[int], now: float, **answer: object) -> SessionKey:
+def turn(tracker: SessionTracker, blocks: list[int], now: float, end: TurnEnd = UNKNOWN_END) -> SessionKey:
     """One whole turn at `now`."""
     key = tracker.arrive(HERE, chain(*blocks), now)
-    tracker.answered(key, chain(*blocks), now, **answer)  # type: ignore[arg-type]
+    tracker.answered(key, chain(*blocks), now, end)
     return key
 
 
@@ -27,7 +28,7 @@ def test_a_growing_prompt_is_one_session_and_another_prompt_another() -> None:
     assert len(tracker) == 2
 
 
-def test_a_told_id_is_the_session_whatever_the_prompt() -> None:
+def test_a_given_id_is_the_session_whatever_the_prompt() -> None:
     tracker, hints = SessionTracker(), SessionHints(session="x")
     first = tracker.arrive(HERE, chain(1, 2), 0.0, hints)
     assert tracker.arrive(HERE, chain(7), 1.0, hints) == first != tracker.arrive(THERE, chain(7), 1.0, hints)
@@ -37,9 +38,9 @@ def test_who_comes_back_soon_ranks_before_who_does_not() -> None:
     tracker, now = SessionTracker(), 0.0
     for step in range(60):
         now = 1000.0 * step
-        tool = turn(tracker, [1, *range(step)], now, stop=StopReason.TOOL)
-        tool = turn(tracker, [1, *range(step), -1], now + 3, stop=StopReason.TOOL)
-        user = turn(tracker, [2, *range(step)], now + 3, stop=StopReason.USER)
+        tool = turn(tracker, [1, *range(step)], now, TurnEnd(StopReason.TOOL))
+        tool = turn(tracker, [1, *range(step), -1], now + 3, TurnEnd(StopReason.TOOL))
+        user = turn(tracker, [2, *range(step)], now + 3, TurnEnd(StopReason.USER))
     ranks = tracker.advance(now + 3)
     assert ranks[tool] is not None and ranks[tool] == tracker.rank(tool) < tracker.rank(user)
 
@@ -72,12 +73,12 @@ def test_two_requests_of_a_session_at_once_end_it_only_together() -> None:
     assert tracker.advance(2.0)[key] != 0.0
 
 
-def test_a_told_return_is_the_rank() -> None:
+def test_a_given_return_is_the_rank() -> None:
     tracker = SessionTracker()
-    key = turn(tracker, [1], 0.0, returns_in=100.0)
+    key = turn(tracker, [1], 0.0, TurnEnd(returns_in=100.0))
     assert tracker.advance(0.0)[key] == 100.0
     assert tracker.advance(60.0)[key] == pytest.approx(40, abs=5)
-    never = turn(tracker, [2], 60.0, returns_in=math.inf)
+    never = turn(tracker, [2], 60.0, TurnEnd(returns_in=math.inf))
     assert tracker.advance(60.0)[never] == math.inf
 
 
@@ -103,12 +104,12 @@ def test_agents_whose_prompts_only_begin_alike_do_not_continue() -> None:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Any order of turns: memory is bounded, and what is told adds up to what is there."""
+    """Any order of turns: memory is bounded, and the ranks add up to what is there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tracker, self.now = SessionTracker(capacity=4), 0.0
-        self.told: dict[SessionKey, float] = {}
+        self.ranks: dict[SessionKey, float] = {}
         self.open: list[tuple[SessionKey, list[int]]] = []
 
     @rule(blocks=st.lists(st.integers(0, 2), max_size=4), named=st.sampled_from(["", "", "x", "y"]))
@@ -131,19 +132,33 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        if self.told:
-            self.tracker.end(data.draw(st.sampled_from(sorted(self.told, key=str))))
+        if self.ranks:
+            self.tracker.end(data.draw(st.sampled_from(sorted(self.ranks, key=str))))
 
     @invariant()
-    def ranks_are_those_that_were_told(self) -> None:
+    def ranks_are_those_that_were_returned(self) -> None:
         for key, rank in self.tracker.advance(self.now).items():
             if rank is None:
-                self.told.pop(key, None)
+                self.ranks.pop(key, None)
             else:
-                self.told[key] = rank
-        assert len(self.tracker) == len(self.told) <= 4
-        assert all(self.tracker.rank(key) == rank >= 0 for key, rank in self.told.items())
+                self.ranks[key] = rank
+        assert len(self.tracker) == len(self.ranks) <= 4
+        assert all(self.tracker.rank(key) == rank >= 0 for key, rank in self.ranks.items())
         assert len(self.tracker._links._marks) <= 4
 
 
 TestTraffic = Traffic.TestCase
+
+
+def test_the_share_of_requests_that_sessions_come_back_with() -> None:
+    tracker = SessionTracker()
+    for number in range(100):
+        key = tracker.arrive(HERE, [f"one-shot {number}"], float(number))
+        tracker.answered(key, [f"one-shot {number}"], float(number))
+    assert tracker.returning == 0.0
+    history: list[str] = []
+    for number in range(100):
+        history.append(f"block {number}")
+        key = tracker.arrive(HERE, history, 100.0 + number)
+        tracker.answered(key, history, 100.0 + number)
+    assert 0.9 < tracker.returning <= 1.0

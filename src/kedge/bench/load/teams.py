@@ -29,8 +29,9 @@ PREFIX, LEAD, TAIL = 512, 24, 16
 LEAD_IN, TRAIL = 4, 2
 """Tokens of the line before the question, and those with which everything behind a value begins."""
 AGENTS = 5
-OPEN = AnchorSettings(gamma=2.0, max_error=1e9, weak_error=1e9)
+SHARE_ALL = {"gamma": 2.0, "max_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
+OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
 
 Questions = Callable[[str], Iterator[str]]
 """Client name -> its endless questions, the same on every call."""
@@ -57,6 +58,10 @@ class TeamSizes:
     answer: int
 
 
+USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
+"""The sizes of the cases with a random model."""
+
+
 def case_names(model_size: str) -> tuple[str, ...]:
     """Return the names of the cases with a random model of this size."""
     return NANO, model_size, f"{model_size}{LONG}"
@@ -68,13 +73,18 @@ def team(case: str, model_size: str, device: str, seed: int) -> LoadTeam:
         raise ConfigError("case", case, f"must be one of {', '.join(case_names(model_size))}")
     if case == NANO:
         return nano_team(device, seed)
-    return random_team(model_size, TeamSizes(1000, 32) if case.endswith(LONG) else TeamSizes(500, 64), device, seed)
+    return random_team(model_size, LONG_QUESTION if case.endswith(LONG) else USUAL, device, seed)
 
 
 def nano_team(device: str, seed: int) -> LoadTeam:
     """Return the math team of the bundled model, on one thread: the model is too small for two."""
     runner, tokenizer = load_model(None, EngineSettings(device=device))
-    return LoadTeam(runner, tokenizer, workflow(TASKS["math"]), partial(_word_problems, seed), threads=1)
+    return LoadTeam(runner, tokenizer, workflow(TASKS["math"]), nano_questions(seed), threads=1)
+
+
+def nano_questions(seed: int) -> Questions:
+    """Return the questions of the math team."""
+    return partial(_word_problems, seed)
 
 
 def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
@@ -82,8 +92,13 @@ def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> Lo
     runner, _ = random_runner(model_size, device)
     runner.eos_token_ids = frozenset()
     vocab = SHAPES[model_size]["vocab_size"]
-    questions = partial(_words, vocab, shape, seed)
+    questions = random_questions(vocab, shape, seed)
     return LoadTeam(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
+
+
+def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
+    """Return questions of exactly the given size."""
+    return partial(_words, vocab, shape, seed)
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:

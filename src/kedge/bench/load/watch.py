@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from kedge.engine.base import Inspectable
+from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
-from kedge.engine.local.engine import LocalEngine
 from kedge.errors import EngineClosed
 from kedge.types import Completion, GenerateRequest, RequestId, RunId, TenantId
 
@@ -24,6 +23,13 @@ class TimedCall:
     began: float
     ended: float
     completion: Completion
+
+
+class InspectedEngine(Engine, Protocol):
+    """An engine that reports its figures."""
+
+    def inspect(self) -> Mapping[str, Any]:
+        """Return plain data, with the number of running requests under `scheduler` or `requests`."""
 
 
 class CallLog(Watcher):
@@ -48,9 +54,9 @@ class WindowEngine(WatchedEngine):
     It accepts no calls after `deadline`; those under way go on.
     """
 
-    def __init__(self, engine: LocalEngine, deadline: float, calls: list[TimedCall]) -> None:
+    def __init__(self, engine: InspectedEngine, deadline: float, calls: list[TimedCall]) -> None:
         super().__init__(engine, CallLog(calls))
-        self._deadline = deadline
+        self._inspect, self._deadline = engine.inspect, deadline
 
     def submit(self, request: GenerateRequest) -> WatchedStream:
         if now() >= self._deadline:
@@ -59,6 +65,5 @@ class WindowEngine(WatchedEngine):
 
     def running(self) -> int:
         """Return the number of requests that run now, between two steps."""
-        assert isinstance(self.watched, Inspectable)
-        figures: Any = self.watched.inspect()
-        return int(figures["scheduler"]["running"])
+        figures = self._inspect()
+        return int((figures.get("scheduler") or figures["requests"])["running"])

@@ -80,8 +80,8 @@ class ClosedFigures:
 def closed_loop(
     live: Sequence[int], engine: ClosedSettings, conversations: Sequence[Conversation], progress: Progress
 ) -> Leaves:
-    """Return the figures of a trace by live sessions and system. Traffic of many users, whose answers nobody waits
-    for, and conversations that are all too short give none.
+    """Return the figures of a trace by live sessions and system. Traffic of many users, in which no turn waits for
+    an answer, and conversations that are all too short give none.
     """
     played = [] if is_traffic(conversations) else main_sessions(conversations)
     return {str(number): _figures(played, number, engine, progress) for number in live if played}

@@ -15,7 +15,7 @@ from kedge.bench.sessions.replay import CacheReplay
 from kedge.cache import CacheManager
 
 PROBE_BLOCKS, PROBE_EVERY = 256, 5
-"""Blocks of a probe, a prompt that nobody has sent before; arrivals between two probes."""
+"""Blocks of a probe, a prompt that was never sent before; arrivals between two probes."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,28 @@ class SessionCost:
 def measure_cost(arrivals: Sequence[Arrival], capacity: int) -> SessionCost:
     """Replay arrivals through caches of `capacity` blocks, by session and by LRU, with probes between them."""
     by_session, by_recency = product_replay(PRODUCT_CASES["kedge"], capacity), CacheReplay(CacheManager(capacity, 1))
-    told, ns_per_block = _times(by_session, arrivals)
+    seconds, ns_per_block = _times(by_session, arrivals)
     _, ns_per_block_lru = _times(by_recency, arrivals)
-    return SessionCost(told * 1e6, ns_per_block * 1e9, ns_per_block_lru * 1e9)
+    return SessionCost(seconds * 1e6, ns_per_block * 1e9, ns_per_block_lru * 1e9)
 
 
 def _times(replay: CacheReplay, arrivals: Sequence[Arrival]) -> tuple[float, float]:
     """Return median seconds per request in the hooks, and per block of the probes in the cache."""
-    told, cached = [], []
+    hooks, cached = [], []
     unused = count(1 + max(max(one.chain, default=0) for one in arrivals), PROBE_BLOCKS)
     with _no_garbage_collection():
         for number, arrival in enumerate(arrivals):
-            told.append(_spent(replay, arrival)[0])
+            hooks.append(_spent(replay, arrival)[0])
             if number % PROBE_EVERY == 0:
                 cached.append(_spent(replay, _probe(arrival, next(unused)))[1])
-    return statistics.median(told), statistics.median(cached) / min(PROBE_BLOCKS, replay.cache.num_blocks)
+    return statistics.median(hooks), statistics.median(cached) / min(PROBE_BLOCKS, replay.cache.num_blocks)
 
 
 def _spent(replay: CacheReplay, arrival: Arrival) -> tuple[float, float]:
     """Serve a request. Returns seconds in the hooks and in the cache."""
-    told, cached = replay.told.seconds, replay.cached.seconds
+    hooks, cache = replay.hook_time.seconds, replay.cache_time.seconds
     replay.serve(arrival)
-    return replay.told.seconds - told, replay.cached.seconds - cached
+    return replay.hook_time.seconds - hooks, replay.cache_time.seconds - cache
 
 
 def _probe(arrival: Arrival, first: int) -> Arrival:

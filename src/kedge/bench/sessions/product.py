@@ -1,4 +1,4 @@
-"""Kedge's own cache as the open loop drives it: what it is told, and whether it has a host tier."""
+"""Kedge's own cache as the open loop drives it: which hints it is given, and whether it has a host tier."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kedge.bench.sessions.composing import Arrival
 from kedge.bench.sessions.replay import SPACE, CacheReplay, ReplayHooks
 from kedge.bench.workflow.cache import NoCopier
 from kedge.cache import CacheManager
-from kedge.engine.local.sessions import SessionCaching, Turn
+from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.eviction import policy_of
-from kedge.policies.sessions import SessionHints, StopReason
+from kedge.policies.sessions import SessionHints, StopReason, Turn, TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import AgentId, AgentKey, RunId
 
@@ -21,12 +21,12 @@ STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
 
 @dataclass(frozen=True)
 class ProductCase:
-    """What Kedge is told of requests besides their tokens, and the size of its host tier."""
+    """What Kedge knows of requests besides their tokens, and the size of its host tier."""
 
-    tells_ids: bool = False
-    tells_next: bool = False
-    """Whether the time of a session's next request is told as soon as one is cached."""
-    tells_fixed: bool = False
+    gives_ids: bool = False
+    gives_returns: bool = False
+    """Whether the time of a session's next request is given as soon as one is cached."""
+    gives_fixed: bool = False
     """Whether fixed prompts are labelled as documented for agents."""
     host_times: int = 0
     """Blocks of the host tier over those of the device."""
@@ -34,10 +34,10 @@ class ProductCase:
 
 PRODUCT_CASES = {
     "kedge": ProductCase(),
-    "kedge_ids": ProductCase(tells_ids=True),
-    "kedge_perfect": ProductCase(tells_ids=True, tells_next=True),
+    "kedge_ids": ProductCase(gives_ids=True),
+    "kedge_perfect": ProductCase(gives_ids=True, gives_returns=True),
     "kedge_host3": ProductCase(host_times=3),
-    "kedge_fixed": ProductCase(tells_fixed=True),
+    "kedge_fixed": ProductCase(gives_fixed=True),
 }
 
 
@@ -56,21 +56,23 @@ class SessionHooks:
         return self._caching
 
     def arrived(self, arrival: Arrival) -> None:
-        """Find the session of a request, by id where that is told."""
+        """Find the session of a request, by its id where that is given."""
         self._now = arrival.at
-        agent = agent_of(arrival) if self._case.tells_fixed else None
+        agent = agent_of(arrival) if self._case.gives_fixed else None
         hints = SessionHints(
-            session=arrival.session if self._case.tells_ids else "",
+            session=arrival.session if self._case.gives_ids else "",
             flow=(agent.namespace, "trace", agent.agent) if agent else None,
+            agent=agent,
         )
-        self._turn = self._caching.begin(SPACE, arrival.chain[: self._blocks], hints, agent)
+        self._turn = self._caching.begin(SPACE, arrival.chain[: self._blocks], hints)
 
     def answered(self, arrival: Arrival) -> None:
-        """End the turn with what its recorded answer ended with and, where that is told, when the next one begins."""
+        """End the turn with what its recorded answer ended with and, where that is given, when the next one begins."""
         assert self._turn
         stop = STOPS.get(arrival.turn.record.stop, StopReason.UNKNOWN)
-        returns_in = arrival.next_at - arrival.at if self._case.tells_next else None
-        self._caching.answered(self._turn, arrival.chain[: self._blocks], stop, returns_in=returns_in)
+        returns_in = arrival.next_at - arrival.at if self._case.gives_returns else None
+        end = TurnEnd(stop, returns_in=returns_in)
+        self._caching.answered(self._turn, arrival.chain[: self._blocks], end)
 
 
 class FixedPromptHints:
@@ -97,7 +99,6 @@ class FixedPromptHints:
 
     def _forecast(self, arrival: Arrival, next_run: tuple[float, float] | None) -> None:
         changes = {agent_of(arrival): next_run}
-        self._cache.on_forecast(changes)
         self._caching.on_forecast(changes)
 
 
@@ -107,11 +108,11 @@ def agent_of(arrival: Arrival) -> AgentKey:
 
 
 def product_replay(case: ProductCase, capacity: int) -> CacheReplay:
-    """Return an empty cache of `capacity` device blocks that is told what the case says."""
+    """Return an empty cache of `capacity` device blocks, with the hints of the case."""
     tiers = TierSettings(host_blocks=case.host_times * capacity)
     cache = CacheManager(capacity, 1, policy_of(tiers), tiers, NoCopier())
     sessions = SessionHooks(cache, case)
-    hints: list[ReplayHooks] = [FixedPromptHints(cache, sessions.caching)] if case.tells_fixed else []
+    hints: list[ReplayHooks] = [FixedPromptHints(cache, sessions.caching)] if case.gives_fixed else []
     return CacheReplay(cache, [*hints, sessions])
 
 

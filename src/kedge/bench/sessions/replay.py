@@ -1,7 +1,7 @@
 """Arrivals replayed through `CacheManager` in virtual time: one "token" is a 512-token block, blocks have one token.
 
 Service takes no virtual time, as in the baselines, whose figures are only comparable so: a request's blocks enter the
-cache when it arrives, its lease ends and its answer is told at once. The time that the recorded server took is a part
+cache when it arrives, its lease and its answer end at once. The time that the recorded server took is a part
 of the pause before the session's next request.
 """
 
@@ -24,7 +24,7 @@ MAX_PUMPS = 1000
 
 
 class ReplayHooks(Protocol):
-    """What is told of requests besides the cache, at the arrivals' times."""
+    """What happens with a request besides the cache, at the arrivals' times."""
 
     def arrived(self, arrival: Arrival) -> None:
         """Take note of a request before it is admitted."""
@@ -48,11 +48,11 @@ class Stopwatch:
 
 
 class CacheReplay:
-    """A cache that serves arrivals one after the other, and hooks that are told of them."""
+    """A cache that serves arrivals one after the other, and hooks that are called for each."""
 
     def __init__(self, cache: CacheManager, hooks: Sequence[ReplayHooks] = ()) -> None:
         self.cache = cache
-        self.told, self.cached = Stopwatch(), Stopwatch()
+        self.hook_time, self.cache_time = Stopwatch(), Stopwatch()
         """Time in the hooks; time to allocate, cache and release blocks."""
         self._hooks = hooks
         self._ids = count()
@@ -66,11 +66,11 @@ class CacheReplay:
 
         A prompt longer than the cache is cut to it; one that finds no room hits nothing and is not cached.
         """
-        with self.told:
+        with self.hook_time:
             for hooks in self._hooks:
                 hooks.arrived(arrival)
         hits = self._serve(RequestId(str(next(self._ids))), arrival.chain[: self.cache.num_blocks])
-        with self.told:
+        with self.hook_time:
             for hooks in self._hooks:
                 hooks.answered(arrival)
         self._copy()
@@ -80,7 +80,7 @@ class CacheReplay:
         while self.cache.demand(request, SPACE, chain) is Readiness.LOADING:
             self._copy()
         try:
-            with self.cached:
+            with self.cache_time:
                 lease = self.cache.admit(request, SPACE, chain, len(chain), len(chain))
                 self.cache.finish(request, chain)
         except OutOfBlocks:

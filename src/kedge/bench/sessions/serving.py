@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 from kedge.bench.sessions.product import STOPS
 from kedge.bench.sessions.records import BLOCK
@@ -13,11 +12,11 @@ from kedge.bench.sessions.replay import SPACE
 from kedge.bench.sessions.turns import Conversation, TraceTurn
 from kedge.bench.workflow.cache import NoCopier
 from kedge.cache import CacheManager, Lease, Readiness
-from kedge.engine.local.sessions import SessionCaching, Turn
+from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
-from kedge.policies.sessions import SessionHints, StopReason
+from kedge.policies.sessions import SessionHints, StopReason, Turn, TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import RequestId, Source
 
@@ -117,13 +116,12 @@ class KedgeSystem(ServingSystem):
         self._turns: dict[ClosedSession, Turn] = {}
         self._live = LiveContexts()
         self._order: ServiceOrder[ClosedSession] = ServiceOrder(self._missing)
-        self._arrivals = count()
 
     def arrive(self, session: ClosedSession, now: float) -> None:
         super().arrive(session, now)
         self._now = now
         chain = self.waiting[session]
-        turn = self._turns[session] = self._sessions.begin(SPACE, chain, SessionHints(), place=next(self._arrivals))
+        turn = self._turns[session] = self._sessions.begin(SPACE, chain, SessionHints())
         self._order.push(session, len(chain))
         self._live.began(turn.session, len(chain))
 
@@ -146,7 +144,8 @@ class KedgeSystem(ServingSystem):
         self._now = now
         chain, turn = self.running[session], self._turns.pop(session)
         super().answered(session, now)
-        self._sessions.answered(turn, chain, STOPS.get(session.turn.record.stop, StopReason.UNKNOWN))
+        end = TurnEnd(STOPS.get(session.turn.record.stop, StopReason.UNKNOWN))
+        self._sessions.answered(turn, chain, end)
         self._copy()
         self._live.ended(turn.session, len(chain), len(chain), now)
 

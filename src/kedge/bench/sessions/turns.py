@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 
 from kedge.bench.sessions.records import BLOCK, TraceRecord
+from kedge.structures.prefixes import common_prefix
 
 MAX_TOKENS = 200_000
 """Conversations with a longer prompt are left out, as in the reference: no engine of the usual limits serves them."""
@@ -69,11 +70,5 @@ def _with_common_prompts(found: Sequence[Conversation]) -> list[Conversation]:
     common: dict[str, tuple[int, ...]] = {}
     for turn in (turn for one in found for turn in one):
         agent = turn.record.agent
-        common[agent] = shared_prefix(common.get(agent, turn.chain), turn.chain)
+        common[agent] = common_prefix([common.get(agent, turn.chain), turn.chain])
     return [[replace(turn, fixed_blocks=len(common[turn.record.agent])) for turn in one] for one in found]
-
-
-def shared_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the blocks that two chains begin with."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return tuple(block for block, _ in pairs)

@@ -18,7 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kedge.bench.vllm.accuracy import AccuracyResult, AccuracySettings, measure_accuracy
 from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmClients, VllmLane, VllmTrial
+from kedge.bench.vllm.load import VllmLoad, VllmLoadResult, measure_load
 from kedge.bench.vllm.sessions import SessionLoad, VllmSessionsResult, measure_sessions
 from kedge.bench.vllm.team import TeamResult, TeamSettings, measure_team
 from kedge.bench.workflow.cases import CaseSizes
@@ -28,8 +30,9 @@ from kedge.bench.workflow.peer import peer
 from kedge.errors import ConfigError
 
 STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
-TEAM, SESSIONS = "team", "sessions"
-CASES = ("cycle", "no-hints", "no-pressure", "flows", "peer", TEAM, SESSIONS)
+FLOW_CASES = ("cycle", "no-hints", "no-pressure", "flows", "peer")
+TEAM, SESSIONS, ACCURACY, LOAD = "team", "sessions", "accuracy", "load"
+CASES = (*FLOW_CASES, TEAM, SESSIONS, ACCURACY, LOAD)
 CONTROLS = ("no-hints", "no-pressure")
 """Cases in which nothing can be gained."""
 Progress = Callable[[str], None]
@@ -48,6 +51,8 @@ class VllmBenchSettings:
     shape: CaseSizes = field(default_factory=CaseSizes)
     team: TeamSettings = field(default_factory=TeamSettings)
     sessions: SessionLoad = field(default_factory=SessionLoad)
+    accuracy: AccuracySettings = field(default_factory=AccuracySettings)
+    load: VllmLoad = field(default_factory=VllmLoad)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -109,18 +114,20 @@ def summary(trials: Sequence[VllmTrial]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VllmResult:
-    """All cases of workflow-aware caching and, if measured, the team with translated messages and the sessions."""
+    """All cases of workflow-aware caching, and the others if measured."""
 
     cases: Sequence[VllmCase]
     team: TeamResult | None
     sessions: VllmSessionsResult | None = None
+    accuracy: AccuracyResult | None = None
+    load: VllmLoadResult | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
+        others = {TEAM: self.team, SESSIONS: self.sessions, ACCURACY: self.accuracy, LOAD: self.load}
         return {
             "cases": [case.as_json() for case in self.cases],
-            TEAM: self.team and self.team.as_json(),
-            SESSIONS: self.sessions and self.sessions.as_json(),
+            **{name: found and found.as_json() for name, found in others.items()},
         }
 
 
@@ -130,11 +137,15 @@ def measure(settings: VllmBenchSettings, progress: Progress = lambda _: None) ->
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         vocab = save_model(settings.model_size, model)
-        return asyncio.run(_measure(settings, model, vocab, progress))
+        found = asyncio.run(_measure(settings, model, vocab, progress))
+        accuracy = measure_accuracy(settings.accuracy, progress) if ACCURACY in settings.cases else None
+        load = measure_load(settings.load, settings.model_size, model, progress) if LOAD in settings.cases else None
+        return replace(found, accuracy=accuracy, load=load)
 
 
 async def _measure(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> VllmResult:
-    names = [name for name in settings.cases if name not in (TEAM, SESSIONS)]
+    """Measure the cases whose clients share one event loop."""
+    names = [name for name in settings.cases if name in FLOW_CASES]
     cases = [await _case(name, workload(name, settings, vocab), settings, model, progress) for name in names]
     team = await measure_team(settings.team, model, vocab, progress) if TEAM in settings.cases else None
     sessions = None
@@ -157,7 +168,9 @@ def save_model(size: str, folder: Path) -> int:
 
     from kedge.bench.shapes import SHAPES, random_llama
 
-    random_llama(size, torch.device("cpu"), torch.float32).save_pretrained(folder)
+    model = random_llama(size, torch.device("cpu"), torch.float32)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # no random token ends an answer
+    model.save_pretrained(folder)
     return SHAPES[size]["vocab_size"]
 
 

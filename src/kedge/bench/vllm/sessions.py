@@ -8,20 +8,20 @@ is that of recorded tool calls (median to 90th percentile 1 to 8). No hints are 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmLane, block_bytes
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import Tokens
 
 STOCK, NATIVE, KEDGE, KEDGE_HOST = "stock", "stock_offloading", "kedge", "kedge_host"
-SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
-"""The order of service that belongs to the plug-in"""
 LANES = (STOCK, NATIVE, KEDGE, KEDGE_HOST)
 SPREAD = 1.65
 """Standard deviation of the logarithm of a pause"""
@@ -46,8 +46,11 @@ class SessionLoad:
     """Sessions of mean length that the device holds"""
     host: int = 4
     """Size of the host tier in rooms of the device"""
-    warm_s: float = 8.0
+    warm_s: float = 24.0
+    """So long that even where each first turn has to be computed, one after the other, all have been"""
     measured_s: float = 40.0
+    trials: int = 2
+    """Runs of every engine, each with other sessions; engines take turns"""
     seed: int = 0
 
     @property
@@ -62,8 +65,10 @@ class SessionLoad:
         return KvRoom(int(self.room * mean), self.longest + BLOCK)
 
 
-QUICK_LOAD = SessionLoad(warm_s=4.0, measured_s=12.0)
+QUICK_LOAD = SessionLoad(warm_s=4.0, measured_s=12.0, trials=1)
 """Shorter measurements."""
+Trials = Sequence[Sequence["VllmTurn"]]
+"""The turns of each run"""
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,21 @@ class VllmSessionsResult:
     """All engines' turns in the measured time, by live sessions. None: vLLM cannot run that on this machine."""
 
     load: SessionLoad
-    turns: Mapping[int, Mapping[str, Sequence[VllmTurn] | None]]
+    turns: Mapping[int, Mapping[str, Trials | None]]
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
         live = {
-            str(count): {name: turns and figures(turns, self.load.measured_s) for name, turns in lanes.items()}
+            str(count): {name: trials and medians(trials, self.load.measured_s) for name, trials in lanes.items()}
             for count, lanes in self.turns.items()
         }
         return {"settings": asdict(self.load), "room_tokens": self.load.kv.tokens, "live": live}
+
+
+def medians(trials: Trials, seconds: float) -> dict[str, Any]:
+    """Return the medians of all runs' figures, and the figures of each run."""
+    each = [figures(turns, seconds) for turns in trials]
+    return {**{name: round(statistics.median(one[name] for one in each), 4) for name in each[0]}, "trials": each}
 
 
 def figures(turns: Sequence[VllmTurn], seconds: float) -> dict[str, Any]:
@@ -151,13 +162,20 @@ async def drive(lane: VllmLane, load: SessionLoad, live: int, vocab: int) -> lis
 
 async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress: Progress) -> VllmSessionsResult:
     """Measure all engines one after the other, each in a process of its own, with each number of live sessions."""
-    found: dict[int, dict[str, Sequence[VllmTurn] | None]] = {}
-    for live in load.live:
-        found[live] = {}
-        for name in LANES:
-            progress(f"sessions: {live} live, {name}")
-            found[live][name] = await _lane(name, load, model, live, vocab)
+    runs: dict[int, dict[str, list[Sequence[VllmTurn] | None]]] = {
+        live: {name: [] for name in LANES} for live in load.live
+    }
+    for trial, live, name in itertools.product(range(load.trials), load.live, LANES):
+        progress(f"sessions: {live} live, {name}, run {trial + 1} of {load.trials}")
+        other = replace(load, seed=load.seed + trial)
+        runs[live][name].append(await _lane(name, other, model, live, vocab))
+    found = {live: {name: _all_or_none(trials) for name, trials in lanes.items()} for live, lanes in runs.items()}
     return VllmSessionsResult(load, found)
+
+
+def _all_or_none(trials: Sequence[Sequence[VllmTurn] | None]) -> Trials | None:
+    done = [one for one in trials if one is not None]
+    return done if len(done) == len(trials) else None
 
 
 async def _lane(name: str, load: SessionLoad, model: Path, live: int, vocab: int) -> Sequence[VllmTurn] | None:

@@ -39,7 +39,7 @@ Hints = Callable[[Changes], Changes]
 class LanePolicy:
     """A lane's use of the forecast. Without a host tier, evicted KV is computed again."""
 
-    evict: Literal["lru", "steps", "belady"] = "lru"
+    evict: Literal["lru", "sessions", "belady"] = "lru"
     host: bool = True
     prefetch: bool = False
     status_aware: bool = True
@@ -50,9 +50,9 @@ POLICIES: Mapping[str, LanePolicy] = {
     "lru_device": LanePolicy(host=False),
     "lru_host": LanePolicy(),
     "lru_blocking": LanePolicy(status_aware=False),
-    "evict_only": LanePolicy("steps"),
+    "evict_only": LanePolicy("sessions"),
     "prefetch_only": LanePolicy(prefetch=True),
-    "full": LanePolicy("steps", prefetch=True),
+    "full": LanePolicy("sessions", prefetch=True),
     "belady": LanePolicy("belady"),
 }
 """All but the first have a host tier. Without prefetching it is reactive: a request waits for its load, and with
@@ -247,7 +247,7 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
     longest = max(map(len, workload.prompts))
     tiers = TierSettings(
         host_blocks=host if policy.host else 0,
-        policy="lru" if policy.evict == "lru" else "steps",
+        policy="lru" if policy.evict == "lru" else "sessions",
         prefetch_window=2.0 if policy.prefetch else -1.0,
         status_aware=policy.status_aware,
         throttle=throttle,

@@ -118,7 +118,7 @@ class Answers:
         sequence.parts[name] = spent - sum(sequence.parts.values())
         if sequence.request.reuse is not ReuseMode.OFF:
             self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
-            self._fixed.called(sequence.request)
+            self._fixed.called(sequence.request, sequence.turn)
         self._learning.started(sequence)
 
     def _finish(self, sequence: RequestSequence) -> None:

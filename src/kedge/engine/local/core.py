@@ -108,7 +108,6 @@ class EngineCore:
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
-        self._cache.on_forecast(changes)
         self._sessions.on_forecast(changes)
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)

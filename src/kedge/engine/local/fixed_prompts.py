@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from kedge.cache import CacheManager
 from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.fixed_prompts import FixedLengths
+from kedge.policies.sessions import Turn
 from kedge.types import GenerateRequest, Tokens
 from kedge.workflow.forecast import AgentKey
 
@@ -19,18 +20,18 @@ class FixedPrompts:
         self._cache, self._sessions = cache, sessions
         self._lengths = FixedLengths()
 
-    def called(self, request: GenerateRequest) -> None:
+    def called(self, request: GenerateRequest, turn: Turn | None) -> None:
         """Label the fixed prompt of `request`, now that the exact part of its prompt is cached."""
         if request.agent and (length := self._lengths.of(request, time.monotonic())):
             key = request.agent_key
-            self.label(key, request.tokens[:length])
+            self._label(key, request.tokens[:length], turn)
 
-    def label(self, key: AgentKey, tokens: Tokens) -> None:
+    def _label(self, key: AgentKey, tokens: Tokens, turn: Turn | None = None) -> None:
         """Label the cached part of `tokens` as the fixed prompt of `key`."""
         self._cache.on_label(key.namespace, key, tokens)
-        self._sessions.labelled(key, tokens)
+        self._sessions.labelled(key, tokens, turn)
 
     def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Label the fixed prompts of agents that are about to call."""
         for key, tokens in prompts.items():
-            self.label(key, tokens)
+            self._label(key, tokens)

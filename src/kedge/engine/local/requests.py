@@ -12,6 +12,7 @@ from kedge.engine.local.scheduler import Scheduler
 from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.local.sessions import SessionCaching, stop_reason
 from kedge.errors import ForwardFailed
+from kedge.policies.sessions import TurnEnd
 from kedge.types import FinishReason, RequestId, ReuseMode
 
 
@@ -73,7 +74,7 @@ class Requests:
         self._cache.finish(sequence.key, sequence.tokens[:exact])
         if sequence.turn and sequence.finish:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
-            self._sessions.answered(sequence.turn, sequence.tokens[:exact], stop)
+            self._sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:

@@ -9,8 +9,8 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.sampler import Sampler
-from kedge.engine.local.sessions import Turn
 from kedge.kv.storage import SlotTable
+from kedge.policies.sessions import Turn
 from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, template_key
 from kedge.reuse.plan import ReusePlan

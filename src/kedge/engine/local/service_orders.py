@@ -61,7 +61,7 @@ class ServiceOrders:
         self.left(sequence)
         session, tokens = self._began.pop(sequence)
         self._live.ended(session, tokens, len(sequence.tokens), self._clock())
-        if sequence.turn is None:  # nobody can continue it
+        if sequence.turn is None:  # no request can continue it
             self._live.forget(session)
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.policies.eviction import lru
-from kedge.policies.sessions import Guard, SessionHints, SessionKey, SessionSteps, StopReason
+from kedge.policies.sessions import SessionHints, SessionLedger, StopReason, Turn, TurnEnd
 from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request of a session, from its arrival to the end of its answer."""
-
-    session: SessionKey
-    began: float
-    chain: Sequence[Hashable]
-    """Prefix hashes of the full blocks of its prompt"""
 
 
 class SessionCaching:
@@ -28,9 +16,8 @@ class SessionCaching:
 
     def __init__(self, cache: CacheManager, is_on: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without sessions; unless `is_on` none are looked for. `clock` is in seconds."""
-        self._cache, self._is_on, self._clock = cache, is_on, clock
-        self._arrivals = itertools.count()
-        self.steps, self.guard = SessionSteps(), Guard(cache.num_blocks)
+        self._cache, self._is_on = cache, is_on
+        self.ledger = SessionLedger(cache.num_blocks, clock)
         self._other_policy: EvictionPolicy = lru
 
     def arrived(self, request: GenerateRequest) -> Turn | None:
@@ -40,77 +27,50 @@ class SessionCaching:
         """
         if request.reuse is ReuseMode.OFF or not self._is_on:
             return None
-        agent = request.agent_key if request.agent else None
-        flow = (request.namespace, request.workflow, request.agent) if agent else None
-        place = next(self._arrivals)
-        return self.begin(request.namespace, request.tokens, SessionHints(flow=flow), agent, place)
+        return self.begin(request.namespace, request.tokens, SessionHints.of(request))
 
-    def begin(
-        self,
-        namespace: Namespace,
-        tokens: Sequence[int],
-        hints: SessionHints,
-        agent: AgentKey | None = None,
-        place: float = 0.0,
-    ) -> Turn:
+    def begin(self, namespace: Namespace, tokens: Sequence[int], hints: SessionHints) -> Turn:
         """Do as `arrived` for a prompt of tokens with these hints."""
-        now = self._clock()
-        chain = chain_of(tokens, self._cache.block_size)
-        key = self.steps.arrive(namespace, chain, now, hints, agent, place)
-        if self.guard.access(key, chain):
-            self._other_policy = self._cache.set_policy(self._other_policy)
+        turn = self.ledger.arrive(namespace, chain_of(tokens, self._cache.block_size), hints)
         self.advance()
-        self._cache.on_label(namespace, key, tokens, backed_up=False)
-        return Turn(key, now, chain)
+        self._cache.on_label(namespace, turn.session, tokens, backed_up=False)
+        return turn
 
     def waiting(self, turns: Iterable[Turn]) -> None:
-        """Protect what is cached of waiting prompts by their place in the order of service, those that go last least.
+        """Protect what is cached of waiting prompts by their places in the order of service."""
+        self.ledger.waiting(turns)
 
-        Places count by powers of two, so that one that goes first changes the labels of few others.
-        """
-        for place, turn in enumerate(turns):
-            self.steps.hold(turn.session, place.bit_length())
-
-    def answered(
-        self,
-        turn: Turn,
-        tokens: Sequence[int],
-        stop: StopReason = StopReason.UNKNOWN,
-        tool: str = "",
-        returns_in: float | None = None,
-    ) -> None:
+    def answered(self, turn: Turn, tokens: Sequence[int], end: TurnEnd) -> None:
         """Keep the whole history of a session, `tokens`, from the end of a turn on; it is backed up."""
-        now, key = self._clock(), turn.session
-        self.steps.observe_call(key, now - turn.began)
-        chain = chain_of(tokens, self._cache.block_size, turn.chain)
-        self.steps.answered(key, chain, now, stop, tool, returns_in)
-        if len(chain) > len(turn.chain):
-            self.guard.own(key, chain)
+        key = turn.session
+        self.ledger.answered(turn, chain_of(tokens, self._cache.block_size, turn.chain), end)
         self.advance()
-        if self.steps.expects(key):
+        if self.ledger.steps.expects(key):
             self._cache.on_label(key.namespace, key, tokens)
 
     def cancelled(self, turn: Turn) -> None:
         """Take the end of a turn without an answer."""
-        self.steps.cancelled(turn.session, self._clock())
+        self.ledger.cancelled(turn)
         self.advance()
 
-    def labelled(self, agent: AgentKey, tokens: Sequence[int]) -> None:
-        """Take the fixed prompt of an agent, which the cache has labelled."""
+    def labelled(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
+        """Take the fixed prompt of an agent, which the cache has labelled. `turn` is that of a prompt that begins with
+        it, whose hashes are known.
+        """
         if self._is_on:
-            self.guard.own(agent, chain_of(tokens, self._cache.block_size))
+            self.ledger.own(agent, chain_of(tokens, self._cache.block_size, turn.chain if turn else ()))
 
     def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
-        """Take the changes of the forecast, which the cache has taken."""
-        if self._is_on:
-            self.steps.on_forecast(changes)
-            self.guard.on_steps(changes)
+        """Take the changes of the forecast, and pass them on to the cache."""
+        self._cache.on_forecast(self.ledger.on_forecast(changes) if self._is_on else changes)
 
     def advance(self) -> None:
-        """Pass on the steps that have changed. Call this in every step, and before blocks are evicted."""
-        if changes := self.steps.advance(self._clock()):
-            self._cache.on_forecast(changes)
-            self.guard.on_steps(changes)
+        """Pass on what has changed. Call this in every step, and before blocks are evicted."""
+        steps, swaps_policy = self.ledger.advance()
+        if swaps_policy:
+            self._other_policy = self._cache.set_policy(self._other_policy)
+        if steps:
+            self._cache.on_forecast(steps)
 
 
 def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:
@@ -124,7 +84,8 @@ def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] =
     """Return the prefix hashes of the full blocks of `tokens`; `known` are those of what they begin with, or more."""
     chain = list(known[: len(tokens) // block_size])
     before = chain[-1] if chain else 0
-    for stop in range((len(chain) + 1) * block_size, len(tokens) + 1, block_size):
-        before = hash((before, *tokens[stop - block_size : stop]))
+    rest = iter(tokens[len(chain) * block_size :])
+    for block in zip(*[rest] * block_size, strict=False):
+        before = hash((before, block))
         chain.append(before)
     return chain

@@ -1,8 +1,23 @@
 """Sessions that grow, pause and come back: found, and ranked by when they return."""
 
 from kedge.policies.sessions.guard import Guard
+from kedge.policies.sessions.ledger import LedgerChanges, SessionLedger, Turn
 from kedge.policies.sessions.links import Chain
 from kedge.policies.sessions.steps import NextRuns, SessionSteps
-from kedge.policies.sessions.tracker import SessionHints, SessionKey, SessionTracker, StopReason
+from kedge.policies.sessions.tracker import SessionTracker
+from kedge.policies.sessions.turns import SessionHints, SessionKey, StopReason, TurnEnd
 
-__all__ = ["Chain", "Guard", "NextRuns", "SessionHints", "SessionKey", "SessionSteps", "SessionTracker", "StopReason"]
+__all__ = [
+    "Chain",
+    "Guard",
+    "LedgerChanges",
+    "NextRuns",
+    "SessionHints",
+    "SessionKey",
+    "SessionLedger",
+    "SessionSteps",
+    "SessionTracker",
+    "StopReason",
+    "Turn",
+    "TurnEnd",
+]

@@ -15,7 +15,7 @@ from kedge.structures.bounded import BoundedDict
 EDGES = tuple(0.5 * (2.0**step - 1) for step in range(19))
 """Seconds at which the bins begin; the last one has no end."""
 MAX_CLASSES = 1024
-"""Kinds of idle times that are told apart; the one that was seen longest ago is forgotten first."""
+"""Kinds of idle times that are distinguished; the one that was seen longest ago is forgotten first."""
 BORROWED = 5.0
 """How many observations of its own outweigh what a class takes over from the wider one."""
 HALF_LIFE = 20_000.0
@@ -36,7 +36,11 @@ def bin_of(idle: float) -> int:
 
 
 class _Survival:
-    """Per bin, how many were idle until its end or returned in it, and how many of them returned in it."""
+    """Per bin, how many were idle in it, and how many of them returned in it.
+
+    A session that is still in a bin counts half there (the actuarial estimate). If only those counted that have left
+    it, the first to leave a bin would be those that returned.
+    """
 
     __slots__ = ("exposed", "returned", "seen")
 
@@ -45,8 +49,11 @@ class _Survival:
         self.seen = 0.0
 
     def observe(self, at: int, returned: bool) -> None:
-        self.exposed[at] += 1
-        self.returned[at] += returned
+        self.exposed[at] += 0.5
+        if returned:
+            self.returned[at] += 1
+        else:
+            self.exposed[at + 1] += 0.5
         self.seen += 1
         if self.seen > HALF_LIFE:
             self.seen /= 2
@@ -87,8 +94,16 @@ class ReturnTimes:
         self._classes: BoundedDict[Kind, _Survival] = BoundedDict(MAX_CLASSES)
         self._rates: BoundedDict[Kind, _Rates] = BoundedDict(MAX_CLASSES)
 
+    def begin(self, kind: Kind) -> None:
+        """Count a session of class `kind` that is idle from now on."""
+        for depth in range(len(kind) + 1):
+            self._classes.use(kind[:depth], _Survival).exposed[0] += 0.5
+
     def observe(self, kind: Kind, at: int, returned: bool) -> None:
-        """Count a session of class `kind` that returned in bin `at`, or else stayed idle until its end."""
+        """Count a session of class `kind` that returned in bin `at`, or else stayed idle and is now in the next one.
+
+        The last bin has no end.
+        """
         for depth in range(len(kind) + 1):
             self._classes.use(kind[:depth], _Survival).observe(at, returned)
 

@@ -43,7 +43,7 @@ class LruShadow:
 
 
 class StepShadow:
-    """Blocks by the owners whose histories they are in: what nobody owns goes first, then what is needed last."""
+    """Blocks by the owners whose histories they are in: what has no owner goes first, then what is needed last."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,6 +1,6 @@
 """Sessions and agents of workflows on one scale: steps until their KV is needed, as caches order it.
 
-What is told goes before what is learned: an agent's steps-to-execution (KVFlow) say when its next call comes. Where no
+Forecasts go before what is learned: an agent's steps-to-execution (KVFlow) say when its next call comes. Where no
 forecast says anything, the session's own rank does.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from kedge.policies.sessions.links import Chain
-from kedge.policies.sessions.tracker import NO_HINTS, SessionHints, SessionKey, SessionTracker, StopReason
+from kedge.policies.sessions.tracker import SessionTracker
+from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, SessionHints, SessionKey, TurnEnd
 from kedge.types import AgentKey, Namespace
 
 NextRuns = Mapping[SessionKey, tuple[float, float] | None]
@@ -41,23 +42,17 @@ class SessionSteps:
     # turns ----------------------------------------------------------------------------------------------------
 
     def arrive(
-        self,
-        namespace: Namespace,
-        chain: Chain,
-        now: float,
-        hints: SessionHints = NO_HINTS,
-        agent: AgentKey | None = None,
-        place: float = 0.0,
+        self, namespace: Namespace, chain: Chain, now: float, hints: SessionHints = NO_HINTS, place: float = 0.0
     ) -> SessionKey:
         """Return the session of a request, which is needed before all idle ones from now on.
 
-        Of those in flight the least `place` is needed first. `agent` is who asks, where a forecast knows it.
+        Of those in flight the least `place` is needed first.
         """
         key = self.tracker.arrive(namespace, chain, now, hints)
         self.hold(key, place)
-        if agent is not None:
-            self._agents[key] = (agent, hints.flow)
-            self._sessions[agent] = key
+        if hints.agent is not None:
+            self._agents[key] = (hints.agent, hints.flow)
+            self._sessions[hints.agent] = key
         return key
 
     def hold(self, key: SessionKey, place: float) -> None:
@@ -66,18 +61,10 @@ class SessionSteps:
             self._places[key] = place
             self._moved.add(key)
 
-    def answered(
-        self,
-        key: SessionKey,
-        chain: Chain,
-        now: float,
-        stop: StopReason = StopReason.UNKNOWN,
-        tool: str = "",
-        returns_in: float | None = None,
-    ) -> None:
+    def answered(self, key: SessionKey, chain: Chain, now: float, end: TurnEnd = UNKNOWN_END) -> None:
         """Take the end of a turn, see `SessionTracker.answered`."""
         self._places.pop(key, None)
-        self.tracker.answered(key, chain, now, stop, tool, returns_in)
+        self.tracker.answered(key, chain, now, end)
         self._moved.add(key)
 
     def cancelled(self, key: SessionKey, now: float) -> None:

@@ -9,12 +9,11 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from kedge.policies.sessions.links import Chain, SessionLinks
 from kedge.policies.sessions.returns import EDGES, ReturnTimes, bin_of
+from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, SessionHints, SessionKey, StopReason, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace
 
@@ -22,39 +21,12 @@ MAX_SESSIONS = 8192
 """Sessions that are remembered; the one that was active longest ago is forgotten first."""
 MAX_FLOWS = 4096
 """Agents of workflows whose prompts are watched for whether they continue."""
+RECENT = 0.05
+"""Share of a new request in the share of requests that sessions come back with."""
 PACE = 4
 """Last idle times of a session that make its pace."""
 SHRINK = 0.9
-"""A told time of return is ranked again each time that this share of it is left."""
-
-
-class StopReason(StrEnum):
-    """What an answer ended with: what the session now waits for."""
-
-    TOOL = "tool"
-    USER = "user"
-    UNKNOWN = "unknown"
-
-
-class SessionKey(NamedTuple):
-    """A session's name in its namespace: the id that it was given, or a number."""
-
-    namespace: Namespace
-    name: str | int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionHints:
-    """What a request says of its session; all optional."""
-
-    session: str = ""
-    """Id of the session, the same for all its requests"""
-    sub_agent: bool = False
-    flow: Hashable = None
-    """The agent of a workflow that asks, where it is known"""
-
-
-NO_HINTS = SessionHints()
+"""A session whose time of return is given is ranked again each time that this share of it is left."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,13 +40,15 @@ class _Session:
     stop: StopReason = StopReason.UNKNOWN
     blocks: int = 0
     """Length of its chain after its last turn"""
+    shared: int = 0
+    """Blocks, at most, that other sessions began with as well; 0 where none was known to"""
     in_flight: int = 0
     idle_since: float = math.inf
     kind: tuple[Hashable, ...] = ()
     at: int = 0
     """The bin of return times that it has been idle up to"""
     due: float | None = None
-    """When it returns, if that was told"""
+    """When it returns, if that was given"""
     ticket: int = 0
     """Number of its valid timer"""
     rank: float = 0.0
@@ -94,7 +68,7 @@ class SessionTracker:
     """Finds the session of every request and ranks those that are idle. One thread owns it.
 
     A rank is in expected seconds of holding per return: the least is worth the most, 0 while a turn waits or runs, and
-    infinity where no return is expected. Ranks change with time; `advance` tells which have.
+    infinity where no return is expected. Ranks change with time; `advance` returns those that have.
     """
 
     def __init__(self, capacity: int = MAX_SESSIONS) -> None:
@@ -105,6 +79,8 @@ class SessionTracker:
         self._changed: dict[SessionKey, float | None] = {}
         self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_FLOWS)
         self._numbers = self._tickets = 0
+        self.returning = 0.0
+        """Share of the last requests that an idle session came back with"""
 
     def __len__(self) -> int:
         """Return how many sessions are remembered."""
@@ -122,7 +98,9 @@ class SessionTracker:
         session = self._of(namespace, continued, hints)
         session.in_flight += 1
         self._count(hints.flow, session.key == continued)
-        if session.idle_since <= now:
+        returns = session.idle_since <= now
+        self.returning += RECENT * (returns - self.returning)
+        if returns:
             self._cross(session, now)
             self._returns.observe(session.kind, session.at, returned=True)
             session.returned(now)
@@ -130,27 +108,20 @@ class SessionTracker:
         self._rank(session, 0.0)
         return session.key
 
-    def answered(
-        self,
-        key: SessionKey,
-        chain: Chain,
-        now: float,
-        stop: StopReason = StopReason.UNKNOWN,
-        tool: str = "",
-        returns_in: float | None = None,
-    ) -> None:
+    def answered(self, key: SessionKey, chain: Chain, now: float, end: TurnEnd = UNKNOWN_END) -> None:
         """Take the end of a turn at `now`; `chain` is the whole history that is cached.
 
-        `tool` names what the answer calls, `returns_in` says in how many seconds the next request comes, if known. A
-        session that was forgotten meanwhile is ignored.
+        A session that was forgotten meanwhile is ignored.
         """
         session = self._sessions.get(key)
         if session is None:
             return
-        self._links.put(key, key.namespace, chain, session.blocks or len(chain) - 1)
-        session.blocks, session.stop = len(chain), stop
-        session.kind = (stop, (session.pace, session.hints.sub_agent, tool))
-        session.due = None if returns_in is None else now + returns_in
+        if not session.blocks:
+            session.shared = self._links.begin(key.namespace, chain)
+        self._links.put(key, key.namespace, chain, session.shared or session.blocks or len(chain) - 1)
+        session.blocks, session.stop = len(chain), end.stop
+        session.kind = (end.stop, (session.pace, session.hints.sub_agent, end.tool))
+        session.due = None if end.returns_in is None else now + end.returns_in
         self._ended(session, now)
 
     def cancelled(self, key: SessionKey, now: float) -> None:
@@ -174,6 +145,7 @@ class SessionTracker:
         session.in_flight = max(0, session.in_flight - 1)
         if not session.in_flight:
             session.idle_since, session.at = now, 0
+            self._returns.begin(session.kind)
             self._look(session, now)
 
     def _forgotten(self, key: SessionKey, session: _Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,15 @@ from kedge.integrations.vllm.engine.receipts import (
     prompt_logprobs,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.integrations.vllm.plugin.receipts import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
     Completion,
     FinishReason,
     GenerateRequest,
     Miss,
+    Receipt,
+    RequestId,
     ReuseMode,
     SampleId,
     SamplingParams,
@@ -38,31 +42,32 @@ PROMPT = (Segment(tuple(range(3, 103)), "p0"),)
 EOS = 1
 
 
-def receipt_data(**tokens: int) -> dict[str, Any]:
-    counts = {source.value: tokens.get(source.value, 0) for source in Source}
-    return {"mode": "translate", "tokens": counts, "misses": [{"segment": "q", "reason": "why"}], "base": []}
+SPANS = (
+    Span(0, 32, Source.DEVICE),
+    Span(32, 48, Source.HOST),
+    Span(48, 60, Source.COMPUTED),
+    Span(60, 99, Source.TRANSLATED),
+    Span(99, 100, Source.COMPUTED),
+)
 
 
-def test_a_receipt_has_its_parts_in_the_order_of_the_prompt() -> None:
+def receipt_data(*spans: Span) -> dict[str, Any]:
+    sent = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans, (Miss("p0", "why"),))
+    return dict(json.loads(json.dumps(receipt_to_dict(sent, (), None))))
+
+
+def test_a_receipt_has_the_spans_that_the_plug_in_sent() -> None:
     request = GenerateRequest(PROMPT, reuse=ReuseMode.TRANSLATE)
-    receipt = plugin_receipt(request, receipt_data(device=32, host=16, translated=51, computed=1), {"queue": 1.0})
-    assert receipt.spans == (
-        Span(0, 32, Source.DEVICE),
-        Span(32, 48, Source.HOST),
-        Span(48, 99, Source.TRANSLATED),
-        Span(99, 100, Source.COMPUTED),
-    )
-    assert (receipt.request_id, receipt.misses, receipt.parts_ms) == (
-        request.request_id,
-        (Miss("q", "why"),),
-        {"queue": 1.0},
-    )
-    assert plugin_receipt(request, receipt_data(computed=100), {}).spans == (Span(0, 100, Source.COMPUTED),)
+    receipt = plugin_receipt(request, receipt_data(*SPANS), {"queue": 1.0})
+    assert receipt.spans == SPANS
+    assert (receipt.request_id, receipt.misses) == (request.request_id, (Miss("p0", "why"),))
+    assert receipt.parts_ms == {"queue": 1.0}
 
 
 def test_log_probabilities_of_the_prompt_are_a_reason_for_computing_it() -> None:
     request = GenerateRequest(PROMPT, reuse=ReuseMode.EXACT, prompt_logprobs=0)
-    assert plugin_receipt(request, {**receipt_data(computed=100), "misses": []}, {}).misses == (ALL_COMPUTED,)
+    data = {**receipt_data(Span(0, 100, Source.COMPUTED)), "misses": []}
+    assert plugin_receipt(request, data, {}).misses == (ALL_COMPUTED,)
 
 
 def test_the_fallback_receipt_has_known_facts_only() -> None:

@@ -87,6 +87,7 @@ def test_one_token_more_is_drawn_where_others_read_the_answer() -> None:
     assert drawn(sampling=sampling) == 8
     assert drawn(sampling=sampling, produces=None) == 7
     assert drawn(sampling=sampling, room=5) == 5
+    assert sampling_arguments(request(sampling=sampling), 100, tails=True)["max_tokens"] == 7, "the plug-in computes it"
     assert drawn(sampling=SamplingParams(max_tokens=0), produces=None) == 1, "vLLM draws at least one"
 
 
@@ -97,6 +98,18 @@ def test_sampling_arguments() -> None:
     assert {name: arguments[name] for name in expected} == expected
     assert "stop" not in arguments
     assert arguments["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
+
+
+def test_stock_vllm_gets_no_hints_and_draws_no_token_for_others() -> None:
+    asked = request(sampling=SamplingParams(max_tokens=5))
+    hinted, plain = sampling_arguments(asked, 100), sampling_arguments(asked, 100, hinted=False)
+    assert (hinted["max_tokens"], plain["max_tokens"]) == (6, 5)
+    assert plain == {**hinted, "max_tokens": 5, "extra_args": None}
+
+
+def test_the_trail_of_an_answer_that_others_read_is_a_hint() -> None:
+    assert read(request(trail=(5, 6))).trail == (5, 6)
+    assert "trail" not in request_hints(request(trail=(5, 6), produces=None))
 
 
 def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:

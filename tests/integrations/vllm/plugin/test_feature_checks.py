@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
+from vllm.v1.core.sched.output import NewRequestData  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 
 from kedge.integrations.vllm.plugin import feature_checks as compat
+from kedge.integrations.vllm.plugin.scheduler import AsyncStepScheduler, StepScheduler, make_scheduler
 
 SPEC = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
@@ -23,15 +27,19 @@ SPEC = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.flo
 def config(**changes: Any) -> Any:
     parts: dict[str, Any] = {
         "cache_config": {"enable_prefix_caching": True, "cache_dtype": "auto", "hash_block_size": None},
+        "scheduler_config": {"get_scheduler_cls": lambda: make_scheduler, "async_scheduling": False},
         "parallel_config": {
-            "pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+            "use_ubatching": False, "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
         },
         "model_config": {"use_mla": False, "uses_mrope": False, "hf_text_config": LlamaConfig()},
+        "kv_transfer_config": {"kv_load_failure_policy": "fail"},
     }  # fmt: skip
+    v2 = changes.pop("use_v2_model_runner", False)
     for name, value in changes.items():
         next(part for part in parts.values() if name in part)[name] = value
     built = {name: SimpleNamespace(**part) for name, part in parts.items()}
-    return SimpleNamespace(**built, speculative_config=None)
+    return SimpleNamespace(**built, speculative_config=None, use_v2_model_runner=v2)
 
 
 def groups(*specs: Any) -> Any:
@@ -44,7 +52,7 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 
 def test_everything_is_on_where_it_fits() -> None:
-    assert compat.find_features(config(), ONE, 10) == compat.Features(None, None, None)
+    assert compat.find_features(config(), ONE, 10, 32) == compat.Features(None, None, None, None)
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
@@ -63,21 +71,38 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
     ],
 )
 def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[str, Any], reason: str) -> None:
-    found = compat.find_features(config(**changes), ONE, 10)
+    found = compat.find_features(config(**changes), ONE, 10, 32)
     assert found.translation and reason in found.translation
     assert found.eviction is None and found.host is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [({"use_v2_model_runner": True}, "Model Runner V2"), ({"async_scheduling": True}, "asynchronous scheduling")],
+)
+def test_where_vllm_cannot_recompute_a_failed_load_that_policy_is_refused(changes: dict[str, Any], where: str) -> None:
+    refused = compat.find_features(config(**changes, kv_load_failure_policy="recompute"), ONE, 10, 32)
+    assert refused.translation == (
+        f"kv_load_failure_policy must be 'fail' with {where}: 'recompute' gives wrong answers there"
+    )
+    assert refused.eviction is None and refused.host is None
+    assert compat.find_features(config(**changes), ONE, 10, 32).translation is None
+
+
+def test_where_vllm_can_recompute_that_policy_is_accepted() -> None:
+    assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10, 32).translation is None
+
+
 def test_several_groups_keep_the_order_of_eviction_only() -> None:
     window = SlidingWindowSpec(**SPEC, sliding_window=64)
-    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC), window), 10)
+    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC), window), 10, 32)
     assert found.eviction is None and found.host and found.translation
-    alone = compat.find_features(config(), groups(window), 10)
+    alone = compat.find_features(config(), groups(window), 10, 32)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
-    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10)
+    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10, 32)
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
 
 
@@ -85,17 +110,73 @@ def test_another_version_switches_everything_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", "0.33.1")
-    found = compat.find_features(config(), ONE, 10)
+    found = compat.find_features(config(), ONE, 10, 32)
     with caplog.at_level(logging.WARNING):
         found.log()
     assert [record.getMessage() for record in caplog.records] == [
         f"kedge: {part} is off: vLLM 0.33.1 is not supported; must be one of 0.32.x"
         for part in ("eviction", "host", "translation")
-    ]
+    ], "lanes need no line of their own"
+    assert found.lanes == compat.NO_TRANSLATION
 
 
 def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
-    found = compat.find_features(config(), ONE, 10)
+    found = compat.find_features(config(), ONE, 10, 32)
     assert found.eviction == found.host == "vLLM's free queue has a `popright` that Kedge's does not match"
     assert found.translation is None
+
+
+# lanes ----------------------------------------------------------------------------------------------------------------
+
+
+def lanes(**changes: Any) -> str | None:
+    found = compat.find_features(config(**changes), ONE, 10, 32)
+    assert found.translation is None, "it goes on, up to the first hole"
+    return found.lanes
+
+
+def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    assert lanes() is None
+    assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
+    assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
+    for other in (Scheduler, lambda **_: None):
+        reason = lanes(get_scheduler_cls=lambda other=other: other)
+        assert reason == "--scheduler-cls is not kedge.integrations.vllm.plugin.scheduler.make_scheduler"
+    with caplog.at_level(logging.WARNING):
+        compat.Features(None, None, None, reason).log()
+    assert caplog.messages == [f"kedge: lanes is off: {reason}"]
+
+
+def test_lanes_are_off_where_a_pass_may_be_split() -> None:
+    assert "microbatching" in (lanes(use_ubatching=True) or "")
+
+
+def test_lanes_can_be_switched_off() -> None:
+    assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
+
+
+def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class More(NewRequestData):
+        tier: int = field(kw_only=True)
+
+    monkeypatch.setattr(compat, "NewRequestData", More)
+    assert lanes() == "vLLM's NewRequestData differs in tier"
+    monkeypatch.setattr(compat, "NewRequestData", make_dataclass("Less", ["req_id", "prompt_token_ids"]))
+    assert "block_ids, lora_request, mm_features" in (lanes() or "")
+
+
+def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: self.max_num_scheduled_tokens)
+    assert lanes() == "vLLM's Scheduler.schedule does not read max_num_active_reqs"
+
+
+def test_backends_have_to_write_before_they_attend() -> None:
+    good = SimpleNamespace(forward_includes_kv_cache_update=False, get_name=lambda: "GOOD")
+    assert compat.backends_refusal([good, good]) is None
+    bad = SimpleNamespace(forward_includes_kv_cache_update=True, get_name=lambda: "BAD")
+    unknown = SimpleNamespace(get_name=lambda: "UNKNOWN")
+    for other in (bad, unknown):
+        reason = f"{other.get_name()} may attend before the KV of the whole pass is written"
+        assert compat.backends_refusal([good, other]) == reason

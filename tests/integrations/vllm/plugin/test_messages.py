@@ -7,10 +7,20 @@ import pytest
 pytest.importorskip("vllm")
 
 from kedge.cache import Copied
-from kedge.integrations.vllm.plugin.messages import CopyResult, Reports
+from kedge.integrations.vllm.plugin.messages import CopyResult, Reports, TranslationVerdict
+from kedge.types import Miss, RequestId
 
 
 def test_a_block_that_one_rank_finds_corrupt_is_corrupt() -> None:
     sound, bad = CopyResult.of(Copied(3, True, 0.5)), CopyResult.of(Copied(3, True, 0.2, (1, 4)))
     merged = Reports({3: sound}).aggregate(Reports({3: bad})).copies[3].merged(CopyResult(1, True, 0.1, frozenset({2})))
     assert merged == CopyResult(3, True, 0.5, frozenset({1, 2, 4}))
+
+
+def test_what_one_rank_has_to_compute_all_ranks_compute() -> None:
+    few = TranslationVerdict((range(5, 9), range(99, 100)), (Miss("few", ""),), needs=((1, 2),))
+    many = TranslationVerdict((range(7, 20), range(99, 100)), (Miss("many", ""),), lanes="off")
+    assert few.merged(many) == TranslationVerdict((range(5, 20), range(99, 100)), (Miss("many", ""),), ((1, 2),), "off")
+    dense = TranslationVerdict((range(100),), (Miss("dense", ""),))
+    merged = Reports(verdicts={RequestId("r"): few}).aggregate(Reports(verdicts={RequestId("r"): dense}))
+    assert merged.verdicts == {"r": TranslationVerdict((range(100),), (Miss("dense", ""),), ((1, 2),))}

@@ -121,3 +121,18 @@ def test_memory_order_is_a_view_without_gaps() -> None:
     pages = torch.arange(2 * 3 * 4 * 5).view(2, 4, 3, 5).transpose(1, 2)
     view = memory_order(pages)
     assert view.is_contiguous() and view.data_ptr() == pages.data_ptr() and len(view) == 2
+
+
+def test_positions_that_a_table_leaves_out_are_not_written() -> None:
+    layers = [layer_of(side_by_side) for _ in range(LAYERS)]
+    pages, blocks = Pages(layers, SIZE, rotary()), [4, 1, 3]
+    before = pages.read(pages.table(blocks), 0, 12)
+    given = KVSegment(torch.randn(LAYERS, 9, HEADS, DIM), torch.randn(LAYERS, 9, HEADS, DIM))
+    pages.put(pages.table(blocks, only=(range(2, 5), range(9, 11))), 2, given)
+    after = pages.read(pages.table(blocks), 0, 12)
+    written = [2, 3, 4, 9, 10]
+    kept = [at for at in range(12) if at not in written]
+    torch.testing.assert_close(after.keys[:, written], given.keys[:, [at - 2 for at in written]])
+    torch.testing.assert_close(after.values[:, written], given.values[:, [at - 2 for at in written]])
+    assert torch.equal(after.values[:, kept], before.values[:, kept])
+    assert torch.equal(after.keys[:, kept], before.keys[:, kept])

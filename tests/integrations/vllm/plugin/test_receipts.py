@@ -31,18 +31,23 @@ def tracked(**given: Any) -> TrackedRequest:
     [
         ({}, {"device": 0, "host": 0, "translated": 0, "computed": 100}),
         ({"device": 64, "host": range(32, 100)}, {"device": 32, "host": 32, "translated": 0, "computed": 36}),
-        ({"device": 32, "translated": 67}, {"device": 32, "host": 0, "translated": 67, "computed": 1}),
-        ({"device": 128, "translated": 5}, {"device": 100, "host": 0, "translated": 0, "computed": 0}),
+        (
+            {"device": 32, "translated": (range(32, 40), range(44, 99))},
+            {"device": 32, "host": 0, "translated": 63, "computed": 5},
+        ),
+        ({"device": 128}, {"device": 100, "host": 0, "translated": 0, "computed": 0}),
     ],
     ids=["computed", "loaded", "translated", "device tokens include the answer's"],
 )
 def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
-    data = receipt_to_dict(receipt_of(tracked(**state), ()), ())
+    data = receipt_to_dict(receipt_of(tracked(**state), ()), (), None)
     assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
 
 
 def test_misses_and_needs_are_json() -> None:
-    data = receipt_to_dict(receipt_of(tracked(), (Miss("q", "too far"),)), [(5, 6)])
+    data = receipt_to_dict(receipt_of(tracked(translated=(range(8, 90),)), (Miss("q", "too far"),)), [(5, 6)], "off")
     assert data["mode"] == "translate"
     assert data["misses"] == [{"segment": "q", "reason": "too far"}]
     assert data["base"] == [[5, 6]]
+    assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
+    assert data["lanes"] == "off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.service_queue import MAX_SESSIONS, CachedFirstQueue, RequestContexts, missing_of
+from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue, RequestContexts, missing_of
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 
@@ -33,8 +34,20 @@ class Pool:
 
     cached: set[int] = field(default_factory=set)
 
-    def get_cached_block(self, block: int, groups: list[int]) -> list[int] | None:  # noqa: ARG002
-        return [block] if block in self.cached else None
+    on_host: set[int] = field(default_factory=set)
+
+    def blocks(self, hashes: list[int]) -> tuple[int, int]:
+        """Return how many leading blocks are on the device, and how many after them on the host."""
+        device = sum(1 for _ in itertools.takewhile(self.cached.__contains__, hashes))
+        return device, sum(1 for _ in itertools.takewhile(self.on_host.__contains__, hashes[device:]))
+
+
+class Queue(CachedFirstQueue):
+    """The queue of a scheduler, which begins the context of every request that it adds."""
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        self.contexts.began(request, None)
 
 
 @dataclass
@@ -44,9 +57,16 @@ class World:
     pool: Pool = field(default_factory=Pool)
     step: int = 0
     now: float = 0.0
+    orders: list[Any] = field(default_factory=list)
+    """The orders that were passed on"""
+    holds_back: float = 2.0
+    """The missing share from which on requests do not start"""
 
     def queue(self, capacity: int = 100) -> Any:
-        return CachedFirstQueue(cast(Any, self.pool), capacity, lambda: self.step, lambda: self.now)
+        return Queue(
+            cast(Any, lambda hashes: self.pool.blocks(hashes)), capacity, lambda: self.step, self.orders.append,
+            lambda _, missing: missing < self.holds_back, lambda: self.now,
+        )  # fmt: skip
 
 
 def names(queue: Any) -> list[str]:
@@ -92,10 +112,58 @@ def test_who_was_preempted_or_skipped_goes_before_all_others_in_their_order() ->
     assert (names(queue), len(queue), bool(queue)) == (["preempted", "c", "b"], 3, True)
 
 
-def test_a_prefix_is_found_by_its_end() -> None:
+def test_what_may_not_start_holds_up_those_behind_it_but_not_what_comes_before_it() -> None:
+    world = World(Pool({1}), holds_back=0.5)
+    queue = world.queue(0)
+    queue.add_request(Call("cold", [5]))
+    assert (bool(queue), len(queue), names(queue)) == (False, 1, ["cold"])
+    with pytest.raises(IndexError):
+        queue.peek_request()
+    queue.add_request(Call("cached", [1]))
+    assert queue.pop_request().request_id == "cached"
+    assert not queue
+    queue.prepend_request(Call("preempted", [6]))
+    assert queue.pop_request().request_id == "preempted"
+    world.holds_back = 2.0
+    assert queue.pop_request().request_id == "cold"
+
+
+def test_without_overload_everything_may_start() -> None:
+    queue = World(holds_back=0.0).queue(capacity=1000)
+    queue.add_request(Call("cold", [5]))
+    assert queue.pop_request().request_id == "cold"
+
+
+def missing(pool: Pool, hashes: list[int]) -> float:
+    return missing_of(cast(Any, Call("a", hashes)), cast(Any, pool.blocks))
+
+
+def test_what_is_on_neither_tier_is_missing() -> None:
     for cached in range(9):
-        assert missing_of(cast(Any, Pool(set(range(cached)))), cast(Any, Call("a", list(range(8))))) == 1 - cached / 8
-    assert missing_of(cast(Any, Pool()), cast(Any, Call("a"))) == 1.0
+        assert missing(Pool(set(range(cached))), list(range(8))) == 1 - cached / 8
+    assert missing(Pool(), []) == 1.0
+    assert missing(Pool({0, 1}, set(range(8))), list(range(8))) == pytest.approx(0.1 * 6 / 8)
+
+
+def test_what_the_host_has_goes_before_what_has_to_be_computed() -> None:
+    world = World(Pool({3}, {2}))
+    queue = world.queue(0)
+    for name, block in (("computed", 1), ("host", 2), ("device", 3)):
+        queue.add_request(Call(name, [block]))
+    assert names(queue) == ["device", "host", "computed"]
+
+
+def test_the_order_is_passed_on_when_it_changes_under_overload() -> None:
+    world = World(Pool({1}))
+    queue = world.queue(0)
+    queue.add_request(Call("a", [2]))
+    queue.add_request(Call("b", [1]))
+    for _ in range(2):
+        queue.peek_request()
+    assert [[one.request_id for one in order] for order in world.orders] == [["b", "a"]]
+    roomy = World()
+    names(roomy.queue())
+    assert not roomy.orders
 
 
 def test_a_session_is_one_context_however_often_it_returns() -> None:
@@ -103,8 +171,8 @@ def test_a_session_is_one_context_however_often_it_returns() -> None:
     contexts = RequestContexts(lambda: now)
     for turn in range(1, 6):
         call = cast(Any, Call(f"{turn}", list(range(2 * turn)), 20 * turn))
-        contexts.began(call)
-        contexts.began(call)
+        contexts.began(call, "session")
+        contexts.began(call, "session")
         assert contexts.tokens() == 20 * turn
         contexts.ended(call)
         contexts.ended(call)
@@ -113,14 +181,14 @@ def test_a_session_is_one_context_however_often_it_returns() -> None:
     assert contexts.tokens() == 0
 
 
-def test_memory_of_sessions_is_bounded() -> None:
+def test_a_request_without_a_session_is_forgotten_when_it_ends() -> None:
     contexts = RequestContexts(lambda: 0.0)
-    for number in range(2 * MAX_SESSIONS):
-        call = cast(Any, Call(f"{number}", [3 * number, 3 * number + 1, 3 * number + 2]))
-        contexts.began(call)
+    for number in range(3):
+        call = cast(Any, Call(f"{number}", [number]))
+        contexts.began(call, None)
+        assert contexts.tokens() == 10
         contexts.ended(call)
-    assert len(contexts._sizes) == len(contexts._links._marks) == MAX_SESSIONS
-    assert contexts.tokens() == 10 * MAX_SESSIONS
+        assert contexts.tokens() == 0
 
 
 class AgainstVllms(RuleBasedStateMachine):

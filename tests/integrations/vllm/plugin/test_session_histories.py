@@ -94,7 +94,7 @@ class Engine:
 def test_prompts_that_continue_one_another_are_one_session() -> None:
     engine = Engine()
     assert [engine.turn(chain("a", length)) for length in (4, 6, 9)] == [0, 4, 6]
-    assert len(engine.sessions.steps.tracker) == 1 and engine.owned() == 9
+    assert len(engine.sessions.ledger.steps.tracker) == 1 and engine.owned() == 9
     engine.queue.check_integrity()
 
 
@@ -195,7 +195,7 @@ class Turns(RuleBasedStateMachine):
         engine = self.engine
         engine.queue.check_integrity()
         assert len(engine.sessions._turns) == len(self.waiting) + len(engine.running)
-        assert len(engine.queue._owners._steps) <= len(engine.sessions.steps.tracker)
+        assert len(engine.queue._owners._steps) <= len(engine.sessions.ledger.steps.tracker)
 
 
 TestTurns = Turns.TestCase

@@ -60,7 +60,9 @@ class Figures:
 class Driver:
     """Runs requests in vLLM. An error of vLLM's ends the stream of its request as an error of Kedge's."""
 
-    def __init__(self) -> None:
+    def __init__(self, plugged: bool) -> None:
+        """`plugged`: whether vLLM has the plug-in, which sends receipts."""
+        self._plugged = plugged
         self.figures = Figures()
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -147,7 +149,7 @@ class Driver:
     ) -> ReceiptData | None:
         """Return the plug-in's receipt. For an aborted request it comes with vLLM's statistics, not with an output."""
         receipt = None if generating.cancelled() else generating.result()
-        if receipt is None and response.has_begun and not self.is_dead:
+        if receipt is None and self._plugged and response.has_begun and not self.is_dead:
             return await _within(later, RECEIPT_TIMEOUT)
         return receipt
 

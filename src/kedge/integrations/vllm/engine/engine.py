@@ -2,7 +2,8 @@
 
 vLLM's own processes run the model; here are an event loop on a thread of its own, the tokenizer and the streams. The
 plug-in gets hints: with a request, its agent and the parts of its prompt; between requests, forecasts, fixed prompts
-and the ends of runs. Base prefills are sent while no request waits for its first token.
+and the ends of runs. Base prefills are sent while no request waits for its first token, unless the plug-in's scheduler
+computes them by itself.
 """
 
 from __future__ import annotations
@@ -35,18 +36,22 @@ T = TypeVar("T")
 class VLLMEngine:
     """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
 
+    Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out.
+
     Raises `ConfigError` where vLLM is not installed or a setting has no meaning for it, `ModelNotFound` or
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
     """
 
-    def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
-        self.config = config or EngineSettings(backend="vllm")
+    def __init__(
+        self, model: str | Path | None = None, config: EngineSettings | None = None, *, plugged: bool = True
+    ) -> None:
+        self.config, self._plugged = config or EngineSettings(backend="vllm"), plugged
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model)
         read_config(path)
         self.tokenizer = HFTokenizer.load(path)
-        arguments = _engine_arguments(self.config, path)
+        arguments = _engine_arguments(self.config, path, plugged)
         self._lock, self._is_closed = threading.Lock(), False
         self._failure: EngineClosed | None = None
         self._has_loop = threading.Event()
@@ -63,8 +68,9 @@ class VLLMEngine:
 
     def _start(self, path: Path, arguments: Any) -> None:
         from kedge.integrations.vllm.engine.driver import Driver, sampling_params
+        from kedge.integrations.vllm.plugin.feature_checks import tails_refusal
 
-        self._driver, self._forecasts, self._params = Driver(), Forecasts(), sampling_params
+        self._driver, self._forecasts, self._params = Driver(self._plugged), Forecasts(), sampling_params
         try:
             asyncio.run_coroutine_threadsafe(self._driver.start(arguments), self._loop).result()
         except ValueError as error:
@@ -73,6 +79,8 @@ class VLLMEngine:
         except RuntimeError as error:
             self._end_loop()
             raise EngineClosed("engine", str(path), f"vLLM did not start: {error}") from error
+        config = self._driver.llm.vllm_config
+        self._tails = self._plugged and tails_refusal(config, self.config.vllm.max_lanes) is None
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
         self._vocab_size: int = model.get_vocab_size()
@@ -90,9 +98,10 @@ class VLLMEngine:
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
         self._validate(request)
-        request = with_trails(request, self.config.planner.trail, of_answers=False)
+        keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens
+        request = with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
         room = self._max_model_len - request.prompt_tokens
-        params = self._params(sampling_arguments(request, room))
+        params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
         response = StreamedResponse(request, self.tokenizer, params, room)
         self._call(partial(self._begin, response))
         return response.stream
@@ -137,7 +146,13 @@ class VLLMEngine:
             "prefix_queries": figures.prefix_queries,
             "prefix_hits": figures.prefix_hits,
         }
-        requests = {"running": figures.running, "waiting": figures.waiting, "base_prefills": len(self._driver.bases)}
+        counts = figures.plugin
+        bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
+        requests = {
+            "running": figures.running,
+            "waiting": figures.waiting,
+            "base_prefills": len(self._driver.bases) + bases,
+        }
         return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
 
     def close(self) -> None:
@@ -175,9 +190,9 @@ class VLLMEngine:
         return called.result()
 
     def _send(self, messages: Callable[[], list[PluginMessage]]) -> None:
-        """Send messages to the plug-in without waiting. A closed engine ignores them."""
+        """Send messages to the plug-in, if there is one, without waiting. A closed engine ignores them."""
         with self._lock:
-            if not self._is_closed:
+            if self._plugged and not self._is_closed:
                 self._loop.call_soon_threadsafe(lambda: self._driver.send(messages()))
 
 
@@ -185,8 +200,8 @@ def _died() -> EngineClosed:
     return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
 
-def _engine_arguments(config: EngineSettings, path: Path) -> Any:
-    """Return `AsyncEngineArgs` with the connector. Raises `ConfigError` for values that vLLM refuses."""
+def _engine_arguments(config: EngineSettings, path: Path, plugged: bool) -> Any:
+    """Return `AsyncEngineArgs`, with the plug-in if `plugged`. Raises `ConfigError` for values that vLLM refuses."""
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 
     prepare_environment()
@@ -195,7 +210,8 @@ def _engine_arguments(config: EngineSettings, path: Path) -> Any:
     from vllm.platforms import current_platform
 
     chosen = vllm_arguments(config, path, AsyncEngineArgs, is_cpu=current_platform.is_cpu())
+    plugin = {"kv_transfer_config": transfer_config(plugin_settings(config))} if plugged else {"scheduler_cls": None}
     try:
-        return AsyncEngineArgs(**chosen, kv_transfer_config=transfer_config(plugin_settings(config)))
+        return AsyncEngineArgs(**{**chosen, **plugin})
     except ValueError as error:
         raise ConfigError("engine.vllm", config.vllm.arguments, str(error)) from error

@@ -19,13 +19,14 @@ CPU_ENVIRONMENT = {
 def connector(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's `kv_transfer_config` for the connector with these settings (`PluginSettings`).
 
-    KV that the connector cannot load is computed.
+    A request whose translation cannot be written ends with an error: vLLM's other policy, `recompute`, answers wrongly
+    on Model Runner V2 and with asynchronous scheduling.
     """
     return {
         "kv_connector": "KedgeConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": dict(extra),
     }
 

@@ -11,19 +11,19 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from kedge.errors import ConfigError
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.settings import EngineSettings
 
 CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
 """Defaults on the CPU: exact, small blocks, and no compiler at start."""
-ARGUMENTS = {"async_scheduling": False}
-"""Defaults: those of the plug-in's tests."""
+ARGUMENTS = {"async_scheduling": False, "scheduler_cls": SCHEDULER}
+"""Defaults: those of the plug-in's tests, with lanes."""
 OWN = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "disable_log_stats": True}
 """Fixed: prompts and answers are tokens, and statistics go to the engine."""
 RESERVED = {*OWN, "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "runner"}
 
 _USE_OWN = "vLLM has its own: set engine.vllm.{}"
 _NO_EFFECT = "has no effect with vLLM"
-_PREFIX_ONLY = "vLLM computes nothing in the middle of a prompt"
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {
         "device": "vLLM runs on what it was built for",
@@ -35,8 +35,8 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "max_running": _USE_OWN.format("max_num_seqs"),
     },
     "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NO_EFFECT),
-    "planner": dict.fromkeys(("recompute_head", "recompute_short", "recompute_tail"), _PREFIX_ONLY),
-    "anchors": dict.fromkeys(("weak_error", "weak_leverage", "host_bytes", "host_base_bytes"), _NO_EFFECT),
+    "learning": {"max_pending": _USE_OWN.format("max_captures")},
+    "anchors": dict.fromkeys(("host_bytes", "host_base_bytes"), _NO_EFFECT),
 }
 """Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
 
@@ -58,8 +58,8 @@ def refuse_foreign(config: EngineSettings) -> None:
 
 def plugin_settings(config: EngineSettings) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
-    sections = {name: getattr(config, name).model_dump() for name in ("tiers", "anchors", "planner")}
-    return {**sections, "max_captures": config.vllm.max_captures}
+    sections = {name: getattr(config, name).model_dump() for name in ("tiers", "anchors", "planner", "learning")}
+    return {**sections, "max_captures": config.vllm.max_captures, "max_lanes": config.vllm.max_lanes}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.reuse.reasons import with_reasons
 from kedge.types import GenerateRequest, Miss, Receipt, ReuseMode, Source, Span, TokenLogprob, Tokens
 
-ORDER = (Source.DEVICE, Source.HOST, Source.TRANSLATED, Source.COMPUTED)
-"""The order of sources in a prompt: vLLM reuses a prefix only, and the plug-in adds to its end."""
 NO_RECEIPT = Miss("*", "the request ended before vLLM reported where its prompt came from")
 
 
@@ -24,11 +21,10 @@ class RankedLogprob(Protocol):
 
 def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
     """Return the receipt that the plug-in sent for a request as `data`."""
-    counts = [data["tokens"][source.value] for source in ORDER]
     misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
     if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
         misses = (ALL_COMPUTED,)
-    spans = _spans(counts)
+    spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
     return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, misses), parts_ms)
 
 
@@ -38,18 +34,14 @@ def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Map
     vLLM reports only the number of prompt tokens that it did not compute: `cached`, None where it had not begun.
     Whether they are exact is known only where nothing could be translated.
     """
-    mode, computed = request.reuse, request.prompt_tokens - (cached or 0)
+    mode = request.reuse
     if cached is None:
         return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
     if cached and mode is ReuseMode.TRANSLATE:
         return Receipt(request.request_id, mode, (), (NO_RECEIPT,), parts_ms)
-    spans = _spans([cached, 0, 0, computed])
+    both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
+    spans = tuple(span for span in both if len(span))
     return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
-
-
-def _spans(counts: Iterable[int]) -> tuple[Span, ...]:
-    edges = pairwise(accumulate(counts, initial=0))
-    return tuple(Span(*edge, source) for edge, source in zip(edges, ORDER, strict=True) if edge[0] < edge[1])
 
 
 def answer_logprobs(

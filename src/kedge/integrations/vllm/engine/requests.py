@@ -41,10 +41,11 @@ def request_hints(request: GenerateRequest) -> Hints:
         "client": short(request.client),
         "agent": short(request.agent),
         "produces": short(str(request.produces or "")),
+        "trail": list(request.trail) if request.produces is not None else None,
         "fixed_tokens": _fixed(request),
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE else None,
     }
-    return {name: value for name, value in hints.items() if value not in (None, "")}
+    return {name: value for name, value in hints.items() if value not in (None, "", [])}
 
 
 def short(name: str) -> str:
@@ -67,14 +68,19 @@ def _segments(request: GenerateRequest) -> list[Hints]:
     return [{**one, "sample": short(one["sample"])} if one["sample"] is not None else one for one in hints]
 
 
-def sampling_arguments(request: GenerateRequest, room: int) -> dict[str, Any]:
-    """Return arguments of vLLM's `SamplingParams`; `room` is the number of tokens that the model can add to the prompt.
+def sampling_arguments(
+    request: GenerateRequest, room: int, *, hinted: bool = True, tails: bool = False
+) -> dict[str, Any]:
+    """Return arguments of vLLM's `SamplingParams`, with hints for the plug-in if `hinted`.
+
+    `room` is the number of tokens that the model can add to the prompt; `tails` is whether the plug-in computes the
+    ends of answers.
 
     Stop strings are not among them, as they are matched where tokens become text. vLLM draws at least one token, and
-    one more than is wanted of an answer that other agents read, so that its last token has KV too.
+    without `tails` one more than is wanted of an answer that other agents read, so that its last token has KV too.
     """
     sampling = request.sampling
-    wanted = sampling.max_tokens + (request.produces is not None)
+    wanted = sampling.max_tokens + (hinted and not tails and request.produces is not None)
     return {
         "max_tokens": max(1, min(wanted, room)),
         "temperature": sampling.temperature,
@@ -84,7 +90,7 @@ def sampling_arguments(request: GenerateRequest, room: int) -> dict[str, Any]:
         "logprobs": request.logprobs,
         "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,
-        "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}},
+        "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}} if hinted else None,
     }
 
 

@@ -30,9 +30,9 @@ class AgentPrompts:
     """The forecast of every agent with the block hashes of its fixed prompt. Owned by the scheduler."""
 
     def __init__(
-        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], None] = lambda _: None
+        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], Changes] = lambda changes: changes
     ) -> None:
-        """Begin without forecasts. `on_forecast` is called with their changes."""
+        """Begin without forecasts. `on_forecast` is called with their changes, and returns what to believe of them."""
         self._block_size, self._on_forecast = block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
         self._lengths = FixedLengths()
@@ -81,7 +81,8 @@ class AgentPrompts:
         if changes := self._board.expire(time.monotonic()):
             self._apply(changes)
 
-    def _apply(self, changes: Changes) -> None:
+    def _apply(self, given: Changes) -> None:
+        changes = self._on_forecast(given)
         for key, next_run in changes.items():
             if next_run is None:
                 self.steps.pop(key, None)
@@ -89,7 +90,6 @@ class AgentPrompts:
                 self._template_of.pop(key, None)
             else:
                 self.steps[key] = next_run
-        self._on_forecast(changes)
         for pool in self._pools:
             pool.free_block_queue.on_forecast(changes)
         for key in changes:

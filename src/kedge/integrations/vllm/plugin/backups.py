@@ -35,7 +35,7 @@ class FinishedHistory:
 
 
 class HostBackups:
-    """HostBackups, over host blocks that are needed no sooner. Owned by the scheduler."""
+    """Orders backups into the host tier, over blocks there that are needed no sooner. Owned by the scheduler."""
 
     def __init__(self, tier: HostTier, unlabelled_step: float) -> None:
         self._tier, self._unlabelled_step = tier, unlabelled_step

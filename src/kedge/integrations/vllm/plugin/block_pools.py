@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.owner_sets import Owner
@@ -25,13 +26,17 @@ def replace_queue(pool: BlockPool, policy: StepPolicy, whole_sets: bool = False)
 
 def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
     """Return a block of `pool` with this hash, if there is one."""
-    found = pool.get_cached_block(block_hash, [GROUP])
-    return found[0] if found else None
+    return pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(block_hash, GROUP))
 
 
 def leading_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
     """Return the blocks of the longest prefix of `hashes` that `pool` has."""
     return list(itertools.takewhile(lambda block: block is not None, (cached_block(pool, one) for one in hashes)))
+
+
+def cached_prefix(pool: BlockPool, hashes: Sequence[BlockHash]) -> int:
+    """Return how many leading blocks of a prompt `pool` has. O(log n) look-ups: prompts are evicted from their ends."""
+    return bisect_left(hashes, True, key=lambda one: cached_block(pool, one) is None)
 
 
 def own_prefix(pool: BlockPool, hashes: Sequence[BlockHash], owner: Owner) -> None:

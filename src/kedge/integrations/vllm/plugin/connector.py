@@ -1,7 +1,7 @@
 """Kedge as a KV connector of unmodified vLLM: workflow-aware caching and translation.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KedgeConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector", "kv_load_failure_policy": "recompute",
+        "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector", "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"tiers": {"host_memory": "8GiB"}}}'
 
 vLLM creates one connector in its scheduler and one in every worker.
@@ -33,7 +33,7 @@ class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = self._settings = PluginSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
         host_blocks = settings.tiers.host_pool_size(block_bytes(kv_cache_config))
-        self._features = find_features(vllm_config, kv_cache_config, host_blocks)
+        self._features = find_features(vllm_config, kv_cache_config, host_blocks, settings.max_lanes)
         self._host_blocks = 0 if self._features.host else host_blocks
         if role is KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, settings)

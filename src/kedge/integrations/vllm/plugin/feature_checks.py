@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import vllm
@@ -17,15 +17,20 @@ from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, GapLanes
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import translation_refusal
 
 logger = logging.getLogger(__name__)
 VERSIONS = ("0.32.",)
 """Versions of vLLM that the tests run with"""
 NOT_CONFIGURED = "no host memory is configured"
+NO_TRANSLATION = "translation is off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +42,31 @@ class Features:
     host: str | None
     """Host tier with backups, loads and prefetches"""
     translation: str | None
+    lanes: str | None
+    """Computing several holes in the middle of a prompt; without it, a prompt is translated up to its first hole"""
 
     def log(self) -> None:
         """Log one line for each part that is off."""
-        for name in ("eviction", "host", "translation"):
+        for name in ("eviction", "host", "translation", "lanes"):
             if reason := getattr(self, name):
-                level = logging.INFO if reason == NOT_CONFIGURED else logging.WARNING
+                level = logging.INFO if reason in (NOT_CONFIGURED, NO_TRANSLATION) else logging.WARNING
                 logger.log(level, "kedge: %s is off: %s", name, reason)
 
 
-def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
+def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int, max_lanes: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
     eviction = _version_refusal() or _queue_refusal() or _prefix_cache_refusal(config)
     groups = _groups_refusal(config, kv_cache)
     host = (eviction or groups or _insert_refusal()) if host_blocks else NOT_CONFIGURED
-    translation = _version_refusal() or groups or _coordinator_refusal() or _model_refusal(config)
-    return Features(eviction, host, translation)
+    translation = (
+        _version_refusal()
+        or groups
+        or _coordinator_refusal()
+        or _model_refusal(config)
+        or _load_failure_refusal(config)
+    )
+    lanes = NO_TRANSLATION if translation else _lanes_refusal(config, max_lanes)
+    return Features(eviction, host, translation, lanes)
 
 
 def block_bytes(kv_cache: KVCacheConfig) -> int:
@@ -107,6 +121,45 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     return "sliding-window attention" if spec.sliding_window else None
 
 
+def tails_refusal(config: VllmConfig, max_lanes: int) -> str | None:
+    """Return the reason why the ends of answers are not computed by lanes, or None. KV caches need not be known."""
+    if config.parallel_config.data_parallel_size > 1:
+        return "data parallelism: replicas with experts in common run no pass alone"
+    return _lanes_refusal(config, max_lanes)
+
+
+def _lanes_refusal(config: VllmConfig, max_lanes: int) -> str | None:
+    if not max_lanes:
+        return "max_lanes is 0"
+    chosen: Any = config.scheduler_config.get_scheduler_cls()
+    is_own = isinstance(chosen, type) and issubclass(chosen, GapLanes)
+    if not is_own and f"{chosen.__module__}.{chosen.__qualname__}" != SCHEDULER:
+        return f"--scheduler-cls is not {SCHEDULER}"
+    if config.parallel_config.use_ubatching:
+        return "microbatching: a part of a pass does not see what another part writes"
+    return _request_data_refusal() or _schedule_refusal()
+
+
+def _request_data_refusal() -> str | None:
+    found = {field.name: field for field in fields(NewRequestData)}
+    required = {name for name, field in found.items() if field.default is MISSING and field.default_factory is MISSING}
+    unknown = sorted(LANE_FIELDS - found.keys() | required - LANE_FIELDS)
+    return f"vLLM's NewRequestData differs in {', '.join(unknown)}" if unknown else None
+
+
+def _schedule_refusal() -> str | None:
+    unread = [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]
+    return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}" if unread else None
+
+
+def backends_refusal(backends: Iterable[Any]) -> str | None:
+    """Return the reason why tokens of one pass may not see each other's KV with these attention backends, or None."""
+    for backend in backends:
+        if getattr(backend, "forward_includes_kv_cache_update", True):
+            return f"{backend.get_name()} may attend before the KV of the whole pass is written"
+    return None
+
+
 def _model_refusal(config: VllmConfig) -> str | None:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -122,3 +175,21 @@ def _model_refusal(config: VllmConfig) -> str | None:
     if config.model_config.uses_mrope:
         return "M-RoPE: a position is not one number"
     return translation_refusal(config.model_config.hf_text_config)
+
+
+def _load_failure_refusal(config: VllmConfig) -> str | None:
+    """Refuse the policy by which vLLM answers wrongly once a translation could not be written (its issue 49250).
+
+    It moves a request back by its own counter alone: Model Runner V2 keeps another one on the device, and asynchronous
+    scheduling has the next step under way.
+    """
+    assert config.kv_transfer_config is not None
+    if config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        return None
+    if config.use_v2_model_runner:
+        where = "Model Runner V2"
+    elif config.scheduler_config.async_scheduling:
+        where = "asynchronous scheduling"
+    else:
+        return None
+    return f"kv_load_failure_policy must be 'fail' with {where}: 'recompute' gives wrong answers there"

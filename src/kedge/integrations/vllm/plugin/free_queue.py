@@ -7,14 +7,13 @@ a block out costs what it costs in vLLM, and evicting a run of blocks one look a
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.eviction_order import EvictionOrder
-from kedge.integrations.vllm.plugin.owner_sets import BlockOwners, FreeBlock, Owner, OwnerSet
+from kedge.integrations.vllm.plugin.owner_sets import MAX_NAMED, BlockOwners, FreeBlock, Owner, OwnerSet
 from kedge.policies.eviction import StepPolicy, StepView, step_name
 
 
@@ -34,6 +33,9 @@ class StepFreeQueue:
         """
         self.evicted: Counter[str] = Counter()
         """Blocks with KV that were handed out, by step: "varying", "unlabelled", "inf" (unknown), or the number."""
+        self.on_evicted: Callable[[Collection[Owner]], None] = lambda _: None
+        """Called with the owners of evicted blocks, unless these are more than `MAX_NAMED`: before the head that many
+        prompts share, their ends are evicted"""
         self.num_free_blocks = 0
         self._empty = OwnerSet()
         """Free blocks without KV worth keeping"""
@@ -67,6 +69,8 @@ class StepFreeQueue:
         self.evicted[step_name(owners)] += len(taken) - start
         if owners is not self._owners.unowned:
             self._owners.release(owners, taken[start:])
+            if len(owners.owners) <= MAX_NAMED:
+                self.on_evicted(owners.owners)
 
     def remove(self, block: FreeBlock) -> None:
         """Take a block out of its list. Raises `PlanError` for a block that is not free."""
@@ -185,9 +189,12 @@ class StepFreeQueue:
 
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Return for how many of so many blocks there is room, see `has_room`. O(blocks + owner sets)."""
-        found = 0
-        for owners in (self._empty, *(owners for owners in self._owners.sets() if may_evict(owners))):
-            found += sum(1 for _ in itertools.islice(owners, blocks - found))
+        found = self._empty.count(blocks)
+        for owners in self._owners.sets():
+            if found == blocks:
+                break
+            if not owners.is_empty and may_evict(owners):
+                found += owners.count(blocks - found)
         return found
 
     def check_integrity(self) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
+class HeldLane(NamedTuple):
+    """Positions to be computed by a lane in held blocks."""
+
+    tokens: list[int]
+    """All tokens before and in the lane, and one more, so that the runner draws none"""
+    blocks: list[int]
+    span: range
+
+
 class HeldBlocks:
-    """Blocks of finished requests that are kept until all ranks have captured them."""
+    """Blocks of no running request: of finished ones, and of base prefills. They are kept until all ranks have captured
+    them.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -29,11 +41,47 @@ class HeldBlocks:
         self._held[capture_id] = (0, blocks)
         return capture_id
 
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that nothing holds."""
+        assert self.pool is not None
+        return self.pool.get_num_free_blocks()
+
+    def blocks_of(self, capture_id: int) -> list[int]:
+        """Return the ids of the blocks of a capture, in their order."""
+        return [block.block_id for block in self._held[capture_id][1]]
+
+    def grow(self, capture_id: int, count: int, spare: int) -> bool:
+        """Hold at least `count` blocks for a capture. Returns False where fewer than `spare` would be left free."""
+        blocks = self._held[capture_id][1]
+        missing = max(0, count - len(blocks))
+        assert self.pool is not None
+        if missing and missing + spare > self.pool.get_num_free_blocks():
+            return False
+        blocks.extend(self.pool.get_new_blocks(missing) if missing else ())
+        return True
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the held blocks, each as often as it is held."""
+        return [block.block_id for _, blocks in self._held.values() for block in blocks]
+
+    def give_up(self) -> None:
+        """Free all blocks."""
+        for capture_id in tuple(self._held):
+            self.free(capture_id)
+
     def on_captured(self, capture_id: int, ranks: int) -> None:
-        """Free the blocks of a capture once all ranks have read them."""
+        """Free the blocks of a capture once all ranks have read them. One that was given up is ignored."""
+        if capture_id not in self._held:
+            return
         done, blocks = self._held[capture_id]
         self._held[capture_id] = (done + ranks, blocks)
         if done + ranks == self._ranks:
-            del self._held[capture_id]
-            assert self.pool is not None
-            self.pool.free_blocks(reversed(blocks))
+            self.free(capture_id)
+
+    def free(self, capture_id: int) -> None:
+        """Free the blocks of a capture."""
+        _, blocks = self._held.pop(capture_id)
+        assert self.pool is not None
+        self.pool.free_blocks(reversed(blocks))

@@ -1,13 +1,14 @@
 """Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
-are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `base` are for callers who assemble prompts.
+are those of the HTTP server (`docs/server.md`); `segments`, `produces`,
+`trail` and `base` are for callers who assemble prompts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.steps import NextRun
 
 T = TypeVar("T")
+MAX_TRAIL = 64
+"""Most tokens behind an answer whose KV is kept with it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,9 @@ class HintedRequest:
 
 
 def read_hints(
-    request_id: str, tokens: Tokens, salt: str | None, params: Mapping[str, Any] | None, reuse: ReuseMode
+    request_id: str, prompt: Sequence[int], salt: str | None, params: Mapping[str, Any] | None, reuse: ReuseMode
 ) -> HintedRequest | None:
-    """Return a request with the hints in its `kv_transfer_params`, None where they have none for Kedge.
+    """Return a request with the hints in its `kv_transfer_params`, None where they have none for Kedge: then O(1).
 
     `salt` is vLLM's `cache_salt`: KV is shared only among requests with the same one, so it is the namespace.
     `reuse` is the mode of a request whose hints have none.
@@ -69,6 +72,7 @@ def read_hints(
     hints = params.get("kedge") if params else None
     if hints is None:
         return None
+    tokens = tuple(prompt)
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
     namespace = Namespace.parse(salt or "default")
     segments = reader.take("segments", lambda value: _segments(value, tokens), None)
@@ -84,6 +88,7 @@ def read_hints(
         agent=AgentId(reader.take("agent", read_text, "")),
         produces=reader.take("produces", _sample, None),
         fixed=reader.take("fixed_tokens", read_whole, None),
+        trail=reader.take("trail", _trail, ()),
     )
     return HintedRequest(
         request,
@@ -174,6 +179,12 @@ def _tokens(value: Any) -> Tokens:
     if not isinstance(value, list | tuple) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError
     return tuple(value)
+
+
+def _trail(value: Any) -> Tokens:
+    if len(tokens := _tokens(value)) > MAX_TRAIL:
+        raise ValueError
+    return tokens
 
 
 def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:

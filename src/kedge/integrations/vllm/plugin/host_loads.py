@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -13,10 +13,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kedge.cache import Copy
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
-from kedge.integrations.vllm.plugin.backups import HostBackups
+from kedge.integrations.vllm.plugin.backups import FinishedHistory, HostBackups
 from kedge.integrations.vllm.plugin.block_pools import cached_block
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
+from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.tracked_request import RequestLoad
@@ -25,13 +26,21 @@ from kedge.policies.prefetch import Candidate, is_within, may_replace
 from kedge.settings import TierSettings
 from kedge.workflow.forecast import AgentKey
 
+MAX_LOADS = 3
+"""Loads on demand for one request, whose blocks may be evicted after each; then it computes what it lacks."""
+
 
 class HostLoads:
     """The policy of loads. Owned by the scheduler."""
 
-    def __init__(self, tier: HostTier, prompts: AgentPrompts, settings: TierSettings, block_size: int) -> None:
-        self.tier, self._prompts, self.settings, self._block_size = tier, prompts, settings, block_size
+    def __init__(
+        self, tier: HostTier, prompts: AgentPrompts, idle: IdleSessions, settings: TierSettings, block_size: int
+    ) -> None:
+        self.tier, self._prompts, self.idle = tier, prompts, idle
+        self.settings, self._block_size = settings, block_size
         self.backups = HostBackups(tier, settings.unlabelled_step)
+        self._wanting: list[RequestLoad] = []
+        """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
         self._has_room = False
         """Whether a copy has ended, or a request has arrived or left, since the last look for prefetches"""
         self._not_worth_loading = 0
@@ -43,7 +52,7 @@ class HostLoads:
 
     @property
     def _is_due(self) -> bool:
-        return self._has_room or self._prompts.changed
+        return self._has_room or self._prompts.changed or self.idle.changed
 
     def counters(self) -> Counter[str]:
         """Return what was counted since the start."""
@@ -56,6 +65,13 @@ class HostLoads:
         """Look for prefetches in this step: requests have changed."""
         self._has_room = True
 
+    def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt are on the device, or are being loaded, and how many after them
+        are worth loading from the host.
+        """
+        first, stop = self.tier.extent(hashes)
+        return first, stop - first if self.tier.load_pays(stop - first) else 0
+
     def must_wait(self, load: RequestLoad, computed: int) -> bool:
         """Return whether a request waits for a load of its next block, and has not waited for `max_wait` yet.
 
@@ -67,48 +83,71 @@ class HostLoads:
             return False
         block_hash = request.block_hashes[block]
         transfer = self.tier.loading(block_hash)
-        if transfer is None and (load.is_ordered or not self.tier.holds(block_hash)):
-            load.wanted_from = None
+        if transfer is None and (load.computes or not self.tier.holds(block_hash)):
             return False
-        if transfer:
-            transfer.demanded = True
+        if transfer is None:
+            self._wanting.append(load)
+        elif self._is_impatient(load):
+            return False
         else:
-            load.wanted_from = block
-        return self._has_patience(load, computed)
+            transfer.demanded = True
+        load.tokens = range(load.tokens.start or computed, request.num_prompt_tokens)
+        return True
 
-    def _has_patience(self, load: RequestLoad, computed: int) -> bool:
+    def _is_impatient(self, load: RequestLoad) -> bool:
+        """Return whether a request has waited too long for its load, or for room for one: then it computes."""
         now = time.monotonic()
         load.waiting_since = now if load.waiting_since is None else load.waiting_since
-        if now - load.waiting_since <= self.settings.max_wait:
-            load.tokens = range(load.tokens.start or computed, load.request.num_prompt_tokens)
-            return True
-        load.wanted_from, load.is_ordered = None, True
-        return False
+        is_late = now - load.waiting_since > self.settings.max_wait
+        load.computes = load.computes or is_late
+        return is_late
 
     # once per step --------------------------------------------------------------------------------------------
 
     def copies(self, requests: Iterable[RequestLoad], idle: bool) -> tuple[Copy, ...]:
-        """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
+        """Return the copies of this step: demands first, then prefetches, those of idle sessions only while no request
+        waits. `idle`: no token is scheduled.
+        """
         self.backups.go_on()
-        self._demand(requests, idle)
+        self._demand(idle)
         if self._is_due:
-            self._has_room = self._prompts.changed = False
+            self._has_room = self._prompts.changed = self.idle.changed = False
+            requests = tuple(requests)
             self._load_ahead(requests)
             self._prefetch()
+            if all(one.is_admitted for one in requests):
+                self.idle.start(self.settings.prefetch_jobs - self.tier.prefetching)
         return self.tier.take_copies()
 
-    def _demand(self, requests: Iterable[RequestLoad], idle: bool) -> None:
-        """Order the loads that waiting requests want. Without room for one, an idle engine lets its request compute."""
-        for load in [one for one in requests if one.wanted_from is not None]:
+    def finished(self, history: FinishedHistory) -> None:
+        """Take the history that a session has on the device at the end of a turn."""
+        self.idle.ended(history.session, history.hashes)
+        self.backups.history(history)
+
+    def preempted(self, load: RequestLoad) -> None:
+        """Take that a request waits again; nothing is loaded ahead of its turn."""
+        load.is_admitted, load.is_ahead = False, True
+
+    def _demand(self, idle: bool) -> None:
+        """Order the loads that requests wanted in this step, in the order of service.
+
+        The first one's may evict all that is free, as its computing would; the others only what is needed later, and
+        they wait until fewer than `copy_jobs` loads are under way.
+        """
+        wanting, self._wanting = self._wanting, []
+        for place, load in enumerate(wanting):
+            if place and self.tier.loads >= self.settings.copy_jobs:
+                break
             hashes = self._needed(load)
             _, wanted = self.tier.missing(hashes)
             if not self.tier.load_pays(len(wanted)):
-                load.is_ordered, load.wanted_from = True, None
+                load.computes = True
                 self._not_worth_loading += 1
-                continue
-            transfer = self.tier.load(hashes, Purpose.DEMAND, load.owner, self._may_evict(load.owner))
-            if transfer or (idle and not self.tier.busy):
-                load.is_ordered, load.wanted_from = True, None
+            elif self.tier.load(hashes, Purpose.DEMAND, load.owner, self._may_evict(load.owner if place else None)):
+                load.orders += 1
+                load.computes = load.orders == MAX_LOADS
+            elif not place:
+                load.computes = self._is_impatient(load) or (idle and not self.tier.busy)
 
     def _needed(self, load: RequestLoad) -> list[BlockHash]:
         """Return the hashes of the blocks that a request does not compute: all but the one with its last token."""
@@ -165,6 +204,7 @@ class HostLoads:
         self.tier.cost.compute.observe(*computed)
         self._has_room = self._has_room or bool(copies)
 
-    def clear(self) -> bool:
-        """Empty the host tier. Returns False, having changed nothing, while a copy is under way."""
-        return self.tier.clear()
+    def clear(self) -> None:
+        """Empty the host tier."""
+        self.tier.clear()
+        self.idle.clear()

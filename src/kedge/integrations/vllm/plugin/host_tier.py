@@ -1,30 +1,22 @@
 """The host tier behind vLLM's device blocks, as the scheduler sees it: a second block pool and the copies between both.
 
-| blocks of a copy | from its order to its end                  | afterwards                                    |
-|------------------|--------------------------------------------|-----------------------------------------------|
-| sources          | held (`touch`), so nothing overwrites them | as free as before                             |
-| targets          | held, without a hash: lookups miss them    | hashed, owned and free; without KV on failure |
-| before them in a | held on the device, since a load behind    | free, and evicted after the targets           |
-| loaded prompt    | them is no use without them                |                                               |
-
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
 request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from kedge.cache import Copy, Direction
+from kedge.cache import Direction
 from kedge.cache.copies import Outcome, Purpose
-from kedge.integrations.vllm.plugin.block_pools import GROUP, cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.block_pools import GROUP, cached_block, leading_blocks, own_prefix, replace_queue
+from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer, BlockTransfers
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
@@ -32,70 +24,20 @@ from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
 
 
-@dataclass(eq=False, slots=True)
-class BlockTransfer:
-    """A copy that has been ordered, with the blocks that it holds."""
-
-    copy: Copy
-    purpose: Purpose
-    hashes: tuple[BlockHash, ...]
-    first: int
-    """Index of the first block in its prompt"""
-    sources: list[KVCacheBlock]
-    targets: list[KVCacheBlock]
-    owner: Owner | None
-    demanded: bool = False
-    """Whether a request waits for it."""
-    result: CopyResult | None = None
-    """Merged over the ranks that have finished"""
-    prefix: list[KVCacheBlock] = field(default_factory=list)
-    """Device blocks of the prompt before those that are loaded"""
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it goes from the host to the device."""
-        return self.copy.direction is Direction.LOAD
-
-
-class HostTier:
+class HostTier(BlockTransfers):
     """Fixed prompts and histories of sessions in host memory. Owned by the scheduler."""
 
     def __init__(self, device: BlockPool, num_blocks: int, policy: StepPolicy, ranks: int) -> None:
         """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block."""
-        self.device = device
-        self.host = BlockPool(num_blocks + 1, True, device.hash_block_size)  # vLLM keeps block 0 for itself
+        super().__init__(device, BlockPool(num_blocks + 1, True, device.hash_block_size))  # vLLM keeps one for itself
         self.queue = replace_queue(self.host, policy, whole_sets=True)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
-        self._ids = itertools.count()
-        self._transfers: dict[int, BlockTransfer] = {}
-        self._loading: dict[BlockHash, BlockTransfer] = {}
-        self._backing_up: dict[BlockHash, BlockTransfer] = {}
-        self._new_copies: list[Copy] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether a copy has been ordered and has not ended."""
-        return bool(self._transfers)
-
-    @property
-    def prefetching(self) -> int:
-        """Number of prefetches that have not ended."""
-        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._transfers.values())
-
-    @property
-    def backing_up(self) -> int:
-        """Number of blocks that are being copied to the host."""
-        return len(self._backing_up)
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
         return cached_block(self.host, block_hash) is not None
-
-    def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
-        """Return the load that brings this block, if there is one."""
-        return self._loading.get(block_hash)
 
     def held_prefix(self, hashes: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of a prompt the host has, or is about to have. O(log n) look-ups.
@@ -118,12 +60,20 @@ class HostTier:
 
         O(log n) look-ups. What is being loaded counts as being on the device.
         """
+        first, stop = self.extent(hashes)
+        return first, hashes[first:stop]
+
+    def extent(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt are on the device, and how many in either tier. O(log n) look-ups.
+
+        What is being loaded counts as being on the device.
+        """
 
         def is_on_device(one: BlockHash) -> bool:
             return one in self._loading or cached_block(self.device, one) is not None
 
-        at = bisect_left(hashes, True, key=lambda one: not is_on_device(one))
-        return at, hashes[at : at + bisect_left(hashes[at:], True, key=lambda one: not self.holds(one))]
+        first = bisect_left(hashes, True, key=lambda one: not is_on_device(one))
+        return first, bisect_left(hashes, True, lo=first, key=lambda one: not self.holds(one))
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
@@ -220,29 +170,6 @@ class HostTier:
     def _has_room(self, pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
         return self._room(pool, blocks, may_evict) == blocks
 
-    def _enqueue(
-        self,
-        direction: Direction,
-        purpose: Purpose,
-        hashes: Sequence[BlockHash],
-        first: int,
-        sources: list[KVCacheBlock],
-        targets: list[KVCacheBlock],
-        owner: Owner | None,
-    ) -> BlockTransfer:
-        self._pools(direction)[0].touch(sources)
-        copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
-        is_demand = purpose is Purpose.DEMAND
-        transfer = BlockTransfer(copy, purpose, tuple(hashes), first, sources, targets, owner, is_demand)
-        self._transfers[copy.copy_id] = transfer
-        self._new_copies.append(copy)
-        return transfer
-
-    def take_copies(self) -> tuple[Copy, ...]:
-        """Return the copies that were ordered since the last call."""
-        copies, self._new_copies = tuple(self._new_copies), []
-        return copies
-
     # ends of copies -------------------------------------------------------------------------------------------
 
     def on_copied(self, copy_id: int, result: CopyResult) -> None:
@@ -255,6 +182,9 @@ class HostTier:
 
     def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
         source, target = self._pools(transfer.copy.direction)
+        if transfer.abandoned:
+            target.free_blocks(reversed(transfer.targets))
+            return
         if result.ok:
             self._publish(transfer, target, result.corrupt)
         source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
@@ -266,15 +196,15 @@ class HostTier:
 
     def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
         """Make the targets known by their hashes, except for corrupt ones and those that a request has computed
-        meanwhile.
+        meanwhile, which are owned in their place.
         """
-        fresh = [i for i, one in enumerate(transfer.hashes) if i not in corrupt and cached_block(target, one) is None]
-        for i in fresh:
-            tokens = (transfer.first + i + 1) * target.hash_block_size
-            key = make_block_hash_with_group_id(transfer.hashes[i], GROUP)
-            target._insert_block_hash(key, transfer.targets[i], num_tokens=tokens)
+        for i, one in enumerate(transfer.hashes):
+            if i not in corrupt and cached_block(target, one) is None:
+                tokens = (transfer.first + i + 1) * target.hash_block_size
+                key = make_block_hash_with_group_id(one, GROUP)
+                target._insert_block_hash(key, transfer.targets[i], num_tokens=tokens)
         if transfer.owner is not None and target.free_block_queue.has_step(transfer.owner):
-            target.free_block_queue.own([transfer.targets[i].block_id for i in fresh], transfer.owner)
+            own_prefix(target, transfer.hashes, transfer.owner)
 
     def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
         blocks = len(transfer.hashes) - len(result.corrupt)
@@ -291,17 +221,8 @@ class HostTier:
             is_whole = result.ok and not result.corrupt
             self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
 
-    def _pools(self, direction: Direction) -> tuple[BlockPool, BlockPool]:
-        """Return (source, target)."""
-        return (self.host, self.device) if direction is Direction.LOAD else (self.device, self.host)
-
-    def clear(self) -> bool:
-        """Empty the host tier. Returns False, having changed nothing, while a copy is under way."""
-        if self.busy or not self.host.reset_prefix_cache():
-            return False
-        self.queue.forget_blocks()
-        return True
-
-
-def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
-    return tuple(block.block_id for block in blocks)
+    def clear(self) -> None:
+        """Empty the host tier. Copies under way are abandoned."""
+        with self.without_copies():
+            self.host.reset_prefix_cache()
+            self.queue.forget_blocks()

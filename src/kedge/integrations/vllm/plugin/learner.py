@@ -16,6 +16,7 @@ from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import BaseNeed
+from kedge.reuse.holes import Holes
 from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
@@ -64,9 +65,10 @@ class _PlannedWrite:
 class Learner:
     """The `Runtime` of one rank. Between a favourable verdict and its write nothing is learned, so plans stay valid."""
 
-    def __init__(self, pages: Pages, settings: PluginSettings) -> None:
-        self._bases = BaseStore(settings.anchors.max_base_bytes)
-        anchors, planner = settings.translation_only
+    def __init__(self, pages: Pages, settings: PluginSettings, lanes: str | None) -> None:
+        """`lanes`: the reason why nothing in the middle of a prompt can be computed, if there is one."""
+        self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
+        anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None)
         self._pages, self._translator = pages, Translator(pages)
         self._min_translated = settings.planner.min_translated
@@ -84,25 +86,37 @@ class Learner:
     # before a request is admitted -------------------------------------------------------------------------------
 
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
-        """Return how much of a prompt is exact or translatable without a gap, and which base KV would help."""
+        """Return what of a prompt has to be computed, and which base KV would help."""
         request = query.request
         needs = self._runtime.needs(request)
         for need in needs:
             self._needs[need.namespace, need.tokens] = need
         wanted = tuple(need.tokens for need in needs)
         if self._refusal:
-            return TranslationVerdict(0, (Miss("*", self._refusal),), wanted)
-        head = self._head(request)
+            return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", self._refusal),), wanted)
+        return self._planned(query, wanted)
+
+    def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
+        """Plan a prompt, and keep the plan for its write where something is translated."""
+        request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
         plan = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ())
-        share = (plan.unbroken - query.exact) / (request.prompt_tokens - query.exact)
-        if not plan.translates:
-            return TranslationVerdict(0, plan.misses, wanted)
-        if share < self._min_translated:
-            few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
-            return TranslationVerdict(0, (*plan.misses, few), wanted)
+        holes, misses = plan.holes, plan.misses
+        if plan.translates and self._lanes is not None:
+            holes, misses = self._without_gap(plan, query.exact)
+        if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
+            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, self._lanes)
         self._writes[request.request_id] = _PlannedWrite(plan, head)
-        return TranslationVerdict(plan.unbroken, plan.misses, wanted)
+        return TranslationVerdict(holes, misses, wanted, self._lanes)
+
+    def _without_gap(self, plan: ReusePlan, exact: int) -> tuple[Holes, tuple[Miss, ...]]:
+        """Return one hole, from the first of the plan's on, and the misses; all is computed where it is too long."""
+        first, stop = plan.holes[0].start, plan.holes[-1].stop
+        share = (first - exact) / (stop - exact)
+        if share >= self._min_translated:
+            return (range(first, stop),), plan.misses
+        few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
+        return (range(stop),), (*plan.misses, few)
 
     def _head(self, request: GenerateRequest) -> KVSegment | None:
         """Return the KV of the first prefix segment. vLLM keeps its full blocks only, and may have evicted them."""
@@ -120,10 +134,11 @@ class Learner:
 
     def write(self, order: TranslationWrite) -> None:
         """Write the KV that was planned for a request. Raises `KeyError` for a request without a planned write."""
-        planned, table = self._writes.pop(order.request_id), self._pages.table(order.blocks)
-        if planned.head is not None and order.start < planned.head.tokens:
-            self._pages.put(table, order.start, planned.head.slice(order.start))
-        parts = (translation.within(order.start, order.stop) for translation in planned.plan.translations)
+        planned, table = self._writes.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
+        start, stop = order.spans[0].start, order.spans[-1].stop
+        if planned.head is not None and start < planned.head.tokens:
+            self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
+        parts = (translation.within(start, stop) for translation in planned.plan.translations)
         self._translator.write(table, [part for part in parts if part])
 
     def capture(self, order: Capture) -> None:
@@ -166,15 +181,19 @@ class Learner:
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
         return prompt.steps is not None or not self._runtime.needs(prompt.request)
 
-    def learn(self) -> None:
-        """Measure the offsets of one segment of one captured prompt, unless a write is planned."""
+    def learn(self) -> bool:
+        """Measure the offsets of one segment of one captured prompt, unless a write is planned.
+
+        Returns False if there is none to be measured now.
+        """
         prompt = next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self._writes:
-            return
+            return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
         if not self._observe(prompt):
             self._captured.remove(prompt)
             self._forget_ended_runs()
+        return True
 
     @staticmethod
     def _observe(prompt: _CapturedPrompt) -> bool:

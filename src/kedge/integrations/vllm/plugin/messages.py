@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kedge.cache import Copied, Copy
+from kedge.reuse.holes import Holes, joined
 from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens
 
 
@@ -20,12 +21,12 @@ class TranslationQuery:
 
 @dataclass(frozen=True, slots=True)
 class TranslationWrite:
-    """An order to translate positions [start, stop) of a prompt into these blocks, before the pass of this step."""
+    """An order to write the translated KV of some positions of a prompt into its blocks, before this step's pass."""
 
     request_id: RequestId
     blocks: tuple[int, ...]
-    start: int
-    stop: int
+    spans: Holes
+    """The positions: those between the holes that the pass computes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,26 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class TranslationVerdict:
-    """The number of leading tokens of a prompt that need no computing, since they are exact or can be translated."""
+    """What of a prompt has to be computed; everything else is exact or can be translated."""
 
-    tokens: int
+    holes: Holes
+    """Positions to be computed. The last hole ends with the prompt; a single one from 0 on is a dense prefill."""
     misses: tuple[Miss, ...] = ()
     needs: tuple[Tokens, ...] = ()
     """Prompts whose prefill would give missing base KV"""
+    lanes: str | None = None
+    """Why this prompt has one hole at most, if that is for want of lanes"""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to be computed."""
+        return sum(map(len, self.holes))
 
     def merged(self, other: TranslationVerdict) -> TranslationVerdict:
-        """Return what holds on both ranks."""
-        less = self if self.tokens <= other.tokens else other
-        return TranslationVerdict(less.tokens, less.misses, self.needs or other.needs)
+        """Return what holds on both ranks: what either of them has to compute is computed."""
+        misses = max(self, other, key=lambda one: one.tokens).misses
+        holes = joined((*self.holes, *other.holes))
+        return TranslationVerdict(holes, misses, self.needs or other.needs, self.lanes or other.lanes)
 
 
 @dataclass(frozen=True, slots=True)

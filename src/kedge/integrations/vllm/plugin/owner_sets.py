@@ -73,6 +73,15 @@ class OwnerSet:
             yield block
             block = block.next_free_block
 
+    def count(self, most: int) -> int:
+        """Return how many blocks are in it, counted up to `most`."""
+        block, tail = self.head.next_free_block, self.tail
+        for count in range(most):
+            if block is tail:
+                return count
+            block = block.next_free_block
+        return most
+
     def take(self, n: int, taken: list[Any]) -> None:
         """Move the first blocks to `taken`, until that has `n` blocks or this list is empty."""
         block, tail = self.head.next_free_block, self.tail

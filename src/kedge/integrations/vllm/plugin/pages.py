@@ -20,6 +20,8 @@ from kedge.kv.storage import SlotTable, add_offsets
 
 _BASE = 128
 """Base of the digits that number the places in a block: smaller integers are exact in every dtype that is served"""
+_SKIPPED = -1
+"""Stands in a table for the slot of a position that is not to be written"""
 
 
 class Layer(NamedTuple):
@@ -106,9 +108,15 @@ class Pages:
         self._layout = BlockLayout.probe(layers[0], block_size)
         self._device = layers[0].pages.device
 
-    def table(self, blocks: Sequence[int]) -> SlotTable:
-        """Return the slots of a request with these blocks."""
-        return SlotTable.of(blocks, self._block_size)
+    def table(self, blocks: Sequence[int], only: Sequence[range] | None = None) -> SlotTable:
+        """Return the slots of a request with these blocks. Nothing is written to positions that are not in `only`."""
+        table = SlotTable.of(blocks, self._block_size)
+        if only is None:
+            return table
+        slots = torch.full_like(table.slots, _SKIPPED)
+        for span in only:
+            slots[span.start : span.stop] = table.slots[span.start : span.stop]
+        return SlotTable(slots)
 
     def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
         """Return a copy of positions [start, stop) of a request, keys unrotated."""
@@ -131,11 +139,16 @@ class Pages:
         self.put(table, start, KVSegment(keys, values))
 
     def put(self, table: SlotTable, start: int, kv: KVSegment) -> None:
-        """Write `kv` to the positions from `start` on, keys rotated."""
+        """Write `kv` to the positions from `start` on, keys rotated, but to none that the table leaves out."""
         self._rotary.rotate(kv.keys, slice(start, start + kv.tokens), out=(rotated := torch.empty_like(kv.keys)))
-        slots = table.slots[start : start + kv.tokens].to(self._device)
+        slots, values = table.slots[start : start + kv.tokens], kv.values
+        written = slots != _SKIPPED
+        if not written.all():
+            slots, chosen = slots[written], written.nonzero().flatten().to(self._device)
+            rotated, values = rotated[:, chosen], values[:, chosen]
+        slots = slots.to(self._device)
         for number, layer in enumerate(self._layers):
-            layer.store(rotated[number], kv.values[number].contiguous(), layer.pages, slots)
+            layer.store(rotated[number], values[number].contiguous(), layer.pages, slots)
 
 
 class RopeModule(nn.Module):

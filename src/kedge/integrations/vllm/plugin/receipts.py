@@ -14,18 +14,23 @@ def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...]) -> Receipt:
     """Return the receipt of a request. `misses` give the reasons why tokens were not translated."""
     total = tracked.request.num_prompt_tokens
     device = min(tracked.device, total)
-    reused = min(tracked.device + tracked.translated, total)
     sources = [Source.HOST if i in tracked.load.tokens else Source.DEVICE for i in range(device)]
-    sources += [Source.TRANSLATED] * (reused - device) + [Source.COMPUTED] * (total - reused)
+    sources += [Source.COMPUTED] * (total - device)
+    for span in tracked.translated:
+        sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
     request = tracked.hinted.request
     return Receipt(request.request_id, request.reuse, spans_of(sources), misses)
 
 
-def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens]) -> dict[str, Any]:
-    """Return a receipt as JSON data. `needs` are prompts whose prefill would give missing base KV."""
+def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens], lanes: str | None) -> dict[str, Any]:
+    """Return a receipt as JSON data. `needs` are prompts whose prefill would give missing base KV; `lanes` is the
+    reason why nothing in the middle of the prompt could be computed, if there is one.
+    """
     return {
         "mode": receipt.mode.value,
         "tokens": {source.value: receipt.tokens(source) for source in Source},
+        "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
+        "lanes": lanes,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
         "base": [list(tokens) for tokens in needs],
     }

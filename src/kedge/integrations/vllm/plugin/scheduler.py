@@ -1,4 +1,4 @@
-"""The order of waiting requests, for vLLM with
+"""The order of waiting requests, and lanes (`lanes.py`), for vLLM with
 
     --scheduler-cls kedge.integrations.vllm.plugin.scheduler.make_scheduler
 
@@ -10,16 +10,22 @@ that of arrival, and what is cached first while the live contexts do not fit the
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.lanes import GapLanes
+from kedge.integrations.vllm.plugin.scheduler_calls import SchedulerCalls
 from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue
+from kedge.policies.active_runs import StepTimes, may_start
 from kedge.types import ReuseMode
 
 LAST_PRIORITY = 1 << 20
@@ -28,7 +34,7 @@ LAST_PRIORITY = 1 << 20
 
 def priority_of(request: Request) -> int:
     """Return the steps of the request's agent in its own forecast, rounded down, or else the request's priority."""
-    tokens = tuple(request.prompt_token_ids or ())
+    tokens = request.prompt_token_ids or ()
     hinted = read_hints(request.request_id, tokens, request.cache_salt, request.kv_transfer_params, ReuseMode.EXACT)
     next_run = hinted.steps.get(hinted.request.agent) if hinted and hinted.steps else None
     if next_run is None or request.priority:
@@ -41,28 +47,56 @@ class _Ordered:
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
+        connector = self.connector  # type: ignore[attr-defined]
+        self._plugin = connector if isinstance(connector, SchedulerCalls) else None
         self._by_cache: CachedFirstQueue | None = None
+        self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         if self.policy is SchedulingPolicy.FCFS:  # type: ignore[attr-defined]
             pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-            capacity = pool.num_gpu_blocks * self.block_size  # type: ignore[attr-defined]
-            self.waiting = self._by_cache = CachedFirstQueue(pool, capacity, lambda: self.current_step)  # type: ignore[attr-defined]
+            cached = self._plugin.cached_blocks if self._plugin else lambda hashes: (cached_prefix(pool, hashes), 0)
+            self._capacity = pool.num_gpu_blocks * self.block_size  # type: ignore[attr-defined]
+            on_order = self._plugin.on_order if self._plugin else lambda _: None
+            self._by_cache = CachedFirstQueue(cached, self._capacity, self._step, on_order, self._may_start)
+            self.waiting = self._by_cache
+
+    def _step(self) -> int:
+        return self.current_step  # type: ignore[attr-defined]
+
+    def _may_start(self, tokens: int, missing: float) -> bool:
+        """Return whether a prompt may start beside running requests, see `kedge.policies.active_runs`."""
+        returning = self._plugin.returning if self._plugin else 0.0
+        running = sum(request.num_tokens for request in self.running)  # type: ignore[attr-defined]
+        return may_start(tokens, missing, running, self._capacity, returning, self._times)
+
+    def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
+        """Schedule a step, and measure the time since the one before, in which that was computed."""
+        now, (tokens, requests) = time.monotonic(), self._step_size
+        if tokens:
+            self._times.step(tokens, requests, now - self._stepped_at)
+        output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
+        self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
+        return output
 
     def add_request(self, request: Request) -> None:
         request.priority = priority_of(request)
         super().add_request(request)  # type: ignore[misc]
+        if self._by_cache is not None and request.request_id in self.requests:  # type: ignore[attr-defined]
+            session = self._plugin.session_of(request) if self._plugin else None
+            self._by_cache.contexts.began(request, session)
 
     def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
         if self._by_cache is not None:
             self._by_cache.contexts.ended(request)
+        self._times.answered(request.num_output_tokens)
         return super()._free_request(request, *args, **more)  # type: ignore[misc]
 
 
-class StepScheduler(_Ordered, Scheduler):
-    """vLLM's scheduler with Kedge's order of waiting requests."""
+class StepScheduler(GapLanes, _Ordered, Scheduler):
+    """vLLM's scheduler with lanes and with Kedge's order of waiting requests."""
 
 
-class AsyncStepScheduler(_Ordered, AsyncScheduler):
-    """vLLM's scheduler that runs ahead of the device, with Kedge's order of waiting requests."""
+class AsyncStepScheduler(GapLanes, _Ordered, AsyncScheduler):
+    """vLLM's scheduler that runs ahead of the device, with lanes and with Kedge's order of waiting requests."""
 
 
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:

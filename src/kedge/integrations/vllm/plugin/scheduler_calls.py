@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kedge.integrations.vllm.plugin.feature_checks import Features
+from kedge.integrations.vllm.plugin.base_jobs import PassLimits
+from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusal
+from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, KedgeStats
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
+from kedge.policies.sessions import SessionKey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -29,6 +34,7 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     _features: Features
     _host_blocks: int
+    _settings: PluginSettings
 
     def _open_scheduler(self, config: VllmConfig, settings: PluginSettings) -> None:
         self._features.log()
@@ -48,14 +54,52 @@ class SchedulerCalls(KVConnectorBase_V1):
         if self._features.eviction is None:
             self._scheduler.bind(gpu_block_pool, self._host_blocks)
 
+    # called by Kedge's scheduler ------------------------------------------------------------------------------
+
+    def session_of(self, request: Request) -> SessionKey | None:
+        """Return the session that was found when a request arrived, None where there was none."""
+        return self._scheduler.sessions.session_of(request)
+
+    @property
+    def returning(self) -> float:
+        """The share of requests that sessions come back with."""
+        return self._scheduler.sessions.ledger.steps.tracker.returning
+
+    def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt are on the device, and how many after them can be loaded."""
+        return self._scheduler.cached_blocks(hashes)
+
+    def on_order(self, requests: Sequence[Request]) -> None:
+        """Take the order of service of the requests that wait, where they do not fit all at once."""
+        self._scheduler.sessions.waiting(requests)
+
+    def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
+        """Let requests have lanes, which the calling scheduler adds to its steps. Returns None where they must not.
+
+        `hold_back` ends the admissions of the step under way.
+        """
+        if self._features.lanes is not None:
+            return None
+        lanes = self._scheduler.translations.lanes
+        lanes.open(self._settings.max_lanes, hold_back)
+        config = self._vllm_config
+        if tails_refusal(config, self._settings.max_lanes) is None:
+            model, learning = config.model_config, self._settings.learning
+            limits = PassLimits(model.max_model_len, model.get_vocab_size(), config.cache_config.block_size)
+            lanes.tails.open(*limits)
+            lanes.bases.open(limits, learning.budget, learning.max_base_prefills)
+        return lanes
+
+    # called by vLLM -------------------------------------------------------------------------------------------
+
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_arrival(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.match(request, num_computed_tokens), False
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduler.on_admission(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:  # noqa: ARG002
+        self._scheduler.on_admission(request, tuple(blocks.get_block_ids()[0]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.build_orders(scheduler_output)
@@ -78,7 +122,8 @@ class SchedulerCalls(KVConnectorBase_V1):
         return self._scheduler.busy
 
     def reset_cache(self) -> bool:
-        return self._scheduler.clear()
+        self._scheduler.clear()
+        return True
 
     def _take_stats(self) -> KVConnectorStats | None:
         """Return what was counted since the last call, with receipts and base prefills that no output carries."""

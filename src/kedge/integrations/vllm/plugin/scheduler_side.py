@@ -7,18 +7,23 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
-from kedge.integrations.vllm.plugin.block_pools import replace_queue
+from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
+from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
 from kedge.integrations.vllm.plugin.session_histories import SessionHistories
@@ -45,20 +50,21 @@ class SchedulerSide:
         self._loads: dict[str, RequestLoad] = {}
         """Requests that may be loaded from the host"""
         self._pool: BlockPool | None = None
-        self._hash_map: object = None
-        """The pool's map of hashes at the last step: vLLM makes a new one when it empties its prefix cache"""
         self._ignored_hints = self._translated_tokens = 0
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
     def bind(self, pool: BlockPool, host_blocks: int) -> None:
         """Take over the order of vLLM's free blocks, and put a host tier behind them if it has blocks."""
-        self._pool, self._hash_map = pool, pool.cached_block_hash_to_block
+        self._pool = pool
+        pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
         self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks)
-            self.loads = HostLoads(tier, self.prompts, self._settings.tiers, self._block_size)
+            idle = IdleSessions(tier, self._settings.tiers, lambda: self.sessions.ledger.guard.trusted)
+            self.loads = HostLoads(tier, self.prompts, idle, self._settings.tiers, self._block_size)
+            self.queue.on_evicted, self.sessions.on_steps = idle.on_evicted, idle.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
         if has_sessions:
@@ -68,8 +74,8 @@ class SchedulerSide:
 
     def on_arrival(self, request: Request) -> None:
         """Read a new request's hints, if it has any, and find the session that it continues."""
-        tokens = tuple(request.prompt_token_ids or ())
-        params, default = request.kv_transfer_params, self._settings.reuse
+        tokens, params = request.prompt_token_ids or (), request.kv_transfer_params
+        default = self._settings.reuse
         hinted = read_hints(request.request_id, tokens, request.cache_salt, params, default)
         if hinted is not None:
             self._on_hints(hinted, request)
@@ -96,7 +102,8 @@ class SchedulerSide:
             self.loads.look_again()
 
     def match(self, request: Request, computed: int) -> int | None:
-        """Return how many tokens after the first `computed` can be translated; None: the request has to wait.
+        """Return how many tokens after the first `computed` need no computing by the request itself, since they are
+        translated or computed in lanes; None: the request has to wait.
 
         Blocks that are loaded from the host land in the prefix cache, where vLLM finds them.
         """
@@ -110,13 +117,12 @@ class SchedulerSide:
         tracked.device = computed
         return self.translations.match(request, computed)
 
-    def on_admission(self, request: Request, blocks: tuple[int, ...], translated: int) -> None:
-        """Take the blocks of an admitted request; `translated` of its tokens will be translated."""
+    def on_admission(self, request: Request, blocks: tuple[int, ...]) -> None:
+        """Take the blocks of an admitted request, into which its translated KV is written."""
         if load := self._loads.get(request.request_id):
-            load.wanted_from, load.is_admitted = None, True
+            load.is_admitted = True
         if tracked := self._requests.get(request.request_id):
-            tracked.translated = translated
-            self.translations.on_admission(request, blocks, translated)
+            tracked.translated = self.translations.on_admission(request, blocks)
 
     def on_finish(self, request: Request, blocks: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Give the blocks that a request leaves behind (by KV cache group) to its agent and its session.
@@ -132,7 +138,7 @@ class SchedulerSide:
             self._label(hinted, request, block_ids)
         history = self.sessions.finish(request, blocks)
         if history and self.loads:
-            self.loads.backups.history(history)
+            self.loads.finished(history)
         if tracked is None or hinted is None:
             return None
         self.translations.on_finish(hinted, request, block_ids)
@@ -146,7 +152,7 @@ class SchedulerSide:
             key = self.prompts.label(hinted, request, block_ids)
             if key is None:
                 return
-            self.sessions.labelled(key, self.prompts.prompts[key])
+            self.sessions.ledger.own(key, self.prompts.prompts[key])
             if self.loads:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
 
@@ -155,7 +161,7 @@ class SchedulerSide:
         outcome = self.translations.take_outcome(request.request_id)
         receipt = receipt_of(tracked, outcome.misses)
         self._translated_tokens += receipt.translated
-        data = receipt_to_dict(receipt, outcome.needs)
+        data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
         if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
             self._unsent_receipts[request.request_id] = data
         return data
@@ -165,24 +171,28 @@ class SchedulerSide:
         unsent, self._unsent_receipts = self._unsent_receipts, {}
         return unsent
 
+    def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt are on the device, and how many after them are worth loading from
+        the host. O(log n) look-ups. (0, 0) before `bind`.
+        """
+        if self.loads:
+            return self.loads.cached_blocks(hashes)
+        return (cached_prefix(self._pool, hashes), 0) if self._pool else (0, 0)
+
     # once per step --------------------------------------------------------------------------------------------
 
     def build_orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders to the workers for this step."""
-        self._notice_reset()
         orders = self.translations.take_orders(output)
-        orders.scheduled = output.total_num_scheduled_tokens
         self.prompts.expire()
         self.sessions.advance()
-        self.sessions.preempted(output.preempted_req_ids or ())
+        preempted = output.preempted_req_ids or ()
+        self.sessions.preempted(preempted)
         if self.loads:
+            for load in filter(None, map(self._loads.get, preempted)):
+                self.loads.preempted(load)
             orders.copies = self.loads.copies(self._loads.values(), idle=not output.total_num_scheduled_tokens)
         return orders
-
-    def _notice_reset(self) -> None:
-        if self._pool and self.queue and self._pool.cached_block_hash_to_block is not self._hash_map:
-            self._hash_map = self._pool.cached_block_hash_to_block
-            self.queue.forget_blocks()
 
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' reports of a step."""
@@ -195,16 +205,39 @@ class SchedulerSide:
         """Whether the engine has to go on stepping, even without requests."""
         return self.translations.busy or (self.loads is not None and self.loads.busy)
 
-    def clear(self) -> bool:
-        """Forget fixed prompts and empty the host tier. Returns False while a copy is under way."""
-        if self.loads and not self.loads.clear():
-            return False
+    # emptying the caches --------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget fixed prompts and empty the host tier."""
+        if self.loads:
+            self.loads.clear()
         self.prompts.clear()
-        return True
+
+    def _reset_device(self, reset: Callable[[], bool]) -> bool:
+        """Empty vLLM's prefix cache by its own `reset`, which fails while any block is held. What copies and captures
+        hold is given up, unless a request holds a block as well.
+        """
+        assert self._pool and self.queue
+        if not self._is_held_by_plugin_only(self._pool):
+            return reset()
+        self.translations.give_up_captures()
+        with self.loads.tier.without_copies() if self.loads else nullcontext():
+            done = reset()
+            self.queue.forget_blocks()
+        if self.loads:
+            self.loads.idle.on_reset()
+        return done
+
+    def _is_held_by_plugin_only(self, pool: BlockPool) -> bool:
+        held = Counter(self.translations.held_blocks)
+        held.update(self.loads.tier.held_on_device() if self.loads else ())
+        free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in held.items())
+        return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
 
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
+        found.update(self.translations.lanes.bases.counters())
         found.update(ignored_hints=self._ignored_hints, translated_tokens=self._translated_tokens)
         if self.queue:
             found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})

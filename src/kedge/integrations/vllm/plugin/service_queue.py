@@ -6,45 +6,32 @@ For the policy `fcfs` of vLLM's scheduler, whose order it keeps where all fits.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
-from itertools import chain, count
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.block_pools import cached_block
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
-from kedge.policies.sessions.links import SessionLinks
-from kedge.structures.bounded import BoundedDict
-from kedge.types import Namespace, TenantId
 
-MAX_SESSIONS = 4096
-"""Sessions whose next request is recognised; the one that was active longest ago is forgotten first."""
-SPACE = Namespace(TenantId("vllm"))
-"""One namespace for all: a cache salt is in the blocks' hashes already."""
+Cached = Callable[[Sequence[BlockHash]], tuple[int, int]]
+"""Returns how many leading blocks of a prompt are on the device, and how many after them can be loaded"""
+MayStart = Callable[[int, float], bool]
+"""Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
 
 
-def missing_of(pool: BlockPool, request: Request) -> float:
-    """Return the share of a request's full blocks that has to be computed. O(log blocks): of a prefix the first blocks
-    are evicted last.
-    """
+def missing_of(request: Request, cached: Cached) -> float:
+    """Return the share of a request's full blocks that has to be computed."""
     hashes = request.block_hashes
-    cached = bisect_left(hashes, True, key=lambda one: cached_block(pool, one) is None)
-    return missing_share(len(hashes), cached) if hashes else 1.0
+    return missing_share(len(hashes), *cached(hashes)) if hashes else 1.0
 
 
 class RequestContexts:
-    """The live contexts of the requests in the engine, and of idle sessions, which are found by hashes of blocks."""
+    """The live contexts of the requests in the engine, and of idle sessions."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._numbers = clock, count()
-        self._live, self._links = LiveContexts(), SessionLinks()
-        self._sizes: BoundedDict[Hashable, int] = BoundedDict(MAX_SESSIONS, lambda key, _: self._links.drop(key))
-        """Blocks of each session after its last turn"""
+        self._clock, self._live = clock, LiveContexts()
         self._began: dict[str, tuple[Hashable, int]] = {}
         """Request id -> its session, and the tokens with which it began"""
 
@@ -52,24 +39,22 @@ class RequestContexts:
         """Return how many requests have begun and not ended."""
         return len(self._began)
 
-    def began(self, request: Request) -> None:
-        """Take a request that has arrived; one that is queued again is ignored."""
+    def began(self, request: Request, session: Hashable | None) -> None:
+        """Take a request that has arrived, with its session if that is known; one that is queued again is ignored."""
         if request.request_id in self._began:
             return
-        found = self._links.find(SPACE, request.block_hashes)
-        session = next(self._numbers) if found is None else found
-        self._began[request.request_id] = session, request.num_tokens
-        self._live.began(session, request.num_tokens)
+        context = request.request_id if session is None else session
+        self._began[request.request_id] = context, request.num_tokens
+        self._live.began(context, request.num_tokens)
 
     def ended(self, request: Request) -> None:
         """Take the end of a request, however it ended; unknown ones are ignored."""
-        session, began_with = self._began.pop(request.request_id, (None, 0))
-        if session is None:
+        context, began_with = self._began.pop(request.request_id, (None, 0))
+        if context is None:
             return
-        self._live.ended(session, began_with, request.num_tokens, self._clock())
-        blocks = len(request.block_hashes)
-        self._links.put(session, SPACE, request.block_hashes, self._sizes.get(session, blocks - 1))
-        self._sizes[session] = blocks
+        self._live.ended(context, began_with, request.num_tokens, self._clock())
+        if context == request.request_id:  # no request can continue it
+            self._live.forget(context)
 
     def tokens(self) -> int:
         """Return the tokens of all live contexts."""
@@ -82,25 +67,47 @@ class CachedFirstQueue(RequestQueue):
     """
 
     def __init__(
-        self, pool: BlockPool, capacity: int, step: Callable[[], int], clock: Callable[[], float] = time.monotonic
+        self,
+        cached: Cached,
+        capacity: int,
+        step: Callable[[], int],
+        on_order: Callable[[Sequence[Request]], None] = lambda _: None,
+        may_start: MayStart = lambda _tokens, _missing: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start empty. `capacity` is in tokens; `step` returns the number of the scheduler's step."""
-        self._capacity, self._step = capacity, step
+        """Start empty. `capacity` is in tokens; `step` returns the number of the scheduler's step; `on_order` takes the
+        requests in the order of service whenever that has changed while the live contexts do not fit, and `may_start`
+        decides then about the first of them.
+        """
+        self._capacity, self._step, self._on_order, self._may_start = capacity, step, on_order, may_start
+        self._ordered: list[Request] = []
         self.contexts = RequestContexts(clock)
-        self._order: ServiceOrder[Request] = ServiceOrder(partial(missing_of, pool))
+        self._order: ServiceOrder[Request] = ServiceOrder(lambda request: missing_of(request, cached))
         self._returned: deque[Request] = deque()
         self._head: Request | None = None
 
     def add_request(self, request: Request) -> None:
         self._order.push(request, request.num_tokens)
-        self.contexts.began(request)
 
     def peek_request(self) -> Request:
-        """Return the next request. Raises `IndexError` where none waits."""
-        self._head = next(iter(self), None)
+        """Return the next request. Raises `IndexError` where none may start now."""
+        self._head = self._next()
         if self._head is None:
-            raise IndexError("no request waits")
+            raise IndexError("no request may start")
         return self._head
+
+    def _next(self) -> Request | None:
+        """Return the request that is next, unless it has to wait for running ones. Those behind it wait as well, or
+        there would be no bound on how many pass it.
+        """
+        head = next(iter(self), None)
+        if head is None or head not in self._order or not self._is_overloaded:
+            return head
+        return head if self._may_start(head.num_tokens, self._order.missing(head)) else None
+
+    @property
+    def _is_overloaded(self) -> bool:
+        return self.contexts.tokens() > self._capacity
 
     def pop_request(self) -> Request:
         """Remove and return the request that was peeked at last, or else the next one."""
@@ -130,11 +137,20 @@ class CachedFirstQueue(RequestQueue):
         return request in self._order or request in self._returned
 
     def __bool__(self) -> bool:
-        return len(self) > 0
+        """Return whether a request may start now: vLLM asks this before it peeks."""
+        return self._next() is not None
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._order)
 
     def __iter__(self) -> Iterator[Request]:
-        overloaded = self.contexts.tokens() > self._capacity
-        return chain(tuple(self._returned), tuple(self._order.order(self._step(), overloaded)))
+        return iter(self._arranged())
+
+    def _arranged(self) -> list[Request]:
+        """Return the requests in the order of service, and pass it on where it has changed."""
+        overloaded = self._is_overloaded
+        ordered = [*self._returned, *self._order.order(self._step(), overloaded)]
+        if overloaded and ordered != self._ordered:
+            self._ordered = ordered
+            self._on_order(ordered)
+        return ordered

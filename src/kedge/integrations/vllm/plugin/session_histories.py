@@ -6,13 +6,11 @@ its blocks, those of the answer included, for as long as its return is worth tha
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.integrations.vllm.plugin.backups import FinishedHistory
@@ -20,50 +18,53 @@ from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.eviction import StepPolicy, lru
-from kedge.policies.sessions import Guard, SessionHints, SessionKey, SessionSteps
-from kedge.types import AgentKey, Namespace
+from kedge.policies.sessions import NextRuns, SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
+from kedge.policies.sessions.turns import NO_HINTS
+from kedge.types import Namespace
+from kedge.workflow.forecast import Changes
+from kedge.workflow.steps import NextRun
 
 UNANSWERED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
 
 @dataclass(eq=False, slots=True)
 class SessionTurn:
-    """A request of a session, from its arrival to its end."""
+    """A request of vLLM as a turn of a session."""
 
-    session: SessionKey
+    turn: Turn
     request: Request
-    began: float
     cached: int = 0
     """Leading tokens that were cached when it was admitted"""
+
+    @property
+    def session(self) -> SessionKey:
+        """The session whose turn it is."""
+        return self.turn.session
 
 
 class SessionHistories:
     """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.steps = SessionSteps()
         self._clock = clock
+        self.ledger = SessionLedger(1, clock)
         self._turns: dict[str, SessionTurn] = {}
-        self._places = itertools.count()
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
-        self.guard = Guard(1)
         self._other_policy: StepPolicy = lru
+        self.on_steps: Callable[[NextRuns], None] = lambda _: None
+        """Called with the steps that have changed"""
 
     def bind(self, device: BlockPool, *others: BlockPool) -> None:
         """Set the pools whose blocks sessions own, each with a `StepFreeQueue`."""
         self._device = device
         self._queues = [pool.free_block_queue for pool in (device, *others)]
-        self.guard = Guard(device.num_gpu_blocks)
+        self.ledger = SessionLedger(device.num_gpu_blocks, self._clock)
 
-    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
-        """Take the changes of the forecast."""
-        self.steps.on_forecast(changes)
-        self.guard.on_steps(changes)
-
-    def labelled(self, agent: AgentKey, hashes: Sequence[BlockHash]) -> None:
-        """Take the fixed prompt of an agent, whose blocks it owns."""
-        self.guard.own(agent, hashes)
+    def on_forecast(self, changes: Changes) -> Changes:
+        """Take the changes of the forecast. Returns them with the probabilities that were found to hold."""
+        believed = self.ledger.on_forecast(changes)
+        return {key: next_run and NextRun(*next_run) for key, next_run in believed.items()}
 
     # turns ----------------------------------------------------------------------------------------------------
 
@@ -71,20 +72,26 @@ class SessionHistories:
         """Return the session of a new request, whose blocks go last until it has ended; None before `bind`."""
         if self._device is None:
             return None
-        namespace, now = Namespace.parse(request.cache_salt or "default"), self._clock()
-        asked = hinted.request if hinted and hinted.request.agent else None
-        flow = (namespace, asked.workflow, asked.agent) if asked else None
-        hints = SessionHints(session=hinted.session if hinted else "", flow=flow)
-        agent = asked.agent_key if asked else None
-        key = self.steps.arrive(namespace, request.block_hashes, now, hints, agent, next(self._places))
-        self._turns[request.request_id] = SessionTurn(key, request, now)
-        is_known = self._queues[0].has_step(key)
-        if self.guard.access(key, request.block_hashes):
-            self._swap_policies()
+        namespace = Namespace.parse(request.cache_salt or "default")
+        hints = SessionHints.of(hinted.request, hinted.session) if hinted else NO_HINTS
+        turn = self.ledger.arrive(namespace, request.block_hashes, hints)
+        self._turns[request.request_id] = SessionTurn(turn, request)
+        is_known = self._queues[0].has_step(turn.session)
         self.advance()
         if not is_known:
-            own_prefix(self._device, request.block_hashes, key)
-        return key
+            own_prefix(self._device, request.block_hashes, turn.session)
+        return turn.session
+
+    def session_of(self, request: Request) -> SessionKey | None:
+        """Return the session of a request that has arrived and not ended, None where it has none."""
+        turn = self._turns.get(request.request_id)
+        return turn.session if turn else None
+
+    def waiting(self, requests: Iterable[Request]) -> None:
+        """Protect what is cached of waiting requests by their places in the order of service."""
+        turns = (self._turns.get(request.request_id) for request in requests)
+        self.ledger.waiting(one.turn for one in turns if one)
+        self.advance()
 
     def on_match(self, request: Request, cached: int) -> None:
         """Note how many leading tokens of a waiting request are cached."""
@@ -109,18 +116,16 @@ class SessionHistories:
         return None
 
     def _end(self, turn: SessionTurn, request: Request) -> bool:
-        """Tell what became of a turn. Returns whether its whole prompt was computed.
+        """Take note of how a turn ended. Returns whether its whole prompt was computed.
 
         The session is found again by the end of its prompt: an application may leave out parts of the answer.
         """
-        now, size = self._clock(), self._block_size
         is_whole = request.num_computed_tokens >= request.num_prompt_tokens
         if request.status in UNANSWERED and not is_whole:
-            self.steps.cancelled(turn.session, now)
+            self.ledger.cancelled(turn.turn)
             return False
-        chain = request.block_hashes[: request.num_prompt_tokens // size]
-        self.steps.observe_call(turn.session, now - turn.began)
-        self.steps.answered(turn.session, chain, now, tool=_ending(request))
+        chain = request.block_hashes[: request.num_prompt_tokens // self._block_size]
+        self.ledger.answered(turn.turn, chain, TurnEnd(tool=_ending(request)))
         return True
 
     @property
@@ -153,11 +158,14 @@ class SessionHistories:
     # once per step --------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Pass on the steps that have changed. Call this in every step, and before blocks are evicted."""
-        if changes := self.steps.advance(self._clock()):
-            self.guard.on_steps(changes)
+        """Pass on what has changed. Call this in every step, and before blocks are evicted."""
+        steps, swaps_policy = self.ledger.advance()
+        if swaps_policy:
+            self._swap_policies()
+        if steps:
             for queue in self._queues:
-                queue.on_forecast(changes)
+                queue.on_forecast(steps)
+            self.on_steps(steps)
 
 
 def _ending(request: Request) -> str:

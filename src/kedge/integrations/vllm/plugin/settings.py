@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, PlannerSettings, SettingsSection, TierSettings
-from kedge.settings.vllm import DEFAULT_CAPTURES
+from kedge.settings import AnchorSettings, LearningSettings, PlannerSettings, SettingsSection, TierSettings
+from kedge.settings.vllm import DEFAULT_CAPTURES, DEFAULT_LANES
 from kedge.types import ReuseMode
+
+SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
+"""vLLM's `scheduler_cls` for lanes and for Kedge's order of waiting requests"""
 
 
 class PluginSettings(SettingsSection):
-    """`{"reuse": "translate", "forecast_ttl": 600, "tiers": {…}, "anchors": {…}, "planner": {…}}`, all optional.
+    """`{"reuse": "translate", "forecast_ttl": 600, "tiers": {…}, "anchors": {…}, …}`, all optional.
 
-    The sections are those of `kedge.toml`.
+    The sections `tiers`, `anchors`, `planner` and `learning` are those of `kedge.toml`.
     """
 
     section = "kv_connector_extra_config"
@@ -29,9 +32,13 @@ class PluginSettings(SettingsSection):
     """`host_memory` is per rank."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
-    """Only `min_translated` is used: vLLM computes nothing in the middle of a prompt."""
+    """Without lanes only `min_translated` is used: nothing in the middle of a prompt is computed then."""
+    learning: LearningSettings = LearningSettings()
+    """`max_captures` takes the place of `max_pending`."""
     max_captures: PositiveInt = DEFAULT_CAPTURES
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
+    max_lanes: NonNegativeInt = DEFAULT_LANES
+    """As `engine.vllm.max_lanes`."""
 
     @field_validator("tiers")
     @classmethod

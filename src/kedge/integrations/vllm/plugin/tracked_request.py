@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.owner_sets import Owner
+from kedge.reuse.holes import Holes
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,11 +26,11 @@ class RequestLoad:
     tokens: range = range(0)
     """Tokens of its prompt that it waited for while they were loaded"""
     waiting_since: float | None = None
-    """Time at which it first had to wait for a load"""
-    wanted_from: int | None = None
-    """Index of the block from which on it wants a load"""
-    is_ordered: bool = False
-    """Whether the load that it waits for was ordered, or given up"""
+    """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
+    orders: int = 0
+    """Loads that were ordered on its demand"""
+    computes: bool = False
+    """Whether no further load is ordered for it: it computes what it lacks then"""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,8 +41,8 @@ class TrackedRequest:
     request: Request
     device: int = 0
     """Leading tokens whose KV is on the device"""
-    translated: int = 0
-    """Tokens after them that are translated"""
+    translated: Holes = ()
+    """Positions after them whose KV is translated"""
     load: RequestLoad = field(init=False)
     """Some of the device's tokens come from here"""
 

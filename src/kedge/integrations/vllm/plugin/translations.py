@@ -1,31 +1,28 @@
 """The scheduler's half of translation: what the workers are asked, what they translate, and what they capture.
 
 Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one. Its
-translated blocks never get a hash: lookups miss them, and they are never copied to the host.
+blocks from the first translated token on never get a hash: lookups miss them, and they are never copied to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kedge.integrations.vllm.plugin.answer_tails import AnswerTails, EndedAnswer
+from kedge.integrations.vllm.plugin.base_jobs import BaseJobs
+from kedge.integrations.vllm.plugin.candidates import CacheBlocks, TranslationCandidate
 from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.messages import (
-    Capture,
-    Orders,
-    Reports,
-    TranslationQuery,
-    TranslationVerdict,
-    TranslationWrite,
-)
-from kedge.types import Miss, RequestId, ReuseMode, RunKey, Tokens
+from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
+from kedge.integrations.vllm.plugin.messages import Capture, Orders, Reports, TranslationQuery, TranslationWrite
+from kedge.reuse.holes import Holes
+from kedge.types import Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens
 
-CacheBlocks = Callable[[Request, int], None]
 BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
 MAX_QUERIES = 3
@@ -38,38 +35,9 @@ class TranslationOutcome:
 
     misses: tuple[Miss, ...] = ()
     needs: tuple[Tokens, ...] = ()
-    """Prompts whose prefill would give missing base KV"""
-
-
-@dataclass(eq=False, slots=True)
-class _Candidate:
-    """A request that may be translated, or that is learned from."""
-
-    hinted: HintedRequest
-    request: Request
-    refusal: str | None
-    exact: int = 0
-    """Leading tokens that were exact at the last query"""
-    queries: int = 0
-    is_pending: bool = False
-    """Whether a query has not been answered yet"""
-    verdict: TranslationVerdict | None = None
-    preemptions: int = 0
-    translated: bool = False
-    """Whether some of its blocks hold translated KV, or will"""
-    captured: bool = False
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.hinted.request.request_id
-
-    @property
-    def may_learn(self) -> bool:
-        return self.hinted.request.reuse is ReuseMode.TRANSLATE and self.refusal is None
-
-    @property
-    def has_placeholders(self) -> bool:
-        return any(segment.is_placeholder for segment in self.hinted.request.segments)
+    """Prompts whose prefill would give missing base KV, where the scheduler computes none by itself"""
+    lanes: str | None = None
+    """Why nothing in the middle of the prompt could be computed"""
 
 
 @dataclass(slots=True)
@@ -98,22 +66,28 @@ class Translations:
     def __init__(self, refusal: str | None, ranks: int) -> None:
         """`refusal`: the reason why nothing can be translated with this model, if there is one."""
         self._refusal = refusal
-        self._candidates: dict[str, _Candidate] = {}
+        self._candidates: dict[str, TranslationCandidate] = {}
         self._outbox = _Outbox()
         self._held = HeldBlocks(ranks)
+        tails, bases = AnswerTails(self._held, self._order), BaseJobs(self._held, self._order)
+        self.lanes = LaneGrants(self._candidates, tails, bases)
         self._is_learning = False
         self._needed: list[BasePrompt] = []
+
+    def _order(self, capture: Capture) -> None:
+        self._outbox.captures.append(capture)
 
     def bind(self, pool: BlockPool) -> None:
         """Set the pool of device blocks."""
         self._held.pool = pool
 
     def guard(self, cache_blocks: CacheBlocks) -> CacheBlocks:
-        """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated requests are skipped."""
+        """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out."""
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
-            candidate = self._candidates.get(request.request_id)
-            if candidate is None or not candidate.translated:
+            if candidate := self._candidates.get(request.request_id):
+                candidate.cache_blocks(cache_blocks, num_computed_tokens)
+            else:
                 cache_blocks(request, num_computed_tokens)
 
         return guarded
@@ -128,23 +102,24 @@ class Translations:
     def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
         """Take a new request."""
         refusal = self._refusal or request_refusal(request)
-        self._candidates[request.request_id] = _Candidate(hinted, request, refusal)
+        self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
 
     def match(self, request: Request, computed: int) -> int | None:
-        """Return how many tokens after the first `computed` can be translated; None until the workers have answered."""
+        """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
+        wait, for the workers' verdict or for lanes.
+        """
         candidate = self._candidates[request.request_id]
-        candidate.translated = False
+        candidate.plan((), computed)
         if not candidate.may_learn or not candidate.has_placeholders:
             return 0
-        if candidate.verdict and (candidate.preemptions != request.num_preemptions or computed < candidate.exact):
+        if candidate.verdict and candidate.is_outdated(computed):
             self._drop(candidate)
         if candidate.verdict is None:
             return self._query(candidate, computed)
-        tokens = max(0, min(candidate.verdict.tokens, request.num_prompt_tokens - 1) - computed)
-        candidate.translated = tokens > 0
-        return tokens
+        holes = self.lanes.holes_of(candidate)
+        return None if holes is None else candidate.plan(holes, computed)
 
-    def _query(self, candidate: _Candidate, computed: int) -> int | None:
+    def _query(self, candidate: TranslationCandidate, computed: int) -> int | None:
         """Ask the workers about a request. Returns 0 where they have been asked too often, None otherwise."""
         if candidate.is_pending:
             return None
@@ -156,33 +131,30 @@ class Translations:
         self._outbox.queries.append(TranslationQuery(candidate.hinted.request, computed))
         return None
 
-    def _drop(self, candidate: _Candidate) -> None:
+    def _drop(self, candidate: TranslationCandidate) -> None:
         """Withdraw a verdict that holds no longer."""
-        candidate.verdict = None
+        candidate.withdraw()
         self._outbox.dropped.append(candidate.request_id)
 
-    def on_admission(self, request: Request, blocks: tuple[int, ...], translated: int) -> None:
-        """Order the translation of an admitted request's `translated` tokens before this step's pass."""
+    def on_admission(self, request: Request, blocks: tuple[int, ...]) -> Holes:
+        """Order the translation of an admitted request before this step's pass. Returns the positions to be written."""
         candidate = self._candidates[request.request_id]
-        if translated:
-            assert candidate.verdict is not None
-            stop = min(candidate.verdict.tokens, request.num_prompt_tokens - 1)
-            self._outbox.writes.append(TranslationWrite(candidate.request_id, blocks, stop - translated, stop))
+        self.lanes.admit(candidate)
+        if candidate.written:
+            self._outbox.writes.append(TranslationWrite(candidate.request_id, blocks, candidate.written))
         elif candidate.verdict:
             self._outbox.dropped.append(candidate.request_id)
+        return candidate.written
 
     def on_finish(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         """Order the capture of a response that other agents read; its blocks are held until then."""
         candidate = self._candidates[request.request_id]
         if candidate.is_pending or candidate.verdict:
             self._outbox.dropped.append(candidate.request_id)
-        count = request.num_computed_tokens - request.num_prompt_tokens
-        response = tuple(request.output_token_ids[:count]) if count > 0 else ()
-        if hinted.request.produces is None or not response or not candidate.may_learn or self._held.pool is None:
+        if hinted.request.produces is None or not candidate.may_learn or self._held.pool is None:
             return
-        capture_id = self._held.hold(block_ids)
-        capture = Capture(hinted.request, tuple(block_ids), response, not candidate.translated, capture_id)
-        self._outbox.captures.append(capture)
+        answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.translated)
+        self.lanes.tails.add(answer, block_ids)
 
     def take_outcome(self, request_id: str) -> TranslationOutcome:
         """Return the outcome of a finished request, and forget the request."""
@@ -191,8 +163,11 @@ class Translations:
             return TranslationOutcome()
         if candidate.refusal:
             return TranslationOutcome((Miss("*", candidate.refusal),))
-        verdict = candidate.verdict
-        return TranslationOutcome(verdict.misses, verdict.needs) if verdict else TranslationOutcome()
+        if (verdict := candidate.verdict) is None:
+            return TranslationOutcome()
+        lanes = verdict.lanes or (None if self.lanes.max_lanes else NO_LANES)
+        needs = () if self.lanes.bases.is_open else verdict.needs
+        return TranslationOutcome(verdict.misses, needs, lanes)
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
@@ -210,9 +185,10 @@ class Translations:
                 candidate.captured = True
                 self._capture_prompt(candidate, output)
         orders, self._outbox = self._outbox.to_orders(), _Outbox()
+        orders.scheduled = output.total_num_scheduled_tokens + self.lanes.tokens
         return orders
 
-    def _capture_prompt(self, candidate: _Candidate, output: SchedulerOutput) -> None:
+    def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:
         """Order the capture of a prompt that this step completes, if it can be learned from."""
         is_lesson = candidate.may_learn and candidate.has_placeholders and not candidate.translated
         state = output.kv_connector_block_state
@@ -227,10 +203,30 @@ class Translations:
         self._is_learning = reports.learning
         for request_id, verdict in reports.verdicts.items():
             if candidate := self._candidates.get(request_id):
-                candidate.verdict, candidate.is_pending = verdict, False
-                self._needed += [(str(candidate.hinted.request.namespace), tokens) for tokens in verdict.needs]
+                candidate.take_verdict(verdict, self.lanes.max_lanes)
+                self._need(candidate.hinted.request.namespace, verdict.needs)
         for capture_id, ranks in reports.captured.items():
             self._held.on_captured(capture_id, ranks)
+
+    def _need(self, namespace: Namespace, prompts: Iterable[Tokens]) -> None:
+        """Queue base prefills, or pass them on to a client where the scheduler computes none."""
+        for tokens in prompts:
+            if self.lanes.bases.is_open:
+                self.lanes.bases.add(namespace, tokens)
+            else:
+                self._needed.append((str(namespace), tokens))
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The ids of the device blocks that are held for captures, each as often as it is held."""
+        return self._held.block_ids
+
+    def give_up_captures(self) -> None:
+        """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
+        self._outbox.captures = [one for one in self._outbox.captures if one.capture_id is None]
+        self.lanes.tails.give_up()
+        self.lanes.bases.give_up()
+        self._held.give_up()
 
     def take_needed(self) -> list[BasePrompt]:
         """Return the base prefills that verdicts since the last call asked for."""
@@ -239,8 +235,8 @@ class Translations:
 
     @property
     def busy(self) -> bool:
-        """Whether a capture is pending or workers are learning."""
-        return bool(self._held) or self._is_learning
+        """Whether a capture or a base prefill is pending, or workers are learning."""
+        return bool(self._held) or bool(self.lanes.bases) or self._is_learning
 
 
 def request_refusal(request: Request) -> str | None:
@@ -253,6 +249,10 @@ def request_refusal(request: Request) -> str | None:
         return "a prompt of embeddings has no token ids to match"
     if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
         return "prompt_logprobs needs every prompt token computed"
+    if request.pooling_params is not None:
+        return "pooling reads the hidden state of every prompt token"
+    if request.resumable:
+        return "its prompt may grow while it runs"
     if request.skip_reading_prefix_cache:
         return "the request does not read the prefix cache"
     return None

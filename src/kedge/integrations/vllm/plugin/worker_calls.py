@@ -15,8 +15,9 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.feature_checks import Features
+from kedge.integrations.vllm.plugin.feature_checks import Features, backends_refusal
 from kedge.integrations.vllm.plugin.learner import Learner
+from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders
 from kedge.integrations.vllm.plugin.pages import Layer, Pages, RopeModule
 from kedge.integrations.vllm.plugin.settings import PluginSettings
@@ -40,7 +41,8 @@ class WorkerCalls(KVConnectorBase_V1):
 
     def _open_worker(self, config: VllmConfig, settings: PluginSettings) -> None:
         self._block_size = config.cache_config.block_size
-        self._worker = WorkerSide(self._block_size, settings.tiers.throttle)
+        budget = LearningBudget(settings.learning.budget) if config.parallel_config.world_size == 1 else None
+        self._worker = WorkerSide(self._block_size, settings.tiers.throttle, budget)
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         if self._host_blocks:
@@ -50,10 +52,18 @@ class WorkerCalls(KVConnectorBase_V1):
 
     def _learner(self, kv_caches: dict[str, Tensor]) -> Learner | TranslationRefused:
         try:
-            return Learner(self._pages(kv_caches), self._settings)
+            return Learner(self._pages(kv_caches), self._settings, self._lanes_refusal(kv_caches))
         except TranslationRefused as refusal:
             logger.warning("kedge: translation is off: %s", refusal)
             return refusal
+
+    def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
+        """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""
+        layers: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        refusal = self._features.lanes or backends_refusal(layers[name].attn_backend for name in kv_caches)
+        if refusal != self._features.lanes:
+            logger.warning("kedge: lanes are off: %s", refusal)
+        return refusal
 
     def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
         """Return the model's pages. Raises `TranslationRefused` where they cannot be read."""

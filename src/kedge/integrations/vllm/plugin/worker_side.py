@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kedge.cache import Direction
-from kedge.errors import KedgeError, TranslationRefused
+from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.learner import Learner
+from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
     CopyResult,
     Orders,
@@ -32,8 +33,9 @@ MIN_MEASURED = 64
 class WorkerSide:
     """One rank's copies and translations. Parts that are off were never opened."""
 
-    def __init__(self, block_size: int, throttle: float) -> None:
-        self._block_size, self._throttle = block_size, throttle
+    def __init__(self, block_size: int, throttle: float, budget: LearningBudget | None) -> None:
+        """`budget` is None where every step is for one piece of learning: all of several ranks learn the same then."""
+        self._block_size, self._throttle, self._budget = block_size, throttle, budget
         self._copier: PoolCopier | None = None
         self._learner: Learner | None = None
         self._refusal = "translation is off"
@@ -66,6 +68,8 @@ class WorkerSide:
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
         self._step_began = time.monotonic()
+        if self._budget:
+            self._budget.begin()
 
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads."""
@@ -75,12 +79,12 @@ class WorkerSide:
         self._submit(orders, Direction.LOAD)
 
     def _write(self, learner: Learner, order: TranslationWrite) -> None:
-        """Write a translation. On failure its blocks are reported: vLLM computes them or fails the request."""
+        """Write a translation. On any failure its blocks are reported: vLLM fails the request, or computes them."""
         try:
             learner.write(order)
-        except KedgeError:
+        except Exception:
             logger.exception("request %s was not translated", order.request_id)
-            first, last = order.start // self._block_size, -(-order.stop // self._block_size)
+            first, last = order.spans[0].start // self._block_size, -(-order.spans[-1].stop // self._block_size)
             self._bad_blocks.update(order.blocks[first:last])
 
     def after_pass(self, orders: Orders) -> None:
@@ -103,12 +107,16 @@ class WorkerSide:
             learner.capture(capture)
         for run in orders.ended_runs:
             learner.end_run(run)
-        learner.learn()
+        if self._budget:
+            self._budget.spend(learner.learn, idle=not orders.scheduled)
+        else:
+            learner.learn()
         self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
         if self._learner is None:
-            return TranslationVerdict(0, (Miss("*", self._refusal),))
+            dense = (range(query.request.prompt_tokens),)
+            return TranslationVerdict(dense, (Miss("*", self._refusal),))
         return self._learner.judge(query)
 
     def _submit(self, orders: Orders, direction: Direction) -> None:

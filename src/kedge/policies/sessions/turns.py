@@ -1,0 +1,60 @@
+"""What is known of a session's turns: whose they are, how they end, and when the next one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kedge.types import AgentKey, GenerateRequest, Namespace
+
+
+class StopReason(StrEnum):
+    """What an answer ended with: what the session now waits for."""
+
+    TOOL = "tool"
+    USER = "user"
+    UNKNOWN = "unknown"
+
+
+class SessionKey(NamedTuple):
+    """A session's name in its namespace: the id that it was given, or a number."""
+
+    namespace: Namespace
+    name: str | int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHints:
+    """What a request says of its session; all optional."""
+
+    session: str = ""
+    """Id of the session, the same for all its requests"""
+    sub_agent: bool = False
+    flow: Hashable = None
+    """The agent of a workflow that asks, the same in all runs, where it is known"""
+    agent: AgentKey | None = None
+    """The same agent in its run, as forecasts name it"""
+
+    @classmethod
+    def of(cls, request: GenerateRequest, session: str = "") -> SessionHints:
+        """Return what a request says of its session, whose id is `session` if that is known."""
+        if not request.agent:
+            return cls(session)
+        flow = request.namespace, request.workflow, request.agent
+        return cls(session, flow=flow, agent=request.agent_key)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """What the end of a turn says of when the session returns; all optional."""
+
+    stop: StopReason = StopReason.UNKNOWN
+    tool: str = ""
+    """Name of what the answer calls"""
+    returns_in: float | None = None
+    """Seconds until the session's next request"""
+
+
+NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()

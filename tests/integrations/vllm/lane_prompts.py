@@ -1,0 +1,256 @@
+"""Prompts with holes in the middle, and what plain PyTorch computes for them over the same KV."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kedge.integrations.vllm.plugin.messages import TranslationQuery, TranslationVerdict
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.kv.segment import KVSegment
+from kedge.reuse.holes import Holes, joined
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt
+
+SETTINGS = {
+    "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0, "match_layer": 1},
+    "planner": {"recompute_head": 2},
+}
+"""Every value is translated but for its first two tokens, and so is the template behind it"""
+PARTS = [prompt(BLOCK + 9, 1), prompt(70, 2), prompt(79, 3)]
+BASE_CONTEXT, PLACEHOLDER = prompt(5, 4), prompt(4, 5)
+QUESTIONS = [prompt(60, 100 + number) for number in range(7)]
+FACTS = [prompt(50, 200 + number) for number in range(7)]
+PLAIN = [prompt(150, 300 + number) for number in range(4)]
+"""Prompts without hints"""
+LENGTH = 300
+HOLES: Holes = (range(41, 43), range(101, 103), range(171, 173), range(221, 223), range(299, 300))
+"""Where the planner has `SETTINGS`: in front of each translated segment, and the last token"""
+WIDE: Holes = (range(60, 80), range(150, 151), range(200, 215))
+"""More holes, for `more_holes`"""
+ONE, OTHER = 5, 6
+"""Numbers of prompts with values from which nothing was learned"""
+
+
+def tokens(number: int) -> list[int]:
+    return PARTS[0] + QUESTIONS[number] + PARTS[1] + FACTS[number] + PARTS[2]
+
+
+def hints(number: int, **more: Any) -> dict[str, Any]:
+    segments = [
+        {"name": "p0", "length": len(PARTS[0])},
+        {"name": "q", "length": 60, "sample": "q@0", "base_context": BASE_CONTEXT, "placeholder_text": PLACEHOLDER},
+        {"name": "p1", "length": len(PARTS[1])},
+        {"name": "f", "length": 50, "sample": "f@0", "base_context": BASE_CONTEXT, "placeholder_text": PLACEHOLDER},
+        {"name": "p2", "length": len(PARTS[2])},
+    ]
+    return {"workflow": "w", "run": f"r{number}", "agent": "a", "segments": segments, **more}
+
+
+def ask(engine: Driver, number: int, count: int = 12, **more: Any) -> Any:
+    return engine.ask(tokens(number), count, hints(number), **more)
+
+
+def teach(engine: Driver, seen: int = 5) -> None:
+    """Dense calls with the first values, and base KV of all values."""
+    for number in range(seen):
+        bases(engine, ask(engine, number, count=1))
+    for number in range(seen, len(QUESTIONS)):
+        bases(engine, engine.ask(tokens(number), 1, hints(number, agent="stranger")))
+    engine.reset()
+
+
+@contextmanager
+def asynchronously(ahead: bool) -> Iterator[None]:
+    """Lets vLLM's scheduler run ahead of the device, which the CPU platform switches off, if asked."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    checked = CpuPlatform.check_and_update_config
+
+    def check(_: type, config: Any) -> None:
+        checked(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patched:
+        if ahead:
+            patched.setattr(CpuPlatform, "check_and_update_config", classmethod(check))
+        yield
+
+
+@contextmanager
+def lane_engine(model: Path, *, asynchronous: bool, **more: Any) -> Iterator[Driver]:
+    """Starts vLLM with lanes; with its scheduler ahead of the device, if asked."""
+    is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    settings = {
+        "policy": "fail" if asynchronous or is_v2 else "recompute",
+        "extra": SETTINGS,
+        "scheduler_cls": SCHEDULER,
+        "max_logprobs": VOCABULARY,
+        "max_num_seqs": 24,
+    }
+    with (
+        asynchronously(asynchronous),
+        driver(model, async_scheduling=asynchronous, **{**settings, **more}) as built,
+    ):
+        assert built.scheduler.use_v2_model_runner == is_v2
+        assert type(built.scheduler).__name__ == ("AsyncStepScheduler" if asynchronous else "StepScheduler")
+        teach(built)
+        yield built
+
+
+def add(engine: Driver, number: int, count: int = 40) -> str:
+    return engine.add(tokens(number), count, hints(number))
+
+
+def answers(engine: Driver, *names: str) -> list[list[int]]:
+    return [list(engine.finished[name].outputs[0].token_ids) for name in names]
+
+
+def solo(engine: Driver, number: int, count: int = 40) -> list[int]:
+    """The answer of a request alone in an engine with an empty prefix cache."""
+    engine.reset()
+    return list(ask(engine, number, count).outputs[0].token_ids)
+
+
+def bases(engine: Driver, output: Any) -> None:
+    for base in receipt(output)["base"]:
+        engine.ask(base, count=1, kedge={"base": True})
+
+
+class Recorder:
+    """Records of an engine: the batches of its steps, the blocks of finished requests, and KV before the pass."""
+
+    def __init__(self, engine: Driver) -> None:
+        self._engine = engine
+        self.steps: list[dict[str, tuple[int, int]]] = []
+        """Per step: request id -> (computed tokens, scheduled tokens)"""
+        self.finished: set[str] = set()
+        """All ids that the workers were given as finished"""
+        self.blocks: list[int] = []
+        """Blocks of the request that finished last"""
+        self.written: KVSegment | None = None
+        """KV of the prompt that was translated last, after the write and before the pass"""
+        self.hits = 0
+        """Tokens that vLLM counts as hits of the connector"""
+        self.replacement: KVSegment | None = None
+        """KV of a whole prompt to be written instead of what is translated"""
+        self._schedule, self._finish = engine.scheduler.schedule, engine.side.on_finish
+        engine.scheduler.schedule, engine.side.on_finish = self.schedule, self.finish
+        learner = engine.worker._learner
+        self._write, learner.write = learner.write, self.write
+
+    def close(self) -> None:
+        del self._engine.scheduler.schedule, self._engine.side.on_finish
+        del self._engine.worker._learner.write
+
+    def schedule(self, *args: Any, **more: Any) -> Any:
+        stats = self._engine.scheduler.connector_prefix_cache_stats
+        hits = stats.hits
+        output = self._schedule(*args, **more)
+        self.hits += stats.hits - hits
+        assert stats.hits == sum(stats.hits_by_source.values())
+        assert output.kv_connector_metadata.scheduled == output.total_num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update({new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs})
+        scheduled = output.num_scheduled_tokens
+        assert output.total_num_scheduled_tokens == sum(scheduled.values())
+        if scheduled:
+            self.steps.append({one: (computed[one], count) for one, count in scheduled.items()})
+        self.finished |= output.finished_req_ids
+        return output
+
+    def finish(self, request: Any, blocks: Any) -> Any:
+        self.blocks = list(blocks[0])
+        return self._finish(request, blocks)
+
+    def write(self, order: Any) -> None:
+        self._write(order)
+        if self.replacement is not None:
+            pages = self._engine.worker._learner._pages
+            pages.put(pages.table(order.blocks, only=order.spans), 0, self.replacement)
+        self.written = self.read(order.blocks)
+
+    def read(self, blocks: Sequence[int] | None = None) -> KVSegment:
+        """KV of a prompt's tokens in these blocks, else in those of the last request; keys unrotated."""
+        pages, blocks = self._engine.worker._learner._pages, blocks or self.blocks
+        return pages.read(pages.table(blocks), 0, min(LENGTH, len(blocks) * BLOCK))
+
+    @property
+    def lanes(self) -> set[str]:
+        return {one for step in self.steps for one in step if one.startswith("lane-")}
+
+    def admission(self) -> list[tuple[int, int]]:
+        """Computed and scheduled tokens of all rows of the first step with lanes."""
+        return next(sorted(step.values()) for step in self.steps if any(one.startswith("lane-") for one in step))
+
+
+@contextmanager
+def recorded(engine: Driver) -> Iterator[Recorder]:
+    recorder = Recorder(engine)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+@contextmanager
+def more_holes(engine: Driver, holes: Holes) -> Iterator[None]:
+    """Lets verdicts have these holes besides the planner's own: a translated token may always be computed."""
+    learner = engine.worker._learner
+    judge = learner.judge
+
+    def judged(query: TranslationQuery) -> TranslationVerdict:
+        found = judge(query)
+        return found.merged(TranslationVerdict(holes)) if len(found.holes) > 1 else found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(learner, "judge", judged)
+        yield
+
+
+@torch.no_grad()
+def computed_by_torch(model: Path, prompt: Sequence[int], kv: KVSegment, holes: Holes) -> tuple[KVSegment, Tensor]:
+    """Computes the positions in `holes` over `kv` elsewhere: all KV, keys unrotated, and the last log-probabilities."""
+    llama = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    at = torch.tensor([position for hole in joined(holes) for position in hole])
+    hidden = llama.model.embed_tokens(torch.tensor(prompt)[at])[None]
+    cos, sin = llama.model.rotary_emb(hidden, torch.arange(len(prompt))[None])
+    sees = torch.arange(len(prompt))[None] <= at[:, None]
+    keys, values = kv.keys.clone(), kv.values.clone()
+    for number, layer in enumerate(llama.model.layers):
+        normed, attention = layer.input_layernorm(hidden), layer.self_attn
+        q, k, v = (
+            project(normed).view(len(at), -1, attention.head_dim).transpose(0, 1)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        keys[number, at], values[number, at] = k.transpose(0, 1), v.transpose(0, 1)
+        all_keys, all_values = keys[number].transpose(0, 1)[None], values[number].transpose(0, 1)[None]
+        _, rotated = apply_rotary_pos_emb(all_keys, all_keys, cos, sin)
+        q, _ = apply_rotary_pos_emb(q[None], q[None], cos[:, at], sin[:, at])
+        seen = scaled_dot_product_attention(q, rotated, all_values, attn_mask=sees)
+        hidden = hidden + attention.o_proj(seen[0].transpose(0, 1).reshape(1, len(at), -1))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return KVSegment(keys, values), llama.lm_head(llama.model.norm(hidden[0, -1])).log_softmax(-1)
+
+
+def difference(one: KVSegment, other: KVSegment, spans: Holes | None = None) -> float:
+    """The largest difference of two prompts' KV, at the positions in `spans`, else at all."""
+    at = torch.tensor([position for span in spans for position in span]) if spans else torch.arange(one.tokens)
+    pairs = (one.keys, other.keys), (one.values, other.values)
+    return max(float((a[:, at] - b[:, at]).abs().max()) for a, b in pairs)
+
+
+def first_logprobs(output: Any) -> Tensor:
+    """The log-probabilities of the first token over the whole vocabulary."""
+    found = output.outputs[0].logprobs[0]
+    return torch.tensor([found[token].logprob for token in range(len(found))])

@@ -1,0 +1,111 @@
+"""The host tier on vLLM's own block pools: copies that land or are abandoned, in any order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+from kedge.cache import Copy, Direction
+from kedge.cache.copies import Purpose
+from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.host_tier import HostTier
+from kedge.integrations.vllm.plugin.messages import CopyResult
+from kedge.policies.eviction import steps_to_execution
+
+SIZE, DEVICE, HOST = 16, 12, 16
+POLICY = steps_to_execution(math.inf)
+
+
+def chain(name: str, length: int) -> list[BlockHash]:
+    return [BlockHash(f"{name}-{at}".encode()) for at in range(length)]
+
+
+class Copies(RuleBasedStateMachine):
+    """Whatever is emptied meanwhile, no worker writes to a block that others may be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(DEVICE + 1, True, SIZE)
+        self.queue = replace_queue(self.pool, POLICY, whole_sets=True)
+        self.tier = HostTier(self.pool, HOST, POLICY, 1)
+        self.sent: list[Copy] = []
+
+    @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
+    def compute(self, name: str, length: int) -> None:
+        """A request computes a prompt and ends."""
+        hashes = chain(name, length)
+        found = leading_blocks(self.pool, hashes)
+        self.pool.touch(found)
+        if length - len(found) > self.pool.get_num_free_blocks():
+            self.pool.free_blocks(reversed(found))
+            return
+        blocks = found + self.pool.get_new_blocks(length - len(found))
+        for block, one in zip(blocks, hashes, strict=True):
+            if block.block_hash is None and cached_block(self.pool, one) is None:
+                self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
+        self.pool.free_blocks(reversed(blocks))
+
+    @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
+    def back_up(self, name: str, length: int) -> None:
+        self.tier.back_up(chain(name, length), name, lambda _: True)
+
+    @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
+    def load(self, name: str, length: int) -> None:
+        self.tier.load(chain(name, length), Purpose.DEMAND, None, lambda _: True)
+
+    @rule()
+    def send(self) -> None:
+        self.sent += self.tier.take_copies()
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), ok=st.booleans())
+    def land(self, data: st.DataObject, ok: bool) -> None:
+        copy = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
+        self.tier.on_copied(copy.copy_id, CopyResult(1, ok, 0.1))
+
+    @rule()
+    def empty_device(self) -> None:
+        with self.tier.without_copies():
+            assert self.pool.reset_prefix_cache()
+            self.queue.forget_blocks()
+        assert not leading_blocks(self.pool, chain("a", 1))
+
+    @rule()
+    def empty_host(self) -> None:
+        self.tier.clear()
+        assert not any(self.tier.holds(one) for name in "abc" for one in chain(name, 6))
+
+    @invariant()
+    def targets_are_held(self) -> None:
+        for copy in self.sent:
+            pool: Any = self.pool if copy.direction is Direction.LOAD else self.tier.host
+            assert all(pool.blocks[one].ref_cnt == 1 for one in copy.targets)
+
+    @invariant()
+    def sound(self) -> None:
+        self.queue.check_integrity()
+        self.tier.queue.check_integrity()
+        if not self.tier.busy:
+            assert self.pool.get_num_free_blocks() == DEVICE
+            assert self.tier.host.get_num_free_blocks() == HOST
+
+    def teardown(self) -> None:
+        self.send()
+        while self.sent:
+            self.tier.on_copied(self.sent.pop().copy_id, CopyResult(1, True, 0.1))
+        self.sound()
+        assert not self.tier.busy
+
+
+TestCopies = Copies.TestCase
+TestCopies.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,125 @@
+"""Requests that wait for lanes: planned, granted, held back, and in the end admitted with what is left."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.integrations.vllm.plugin.answer_tails import AnswerTails
+from kedge.integrations.vllm.plugin.base_jobs import BaseJobs
+from kedge.integrations.vllm.plugin.candidates import NEAR, TranslationCandidate
+from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
+from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
+from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.reuse.holes import Holes
+from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget
+from kedge.types import ReuseMode
+from tests.reuse.test_holes import SIZE, layouts, positions
+
+HOLES: Holes = (range(10, 20), range(30, 31), range(40, 42), range(59, 60))
+
+
+def candidate(name: str = "r", tokens: int = SIZE) -> TranslationCandidate:
+    prompt = tuple(range(tokens))
+    hinted = read_hints(name, prompt, None, {"kedge": {}}, ReuseMode.TRANSLATE)
+    assert hinted is not None
+    request: Any = SimpleNamespace(request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_preemptions=0)
+    return TranslationCandidate(hinted, request, None)
+
+
+def lane_grants(candidates: dict[str, TranslationCandidate]) -> LaneGrants:
+    """Without ends of answers and base prefills."""
+    held = HeldBlocks(1)
+    return LaneGrants(candidates, AnswerTails(held, lambda _: None), BaseJobs(held, lambda _: None))
+
+
+def judged(holes: Holes = HOLES, max_lanes: int = 9, name: str = "r") -> TranslationCandidate:
+    found = candidate(name)
+    found.take_verdict(TranslationVerdict(holes), max_lanes)
+    return found
+
+
+def test_near_holes_are_one_and_too_many_are_joined() -> None:
+    assert judged((range(5, 6), range(6 + NEAR - 1, 12), range(59, 60))).holes == (range(5, 12), range(59, 60))
+    assert judged((range(5, 6), range(6 + NEAR, 12), range(59, 60))).holes[0] == range(5, 6)
+    assert judged(max_lanes=2).holes == (range(10, 20), range(30, 42), range(59, 60))
+    assert judged(max_lanes=0).holes == (range(10, 60),), "up to the first hole, as without lanes"
+
+
+@given(layouts(), st.integers(0, SIZE - 1), st.integers(0, 6))
+def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, computed: int, max_lanes: int) -> None:
+    found = judged(holes, max_lanes)
+    claimed = found.plan(found.holes, computed)
+    assert positions(found.planned) | positions(found.written) == set(range(computed, SIZE))
+    assert positions(found.planned).isdisjoint(positions(found.written))
+    assert positions(found.planned) >= {position for position in positions(holes) if position >= computed}
+    assert computed + claimed == (found.planned[-1].start if found.written else computed)
+    hashed: list[int] = []
+    for tokens in (SIZE, 7):
+        found.cache_blocks(lambda _, count: hashed.append(count), tokens)
+    first = found.written[0].start if found.written else SIZE
+    assert hashed == [first, min(first, 7)], "nothing is hashed from the first translated token on"
+
+
+def test_of_a_prompt_that_is_exact_nothing_is_planned() -> None:
+    found = judged()
+    assert found.plan(found.holes, SIZE + 5) == 0 and not found.written and not found.planned
+
+
+class Queue:
+    """Lanes with a queue of waiting requests, all of which have been judged."""
+
+    def __init__(self, *names: str) -> None:
+        self.candidates = {name: judged(name=name) for name in names}
+        self.lanes = lane_grants(self.candidates)
+        self.held_back = 0
+        self.lanes.open(9, self.hold_back)
+
+    def hold_back(self) -> None:
+        self.held_back += 1
+
+    def grant(self, tokens: int, rows: int, demand: int = 0, deferred: Any = ()) -> LaneBudget:
+        waiting: Any = [one.request for one in self.candidates.values()]
+        return self.lanes.grant(waiting, deferred, LaneBudget(tokens, rows), demand)
+
+
+def test_a_granted_request_is_admitted_with_its_lanes() -> None:
+    queue = Queue("r")
+    assert queue.grant(30, 9) == LaneBudget(13, 3)
+    found = queue.candidates["r"]
+    holes = queue.lanes.holes_of(found)
+    assert holes == HOLES
+    assert found.plan(holes, 4) == 55
+    queue.lanes.admit(found)
+    assert queue.lanes.tokens == 13
+    assert queue.lanes.take_admitted() == [AdmittedLanes("r", HOLES[:3])]
+    assert queue.lanes.tokens == 0 and not queue.held_back
+    assert queue.grant(30, 9) == LaneBudget(0, 0), "it waits no longer"
+
+
+def test_without_room_a_request_is_held_back_and_then_cut() -> None:
+    queue = Queue("r")
+    found = queue.candidates["r"]
+    for step in range(MAX_REFUSALS):
+        assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)
+        assert queue.lanes.holes_of(found) is None and queue.held_back == step + 1
+    assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)
+    assert queue.lanes.holes_of(found) == (range(10, 60),)
+    assert queue.grant(30, 9, demand=16) == LaneBudget(13, 3), "unless there is room meanwhile"
+
+
+def test_a_request_that_was_not_ready_takes_nothing() -> None:
+    queue = Queue("r")
+    other = candidate("other", 500)
+    queue.candidates = {"other": other, **queue.candidates}
+    queue.lanes = lane_grants(queue.candidates)
+    assert queue.grant(30, 9) == LaneBudget(0, 0), "one with 500 tokens goes first"
+    assert queue.grant(30, 9, deferred={id(other.request): other.request}.values()) == LaneBudget(13, 3)

@@ -1,0 +1,182 @@
+"""The end of an answer that others read: its KV is what plain PyTorch computes, and nothing is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.kv.segment import KVSegment  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import SCHEDULER, asynchronously, computed_by_torch, difference  # noqa: E402
+
+EXACT = 1e-4
+TRAIL = prompt(2, 21)
+ANSWER = 20
+ASKED = {"workflow": "w", "run": "chain", "agent": "writer", "produces": "answer@0", "trail": TRAIL}
+AROUND = [
+    pytest.param(50, id="in the last block"),
+    pytest.param(2 * BLOCK - ANSWER - 1, id="over the end of a block"),
+    pytest.param(2 * BLOCK - ANSWER, id="in a new block"),
+]
+
+
+class Kept:
+    """The KV of answers that an engine keeps for their readers."""
+
+    def __init__(self, engine: Driver, patched: pytest.MonkeyPatch) -> None:
+        self.answers: list[tuple[list[int], KVSegment]] = []
+        runtime = engine.worker._learner._runtime
+        keep = runtime.keep_response
+
+        def keeping(request: Any, tokens: Any, kv: KVSegment, **more: Any) -> None:
+            self.answers.append((list(tokens), kv.owned()))
+            keep(request, tokens, kv, **more)
+
+        patched.setattr(runtime, "keep_response", keeping)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
+    with (
+        asynchronously(request.param),
+        driver(tiny_llama, scheduler_cls=SCHEDULER, async_scheduling=request.param, max_num_seqs=16) as built,
+    ):
+        yield built
+
+
+@pytest.fixture
+def kept(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    """Every test begins and ends with an idle engine."""
+    engine.reset()
+    engine.worker._learner.clear()
+    yield Kept(engine, monkeypatch)
+    engine.run()
+    engine.ask(prompt(40, 9), 1)  # a step gives the workers what has finished
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    assert not [one for one in runner.requests if one.startswith("lane-")]
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert not engine.side.translations.held_blocks and not engine.scheduler.deferred_frees
+
+
+def reference(model: Path, asked: list[int], answer: list[int]) -> KVSegment:
+    """The KV of an answer behind its prompt."""
+    tokens = asked + answer
+    empty = torch.zeros(3, len(tokens), 2, 32)
+    found, _ = computed_by_torch(model, tokens, KVSegment(empty, empty), (range(len(tokens)),))
+    return found.slice(len(asked), len(tokens))
+
+
+@pytest.mark.parametrize("length", AROUND)
+@pytest.mark.parametrize("count", [1, ANSWER])
+def test_an_answer_is_kept_with_its_last_token_and_its_trail(
+    engine: Driver, kept: Kept, tiny_llama: Path, length: int, count: int
+) -> None:
+    asked = prompt(length + ANSWER - count, 11)
+    answer = engine.answer(asked, count, ASKED)
+    ((tokens, kv),) = kept.answers
+    assert tokens == answer + TRAIL
+    assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
+
+
+def test_the_token_that_stops_an_answer_is_not_part_of_it(engine: Driver, kept: Kept, tiny_llama: Path) -> None:
+    asked = prompt(50, 11)
+    stop = engine.answer(asked, 12)[-1]
+    answer = engine.answer(asked, 100, ASKED, stop_token_ids=[stop])
+    ((tokens, kv),) = kept.answers
+    assert answer[-1] == stop and tokens == answer[:-1] + TRAIL
+    assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
+
+
+def test_a_reader_needs_no_base_prefill_of_an_answer(
+    engine: Driver, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[list[int]] = []
+    monkeypatch.setattr(engine.side.translations.lanes.bases, "add", lambda _, tokens: needed.append(list(tokens)))
+    head, after = prompt(41, 1), prompt(70, 2)
+    value = engine.answer(prompt(50, 11), ANSWER, ASKED) + TRAIL
+    segments = [
+        {"name": "p0", "length": len(head)},
+        {"name": "answer", "length": len(value), "sample": "answer@0"},
+        {"name": "p1", "length": len(after)},
+    ]
+    reader = {"workflow": "w", "run": "chain", "agent": "reader", "segments": segments}
+    engine.ask(head + value + after, kedge=reader)
+    assert needed and value not in needed
+    engine.ask(head + value + after, kedge={**reader, "run": "elsewhere"})
+    assert value in needed, "without its producer's KV it is prefilled once more"
+    assert len(kept.answers) == 1
+
+
+@pytest.mark.parametrize("trail", [[VOCABULARY], list(range(3, 3 + 65)), [-1], "text"])
+def test_a_trail_that_the_model_cannot_compute_is_left_out(engine: Driver, kept: Kept, trail: Any) -> None:
+    answer = engine.answer(prompt(50, 11), ANSWER, {**ASKED, "trail": trail})
+    assert [tokens for tokens, _ in kept.answers] == [answer]
+
+
+def test_at_the_end_of_the_context_there_is_no_room_for_a_lane(engine: Driver, kept: Kept) -> None:
+    limit = engine.scheduler.max_model_len
+    answer = engine.answer(prompt(limit - ANSWER, 11), ANSWER, ASKED)
+    assert [tokens for tokens, _ in kept.answers] == [answer[:-1]]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_an_aborted_answer_is_kept_as_far_as_it_is_there(engine: Driver, kept: Kept, steps: int) -> None:
+    name = engine.add(prompt(50, 11), ANSWER, ASKED)
+    for _ in range(steps):
+        engine.step()
+    engine.engine.abort_request([name])
+    engine.run()
+    assert all(len(tokens) < ANSWER for tokens, _ in kept.answers)
+
+
+def test_a_full_pool_leaves_the_end_out(engine: Driver, kept: Kept) -> None:
+    """The trail would need a new block, which a neighbour may need."""
+    asked = prompt(2 * BLOCK - ANSWER, 11)
+    name = engine.add(asked, ANSWER, ASKED)
+    engine.step()
+    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 1)
+    engine.run(until=lambda: name in engine.finished)
+    held += engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+    engine.run()
+    engine.pool.free_blocks(held)
+    answer = list(engine.finished[name].outputs[0].token_ids)
+    assert [tokens for tokens, _ in kept.answers] == [answer[:-1]]
+
+
+def test_emptying_the_cache_gives_up_what_waits(engine: Driver, kept: Kept) -> None:
+    name = engine.add(prompt(50, 11), ANSWER, ASKED)
+    engine.run(until=lambda: name in engine.finished)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert len(kept.answers) <= 1
+
+
+def test_a_step_of_a_lane_alone_counts_as_a_step(engine: Driver, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the numbers of its steps vLLM knows when blocks that are freed late may be used again."""
+    monkeypatch.setattr(engine.scheduler, "defer_block_free", True)
+    engine.answer(prompt(50, 11), ANSWER, ASKED)
+    assert len(kept.answers) == 1
+    assert engine.scheduler.sched_step_seq == engine.scheduler.processed_step_seq > 0
+
+
+def test_many_answers_at_once_end_as_each_alone(engine: Driver, kept: Kept, tiny_llama: Path) -> None:
+    """Twice as many as there are rows, of all lengths; every fourth is aborted."""
+    prompts = [prompt(40 + 3 * number, 400 + number) for number in range(32)]
+    names = [engine.add(one, 10 + number % 3, {**ASKED, "run": f"run {number}"}) for number, one in enumerate(prompts)]
+    for _ in range(4):
+        engine.step()
+    engine.engine.abort_request(names[::4])
+    engine.run()
+    complete = 0
+    for tokens, kv in kept.answers:
+        for name, asked in zip(names, prompts, strict=True):
+            if name in engine.finished and list(engine.finished[name].outputs[0].token_ids) + TRAIL == tokens:
+                complete += 1
+                assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
+    assert complete == 24

@@ -1,0 +1,161 @@
+"""Base prefills that vLLM's scheduler computes by itself: with the KV that plain PyTorch computes, beside any load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.kv.segment import KVSegment  # noqa: E402
+from kedge.types import Namespace  # noqa: E402
+from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+    PLAIN,
+    SCHEDULER,
+    SETTINGS,
+    asynchronously,
+    computed_by_torch,
+    difference,
+    hints,
+    tokens,
+)
+
+EXACT = 1e-4
+BUDGET = 64
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
+    with (
+        asynchronously(request.param),
+        driver(
+            tiny_llama,
+            extra=SETTINGS,
+            scheduler_cls=SCHEDULER,
+            async_scheduling=request.param,
+            max_num_seqs=24,
+            max_num_batched_tokens=BUDGET,
+        ) as built,
+    ):
+        yield built
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(engine: Driver) -> Iterator[None]:
+    """Every test begins and ends with an idle engine that has learned nothing."""
+    engine.reset()
+    engine.worker._learner.clear()
+    yield
+    engine.run()
+    engine.ask(prompt(40, 9), 1)
+    assert not engine.side.translations.lanes.bases
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert not engine.scheduler.deferred_frees
+
+
+class Captured:
+    """The base KV that workers cut out of base prefills."""
+
+    def __init__(self, engine: Driver, patched: pytest.MonkeyPatch) -> None:
+        self.prompts: list[tuple[list[int], KVSegment]] = []
+        learner = engine.worker._learner
+        capture = learner.capture
+
+        def capturing(order: Any) -> None:
+            if (order.request.namespace, order.request.tokens) in learner._needs:
+                table = learner._pages.table(order.blocks)
+                kv = learner._pages.read(table, 0, order.request.prompt_tokens)
+                self.prompts.append((list(order.request.tokens), kv))
+            capture(order)
+
+        patched.setattr(learner, "capture", capturing)
+
+
+def test_base_kv_is_what_torch_computes_in_pieces(
+    engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = Captured(engine, monkeypatch)
+    output = engine.ask(tokens(0), 4, hints(0))
+    assert receipt(output)["base"] == [], "no client has to send them"
+    assert len(captured.prompts) == 3, "of the template and of two values"
+    assert any(len(one) > BUDGET for one, _ in captured.prompts)
+    for one, kv in captured.prompts:
+        empty = torch.zeros(3, len(one), 2, 32)
+        expected, _ = computed_by_torch(tiny_llama, one, KVSegment(empty, empty), (range(len(one)),))
+        assert difference(kv, expected) < EXACT
+
+
+def test_an_engine_learns_without_any_client(engine: Driver) -> None:
+    for number in range(5):
+        engine.ask(tokens(number), 4, hints(number))
+    engine.ask(tokens(5), 1, hints(5, agent="stranger"))
+    engine.reset()
+    assert receipt(engine.ask(tokens(5), 4, hints(5)))["tokens"]["translated"] > 200
+
+
+def test_beside_requests_they_take_their_share_of_a_step(
+    engine: Driver, monkeypatch: pytest.MonkeyPatch, stock_answers: dict[Any, list[int]]
+) -> None:
+    bases, shares = engine.side.translations.lanes.bases, []
+    compute = bases._compute
+
+    def computing(job: Any, most: int) -> None:
+        compute(job, most)
+        shares.append((bases.tokens, len(engine.scheduler.requests)))
+
+    monkeypatch.setattr(bases, "_compute", computing)
+    names = [engine.add(one, 40) for one in PLAIN]
+    engine.add(tokens(0), 4, hints(0))
+    engine.run()
+    assert [list(engine.finished[name].outputs[0].token_ids) for name in names] == [
+        stock_answers["plain", at] for at in range(len(PLAIN))
+    ]
+    beside = [count for count, requests in shares if requests]
+    assert beside and max(beside) <= BUDGET // 2
+
+
+def test_a_full_pool_drops_the_one_under_way(engine: Driver, stock_answers: dict[Any, list[int]]) -> None:
+    bases = engine.side.translations.lanes.bases
+    bases.add(Namespace("default"), tuple(prompt(400, 31)))
+    engine.step()
+    assert bases._job is not None
+    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+    name = engine.add(PLAIN[0], 40)
+    engine.run(until=lambda: not bases)
+    assert name not in engine.finished
+    engine.pool.free_blocks(held)
+    engine.run()
+    assert list(engine.finished[name].outputs[0].token_ids) == stock_answers["plain", 0]
+
+
+def test_what_the_model_cannot_compute_is_refused(engine: Driver) -> None:
+    bases, namespace = engine.side.translations.lanes.bases, Namespace("default")
+    for bad in ((), (VOCABULARY,), tuple(prompt(engine.scheduler.max_model_len, 5))):
+        bases.add(namespace, bad)
+    assert not bases
+
+
+def test_emptying_the_cache_gives_them_up(engine: Driver) -> None:
+    bases = engine.side.translations.lanes.bases
+    bases.add(Namespace("default"), tuple(prompt(400, 31)))
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache()
+    assert not bases
+
+
+def test_aborts_and_many_clients_leave_nothing(engine: Driver, stock_answers: dict[Any, list[int]]) -> None:
+    names = [engine.add(tokens(number % 7), 8, hints(number % 7)) for number in range(32)]
+    plain = [engine.add(one, 40) for one in PLAIN]
+    for _ in range(6):
+        engine.step()
+    engine.engine.abort_request(names[::3])
+    engine.run()
+    assert [list(engine.finished[name].outputs[0].token_ids) for name in plain] == [
+        stock_answers["plain", at] for at in range(len(PLAIN))
+    ]
+    assert len(set(names) & engine.finished.keys()) == 32 - len(names[::3])

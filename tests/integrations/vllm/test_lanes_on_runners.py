@@ -1,0 +1,58 @@
+"""Lanes on Model Runner V2, and on two tensor-parallel ranks with holes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
+from tests.integrations.vllm.conftest import driver, receipt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import HOLES, SETTINGS, ask, teach  # noqa: E402
+
+HERE = Path(__file__).parent
+CHOSEN = "planner or busy or (abort and 2) or preempted or crowds"
+
+
+def test_model_runner_v2_does_the_same() -> None:
+    """Its kernels run on Triton's interpreter, which has to be chosen before vLLM is imported."""
+    files = [HERE / f"test_lanes{name}.py" for name in ("", "_in_batches", "_in_small_steps")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:logging", *map(str, files), "-k", CHOSEN]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"},
+        cwd=HERE.parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "12 passed" in done.stdout
+
+
+def test_two_ranks_compute_the_same_holes(tiny_llama: Path, stock_answers: dict[Any, list[int]]) -> None:
+    """The lanes reach the workers in other processes, and each fills the holes of its own heads."""
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with driver(tiny_llama, extra=SETTINGS, scheduler_cls=SCHEDULER, **parallel) as engine:
+        teach(engine)
+        steps, schedule = [], engine.scheduler.schedule
+
+        def watched(*args: Any, **more: Any) -> Any:
+            steps.append(schedule(*args, **more))
+            return steps[-1]
+
+        engine.scheduler.schedule = watched
+        output = ask(engine, 0)
+        assert not engine.side.translations.unfinished
+    lanes = [count for step in steps for one, count in step.num_scheduled_tokens.items() if one.startswith("lane-")]
+    assert lanes == [len(hole) for hole in HOLES[:-1]]
+    assert receipt(output)["tokens"] == {"device": 0, "host": 0, "translated": 291, "computed": 9}
+    assert list(output.outputs[0].token_ids) == stock_answers[0][:12]

@@ -1,0 +1,111 @@
+"""What both engines keep of sessions: turns, their order, and which policy rules."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kedge.policies.sessions import SessionHints, SessionLedger, Turn, TurnEnd
+from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, WorkflowId
+from tests.policies.sessions.test_links import HERE, chain
+
+
+def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> None:
+    request = GenerateRequest(
+        (Segment((1, 2), "p0"),), tenant=TenantId("t"), workflow=WorkflowId("w"), run=RunId("r"), agent=AgentId("a")
+    )
+    space = Namespace(TenantId("t"))
+    agent = AgentKey(space, "", RunId("r"), AgentId("a"))
+    assert SessionHints.of(request, "s") == SessionHints("s", flow=(space, "w", "a"), agent=agent)
+    assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
+
+
+def test_of_turns_in_flight_the_first_to_arrive_is_needed_first() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    turns = [ledger.arrive(HERE, chain(10 * number, 10 * number + 1)) for number in range(3)]
+    steps = ledger.advance().steps
+    values = [(steps[turn.session] or (9.0,))[0] for turn in turns]
+    assert values == sorted(set(values)) and values[-1] < 0
+    assert ledger.advance() == ({}, False), "nothing has changed since"
+
+
+def test_a_turn_that_ends_is_idle_and_returns_when_it_is_known_to() -> None:
+    now = 0.0
+    ledger = SessionLedger(100, lambda: now)
+    answered, cancelled = (ledger.arrive(HERE, chain(number)) for number in (1, 2))
+    ledger.answered(answered, chain(1, 3), TurnEnd(returns_in=7.0))
+    ledger.cancelled(cancelled)
+    steps = ledger.advance().steps
+    assert steps[answered.session] == (7.0, 1.0)
+    assert (steps[cancelled.session] or (-1.0,))[0] > 0
+    now = 1.0
+    assert ledger.arrive(HERE, chain(1, 3, 4)).session == answered.session
+
+
+def play(rounds: int) -> list[tuple[bool, bool]]:
+    """Sessions that take turns and all fit, with hints that say the opposite. Per round: whether the policy has to be
+    swapped, and whether that of sessions rules then.
+    """
+    now, found = 0.0, []
+    ledger = SessionLedger(200, lambda: now)
+    agents = itertools.count()
+    for at in range(rounds):
+        now += 1.0
+        for first in (0, 1000):
+            turn = ledger.arrive(HERE, chain(*range(first, first + 40 + at // 6)))
+            ledger.answered(turn, turn.chain)
+            agent = AgentKey(HERE, "", RunId("r"), AgentId(str(next(agents))))
+            ledger.on_forecast({agent: (0.0, 1.0)})
+            other = ledger.arrive(HERE, [random.Random(f"{at}{first}{block}").random() for block in range(30)])
+            ledger.answered(other, other.chain)
+            ledger.own(agent, other.chain)
+            found.append((ledger.advance().swaps_policy, ledger.guard.trusted))
+    return found
+
+
+def test_the_policy_is_swapped_exactly_when_the_guard_changes_its_mind() -> None:
+    found, trusted = play(60), True
+    for swaps, now_trusted in found:
+        assert swaps == (trusted != now_trusted)
+        trusted = now_trusted
+    assert any(swaps for swaps, _ in found) and not trusted
+
+
+class Turns(RuleBasedStateMachine):
+    """Turns begin and end in any order: those in flight are always needed before all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.open = 0.0, list[Turn]()
+        self.ledger = SessionLedger(64, lambda: self.now)
+        self.steps: dict[object, float] = {}
+
+    @rule(blocks=st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    def arrive(self, blocks: list[int]) -> None:
+        self.open.append(self.ledger.arrive(HERE, chain(*blocks)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), returns_in=st.sampled_from([None, 0.0, 5.0]))
+    def end(self, data: st.DataObject, returns_in: float | None) -> None:
+        turn = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if data.draw(st.booleans()):
+            self.ledger.answered(turn, [*turn.chain, 9], TurnEnd(returns_in=returns_in))
+        else:
+            self.ledger.cancelled(turn)
+
+    @rule(seconds=st.floats(0, 1e4))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def waiting_goes_first(self) -> None:
+        for key, next_run in self.ledger.advance().steps.items():
+            self.steps[key] = float("inf") if next_run is None else next_run[0]
+        assert self.ledger.advance().steps == {}
+        assert all(step >= 0 for key, step in self.steps.items() if key not in {turn.session for turn in self.open})
+
+
+TestTurns = Turns.TestCase

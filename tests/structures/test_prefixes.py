@@ -1,0 +1,33 @@
+"""Common prefixes against a count item by item."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.structures.prefixes import common_length, common_prefix
+
+SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
+
+
+def naive(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+@given(SHORT, SHORT, st.integers(0, 40))
+def test_two_sequences(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
+    head = tuple(range(shared))
+    one, other = head + one, head + other
+    expected = naive(one, other)
+    assert expected >= shared
+    assert common_length(array("q", one), array("q", other)) == common_length(bytes(one), bytes(other)) == expected
+    assert common_prefix([one, other]) == one[:expected]
+
+
+@given(st.lists(SHORT, max_size=5))
+def test_several_sequences(sequences: list[tuple[int, ...]]) -> None:
+    least = min((naive(sequences[0], other) for other in sequences), default=0)
+    assert common_prefix(sequences) == (sequences[0][:least] if sequences else ())
