@@ -137,7 +137,7 @@ class Bases(Tiered, Protocol):
 
 
 class Costs(Protocol):
-    """What translating costs against computing (`kedge.engine.local.costs.EngineCosts`)."""
+    """What translating costs against computing (`EngineCosts`)."""
 
     def translation_pays(self, tokens: int, spared: float) -> bool:
         """Return whether translating a segment of `tokens` tokens, of which `spared` need not be computed then, takes

@@ -131,7 +131,7 @@ class Planner:
         if not draft.dense:
             self._compute_end(draft, draft.placed[-1])
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
-            if share < self._policy.min_translated:
+            if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 

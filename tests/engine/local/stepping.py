@@ -11,12 +11,12 @@ import pytest
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
-from kedge.engine.local.costs import EngineCosts, LinearCost
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.reuse.costs import EngineCosts, LinearCost
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_model, tiny_tokenizer

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kedge.engine.common.logprobs import LOGIT_ROWS
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.scheduler import Scheduler
+from kedge.reuse.costs import EngineCosts
 
 
 @dataclass(eq=False)

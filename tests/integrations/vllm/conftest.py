@@ -151,7 +151,7 @@ def driver(
             kv_role="kv_both",
             kv_connector_module_path="kedge.integrations.vllm.plugin.connector",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config=dict(extra or {}),
+            kv_connector_extra_config={"planner": {"by_cost": False}, **(extra or {})},
         )
     llm = LLM(str(model), **{**settings, **more})
     try:

@@ -23,7 +23,7 @@ from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, 
 
 SETTINGS = {
     "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0, "match_layer": 1},
-    "planner": {"recompute_head": 2},
+    "planner": {"recompute_head": 2, "by_cost": False},
 }
 """Every value is translated but for its first two tokens, and so is the template behind it"""
 PARTS = [prompt(BLOCK + 9, 1), prompt(70, 2), prompt(79, 3)]
@@ -159,6 +159,7 @@ class Recorder:
         self.hits += stats.hits - hits
         assert stats.hits == sum(stats.hits_by_source.values())
         assert output.kv_connector_metadata.scheduled == output.total_num_scheduled_tokens
+        assert output.kv_connector_metadata.rows == len(output.num_scheduled_tokens)
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update({new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs})

@@ -36,7 +36,7 @@ OWN = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 8}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    config = EngineSettings(backend="vllm", anchors={"max_error": 50.0}, vllm=OWN)
+    config = EngineSettings(backend="vllm", anchors={"max_error": 50.0}, planner={"by_cost": False}, vllm=OWN)
     with VLLMEngine(config=config) as engine, serving(engine, ServerSettings(tools=True)) as running:
         yield running
 

@@ -30,7 +30,11 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector",
     "kv_load_failure_policy": "fail",
-    "kv_connector_extra_config": {"tiers": {"host_blocks": 100}, "anchors": {"max_error": 50.0}},
+    "kv_connector_extra_config": {
+        "tiers": {"host_blocks": 100},
+        "anchors": {"max_error": 50.0},
+        "planner": {"by_cost": False},
+    },
 }
 FIXED = 8 * BLOCK
 HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)

@@ -86,7 +86,7 @@ def measure_accuracy(settings: AccuracySettings, progress: Progress) -> Accuracy
 
 def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
     progress("accuracy: starting vLLM")
-    with VLLMEngine(config=EngineSettings(backend="vllm", vllm=ARGUMENTS)) as engine:
+    with VLLMEngine(config=EngineSettings(backend="vllm", planner={"by_cost": False}, vllm=ARGUMENTS)) as engine:
         return scores(engine, lambda: settle(engine), settings, lambda what: progress(f"accuracy: vLLM, {what}"))
 
 

@@ -51,7 +51,8 @@ class TeamSettings:
     def plugin(self) -> dict[str, Any]:
         """The plug-in's settings: pools as large as the samples."""
         pools = {"capacity": self.samples + self.repeats, "min_anchors": self.samples, "max_bytes": 8 << 30}
-        return {"anchors": {**OPEN, **pools, "max_base_bytes": 4 << 30}, "max_captures": 2 * self.agents}
+        anchors = {**OPEN, **pools, "max_base_bytes": 4 << 30}
+        return {"anchors": anchors, "planner": {"by_cost": False}, "max_captures": 2 * self.agents}
 
 
 QUICK_TEAM = TeamSettings(question=400, prefix=256, output=128, samples=4, repeats=2)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from kedge.cache import CacheManager, Lease
 from kedge.engine.local.components import Assembler
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
 
 

@@ -15,7 +15,6 @@ from kedge.cache import CacheManager, EvictionPolicy
 from kedge.cache.disk_writes import DiskLimits
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.disk.disk_files import DiskFiles
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.measuring import measure
@@ -29,6 +28,7 @@ from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
 from kedge.policies.eviction import lru, policy_of, steps_to_execution
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.reuse.upcoming import UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings

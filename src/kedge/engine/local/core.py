@@ -20,7 +20,6 @@ from kedge.engine.local.admission import Admission
 from kedge.engine.local.answers import Answers
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import Assembler
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.disk.disk_files import DiskFiles
 from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.host_loads import Loading
@@ -37,6 +36,7 @@ from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, RunKey, TenantId, Tokens

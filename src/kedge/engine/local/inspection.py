@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import CacheManager
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
 from kedge.kv.storage import PagedStorage
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.types import Namespace, Tokens
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.costs import EngineCosts
 from kedge.types import Namespace, RequestId, TenantId
 
 LONG = 128

@@ -7,10 +7,10 @@ from collections import deque
 
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Readiness
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.sequence import PreparedPrompt
 from kedge.errors import OutOfBlocks
 from kedge.kv.storage import SlotTable
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.planner import Draft
 from kedge.reuse.runtime import Runtime

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kedge.engine.common.logprobs import LOGIT_ROWS
-from kedge.engine.local.costs import EngineCosts
 from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.service_orders import ServiceOrders
+from kedge.reuse.costs import EngineCosts
 from kedge.types import TenantId
 
 JOB_CHUNK = 256

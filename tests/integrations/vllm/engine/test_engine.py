@@ -60,7 +60,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[VLLMEngine]:
     own = {"max_model_len": 1280, "num_gpu_blocks_override": 48, "max_num_seqs": 8, "max_num_batched_tokens": 1280}
-    with VLLMEngine(model, EngineSettings(backend="vllm", tiers={"host_blocks": 256}, vllm=own)) as built:
+    with VLLMEngine(
+        model, EngineSettings(backend="vllm", tiers={"host_blocks": 256}, planner={"by_cost": False}, vllm=own)
+    ) as built:
         yield built
 
 

@@ -99,9 +99,9 @@ def test_a_granted_request_is_admitted_with_its_lanes() -> None:
     assert holes == HOLES
     assert found.plan(holes, 4) == 55
     queue.lanes.admit(found)
-    assert queue.lanes.tokens == 13
+    assert queue.lanes.taken == (13, 3)
     assert queue.lanes.take_admitted() == [AdmittedLanes("r", HOLES[:3])]
-    assert queue.lanes.tokens == 0 and not queue.held_back
+    assert queue.lanes.taken == (0, 0) and not queue.held_back
     assert queue.grant(30, 9) == LaneBudget(0, 0), "it waits no longer"
 
 

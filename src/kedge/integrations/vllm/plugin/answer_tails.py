@@ -94,7 +94,7 @@ class AnswerTails:
             if lane is not None:
                 self._granted.append(lane)
                 left = left.less(len(lane.span), 1)
-        return LaneBudget(self.tokens, len(self._granted))
+        return self.taken
 
     def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
         """Order the capture of an answer. Returns the lane that its end needs, None where it needs or gets none."""
@@ -112,9 +112,9 @@ class AnswerTails:
         return None
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the lanes of this step."""
-        return sum(len(lane.span) for lane in self._granted)
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it."""
+        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
 
     def take_granted(self) -> list[HeldLane]:
         """Return the lanes of this step."""

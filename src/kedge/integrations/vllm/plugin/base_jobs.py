@@ -105,7 +105,7 @@ class BaseJobs:
             self._start(spare, idle=idle)
         if self._job is not None:
             self._compute(self._job, most)
-        return LaneBudget(self.tokens, len(self._granted))
+        return self.taken
 
     def _start(self, spare: int, *, idle: bool) -> None:
         """Begin the latest prefill if there are blocks for it. One that does not even fit an idle engine is dropped."""
@@ -145,9 +145,9 @@ class BaseJobs:
         self._count(DROPPED)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of this step's lane."""
-        return sum(len(lane.span) for lane in self._granted)
+    def taken(self) -> LaneBudget:
+        """What the lane of this step takes of it."""
+        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
 
     def take_granted(self) -> list[HeldLane]:
         """Return the lanes of this step."""

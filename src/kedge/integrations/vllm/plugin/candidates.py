@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
-from kedge.types import RequestId, ReuseMode
+from kedge.types import Miss, RequestId, ReuseMode
 
 CacheBlocks = Callable[[Request, int], None]
 NEAR = 4
@@ -30,6 +30,8 @@ class TranslationCandidate:
     is_pending: bool = False
     """Whether a query has not been answered yet"""
     verdict: TranslationVerdict | None = None
+    declined: tuple[Miss, ...] | None = None
+    """The misses of its agent's last request, where the workers are not asked because translating does not pay"""
     holes: Holes = ()
     """Positions to be computed by the verdict, until the request is admitted"""
     refusals: int = 0
@@ -52,6 +54,11 @@ class TranslationCandidate:
     @property
     def has_placeholders(self) -> bool:
         return any(segment.is_placeholder for segment in self.hinted.request.segments)
+
+    @property
+    def is_asked_about(self) -> bool:
+        """Whether the workers are asked what of it can be translated."""
+        return self.may_learn and self.has_placeholders and self.declined is None
 
     @property
     def translated(self) -> bool:

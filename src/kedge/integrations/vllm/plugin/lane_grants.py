@@ -76,10 +76,11 @@ class LaneGrants:
             self._admitted.append(AdmittedLanes(candidate.request.request_id, candidate.planned[:-1]))
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the lanes of this step: of requests admitted in it, of ends of answers and of base prefills."""
-        admitted = sum(len(lane) for admitted in self._admitted for lane in admitted.lanes)
-        return admitted + self.tails.tokens + self.bases.tokens
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
+        lanes = [lane for admitted in self._admitted for lane in admitted.lanes]
+        parts = (LaneBudget(sum(map(len, lanes)), len(lanes)), self.tails.taken, self.bases.taken)
+        return LaneBudget(*map(sum, zip(*parts, strict=True)))
 
     def take_admitted(self) -> list[AdmittedLanes]:
         """Return the lanes of the requests that were admitted since the last call."""

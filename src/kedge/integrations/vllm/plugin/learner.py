@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import BaseNeed
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.holes import Holes
 from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan
+from kedge.reuse.planner import CHEAPER
 from kedge.reuse.runtime import Runtime
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -39,6 +42,7 @@ MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 MAX_ROTATION_ERROR = 0.05
 """Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not."""
+UNCHECKED = "its rotary embedding has not been checked yet"
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
 
@@ -60,23 +64,28 @@ class _PlannedWrite:
     plan: ReusePlan
     head: KVSegment | None
     """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
+    seconds: float
+    """Time that planning took"""
 
 
 class Learner:
     """The `Runtime` of one rank. Between a favourable verdict and its write nothing is learned, so plans stay valid."""
 
-    def __init__(self, pages: Pages, settings: PluginSettings, lanes: str | None) -> None:
-        """`lanes`: the reason why nothing in the middle of a prompt can be computed, if there is one."""
+    def __init__(self, pages: Pages, settings: PluginSettings, lanes: str | None, costs: EngineCosts) -> None:
+        """`lanes`: the reason why nothing in the middle of a prompt can be computed, if there is one. `costs` says what
+        is worth translating.
+        """
         self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
-        self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None)
+        self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None, costs=costs)
+        self._costs = costs
         self._pages, self._translator = pages, Translator(pages)
         self._min_translated = settings.planner.min_translated
         self._writes: dict[RequestId, _PlannedWrite] = {}
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
-        self._refusal: str | None = "its rotary embedding has not been checked yet"
+        self._refusal: str | None = UNCHECKED
 
     @property
     def planned_writes(self) -> int:
@@ -93,11 +102,14 @@ class Learner:
             self._needs[need.namespace, need.tokens] = need
         wanted = tuple(need.tokens for need in needs)
         if self._refusal:
-            return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", self._refusal),), wanted)
+            misses = (Miss("*", self._refusal),)
+            is_lesson = self._refusal is UNCHECKED
+            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
         return self._planned(query, wanted)
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
+        began = time.monotonic()
         request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
         plan = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ())
@@ -105,8 +117,10 @@ class Learner:
         if plan.translates and self._lanes is not None:
             holes, misses = self._without_gap(plan, query.exact)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
-            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, self._lanes)
-        self._writes[request.request_id] = _PlannedWrite(plan, head)
+            is_lesson = plan.translates or head is None or self._runtime.wants_harvest(request, plan)
+            dense = (range(request.prompt_tokens),)
+            return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson, _is_declined(plan))
+        self._writes[request.request_id] = _PlannedWrite(plan, head, time.monotonic() - began)
         return TranslationVerdict(holes, misses, wanted, self._lanes)
 
     def _without_gap(self, plan: ReusePlan, exact: int) -> tuple[Holes, tuple[Miss, ...]]:
@@ -134,12 +148,15 @@ class Learner:
 
     def write(self, order: TranslationWrite) -> None:
         """Write the KV that was planned for a request. Raises `KeyError` for a request without a planned write."""
+        began = time.monotonic()
         planned, table = self._writes.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
         start, stop = order.spans[0].start, order.spans[-1].stop
         if planned.head is not None and start < planned.head.tokens:
             self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
-        parts = (translation.within(start, stop) for translation in planned.plan.translations)
-        self._translator.write(table, [part for part in parts if part])
+        parts = [part for one in planned.plan.translations if (part := one.within(start, stop))]
+        self._translator.write(table, parts)
+        seconds = planned.seconds + time.monotonic() - began
+        self._costs.observe_translation(len(parts), sum(part.tokens for part in parts), seconds)
 
     def capture(self, order: Capture) -> None:
         """Read the KV of a prompt after its pass, or of a response."""
@@ -220,3 +237,8 @@ class Learner:
         """Forget all anchors and all base KV."""
         self._runtime.clear()
         self._captured.clear()
+
+
+def _is_declined(plan: ReusePlan) -> bool:
+    """Return whether all of a prompt is computed only because that takes less time, which the next one's will too."""
+    return not plan.translates and not plan.teaches and all(miss.reason == CHEAPER for miss in plan.misses)

@@ -49,6 +49,8 @@ class Orders(KVConnectorMetadata):
 
     scheduled: int = 0
     """Number of tokens in this step's pass"""
+    rows: int = 0
+    """Number of requests and lanes in it"""
     copies: tuple[Copy, ...] = ()
     queries: tuple[TranslationQuery, ...] = ()
     writes: tuple[TranslationWrite, ...] = ()
@@ -70,6 +72,10 @@ class TranslationVerdict:
     """Prompts whose prefill would give missing base KV"""
     lanes: str | None = None
     """Why this prompt has one hole at most, if that is for want of lanes"""
+    is_lesson: bool = False
+    """Whether its KV is worth learning from if all of it is computed"""
+    is_declined: bool = False
+    """Whether all of it is computed because that takes less time than translating it"""
 
     @property
     def tokens(self) -> int:
@@ -80,7 +86,14 @@ class TranslationVerdict:
         """Return what holds on both ranks: what either of them has to compute is computed."""
         misses = max(self, other, key=lambda one: one.tokens).misses
         holes = joined((*self.holes, *other.holes))
-        return TranslationVerdict(holes, misses, self.needs or other.needs, self.lanes or other.lanes)
+        return TranslationVerdict(
+            holes,
+            misses,
+            self.needs or other.needs,
+            self.lanes or other.lanes,
+            self.is_lesson or other.is_lesson,
+            self.is_declined and other.is_declined,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,10 @@ class Pages:
         self._layout = BlockLayout.probe(layers[0], block_size)
         self._device = layers[0].pages.device
 
+    def first(self, tokens: int) -> SlotTable:
+        """Return the slots of the first so many tokens, or of all there are."""
+        return SlotTable(torch.arange(min(tokens, len(self._layers[0].pages) * self._block_size)))
+
     def table(self, blocks: Sequence[int], only: Sequence[range] | None = None) -> SlotTable:
         """Return the slots of a request with these blocks. Nothing is written to positions that are not in `only`."""
         table = SlotTable.of(blocks, self._block_size)

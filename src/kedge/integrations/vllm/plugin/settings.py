@@ -32,7 +32,7 @@ class PluginSettings(SettingsSection):
     """`host_memory` is per rank."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
-    """Without lanes only `min_translated` is used: nothing in the middle of a prompt is computed then."""
+    """Without lanes only `min_translated` and `by_cost` count: nothing in the middle of a prompt is computed then."""
     learning: LearningSettings = LearningSettings()
     """`max_captures` takes the place of `max_pending`."""
     max_captures: PositiveInt = DEFAULT_CAPTURES
@@ -50,5 +50,6 @@ class PluginSettings(SettingsSection):
     @property
     def translation_only(self) -> tuple[AnchorSettings, PlannerSettings]:
         """`anchors` and `planner` for an engine that computes nothing in the middle of a prompt."""
-        planner = PlannerSettings(recompute_head=0, recompute_short=0, min_translated=self.planner.min_translated)
+        kept = {"min_translated": self.planner.min_translated, "by_cost": self.planner.by_cost}
+        planner = PlannerSettings(recompute_head=0, recompute_short=0, **kept)
         return self.anchors.model_copy(update={"weak_error": math.inf}), planner

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from kedge.integrations.vllm.plugin.answer_tails import AnswerTails, EndedAnswer
 from kedge.integrations.vllm.plugin.base_jobs import BaseJobs
 from kedge.integrations.vllm.plugin.candidates import CacheBlocks, TranslationCandidate
+from kedge.integrations.vllm.plugin.declined_agents import DeclinedAgents
 from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
@@ -71,6 +72,7 @@ class Translations:
         self._held = HeldBlocks(ranks)
         tails, bases = AnswerTails(self._held, self._order), BaseJobs(self._held, self._order)
         self.lanes = LaneGrants(self._candidates, tails, bases)
+        self._declined = DeclinedAgents()
         self._is_learning = False
         self._needed: list[BasePrompt] = []
 
@@ -102,7 +104,9 @@ class Translations:
     def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
         """Take a new request."""
         refusal = self._refusal or request_refusal(request)
-        self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
+        candidate = self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
+        if candidate.is_asked_about:
+            candidate.declined = self._declined.take(hinted.request)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
@@ -110,7 +114,7 @@ class Translations:
         """
         candidate = self._candidates[request.request_id]
         candidate.plan((), computed)
-        if not candidate.may_learn or not candidate.has_placeholders:
+        if not candidate.is_asked_about:
             return 0
         if candidate.verdict and candidate.is_outdated(computed):
             self._drop(candidate)
@@ -164,7 +168,7 @@ class Translations:
         if candidate.refusal:
             return TranslationOutcome((Miss("*", candidate.refusal),))
         if (verdict := candidate.verdict) is None:
-            return TranslationOutcome()
+            return TranslationOutcome(candidate.declined or ())
         lanes = verdict.lanes or (None if self.lanes.max_lanes else NO_LANES)
         needs = () if self.lanes.bases.is_open else verdict.needs
         return TranslationOutcome(verdict.misses, needs, lanes)
@@ -185,12 +189,14 @@ class Translations:
                 candidate.captured = True
                 self._capture_prompt(candidate, output)
         orders, self._outbox = self._outbox.to_orders(), _Outbox()
-        orders.scheduled = output.total_num_scheduled_tokens + self.lanes.tokens
+        tokens, rows = self.lanes.taken
+        orders.scheduled = output.total_num_scheduled_tokens + tokens
+        orders.rows = len(output.num_scheduled_tokens) + rows
         return orders
 
     def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:
         """Order the capture of a prompt that this step completes, if it can be learned from."""
-        is_lesson = candidate.may_learn and candidate.has_placeholders and not candidate.translated
+        is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson and not candidate.translated
         state = output.kv_connector_block_state
         if not (candidate.hinted.is_base or is_lesson) or self._refusal or state is None:
             return
@@ -204,6 +210,7 @@ class Translations:
         for request_id, verdict in reports.verdicts.items():
             if candidate := self._candidates.get(request_id):
                 candidate.take_verdict(verdict, self.lanes.max_lanes)
+                self._declined.put(candidate.hinted.request, verdict)
                 self._need(candidate.hinted.request.namespace, verdict.needs)
         for capture_id, ranks in reports.captured.items():
             self._held.on_captured(capture_id, ranks)

@@ -22,7 +22,9 @@ from kedge.integrations.vllm.plugin.messages import Orders
 from kedge.integrations.vllm.plugin.pages import Layer, Pages, RopeModule
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
+from kedge.integrations.vllm.plugin.write_costs import measure_writes
 from kedge.kv.rotary import Rotary
+from kedge.reuse.costs import EngineCosts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,14 +47,20 @@ class WorkerCalls(KVConnectorBase_V1):
         self._worker = WorkerSide(self._block_size, settings.tiers.throttle, budget)
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        is_synchronous = all(pages.device.type == "cpu" for pages in kv_caches.values())
+        costs = EngineCosts(by_cost=self._settings.planner.by_cost and is_synchronous)
+        if is_synchronous:
+            self._worker.measure_passes(costs)
         if self._host_blocks:
             self._worker.open_host_tier(kv_caches, self._host_blocks)
         if self._features.translation is None:
-            self._worker.open_translation(self._learner(kv_caches))
+            self._worker.open_translation(self._learner(kv_caches, costs))
 
-    def _learner(self, kv_caches: dict[str, Tensor]) -> Learner | TranslationRefused:
+    def _learner(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> Learner | TranslationRefused:
         try:
-            return Learner(self._pages(kv_caches), self._settings, self._lanes_refusal(kv_caches))
+            pages = self._pages(kv_caches)
+            measure_writes(costs, pages)
+            return Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
             logger.warning("kedge: translation is off: %s", refusal)
             return refusal

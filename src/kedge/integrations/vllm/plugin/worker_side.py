@@ -23,6 +23,7 @@ from kedge.integrations.vllm.plugin.messages import (
 )
 from kedge.integrations.vllm.plugin.pages import memory_order
 from kedge.kv.copy import PoolCopier
+from kedge.reuse.costs import EngineCosts
 from kedge.types import Miss
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ class WorkerSide:
         self._refusal = "translation is off"
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
-        self._step_began = 0.0
-        self._measures_passes = False
-        """Whether a pass has ended when vLLM returns from it: on a GPU it has only been started"""
+        self._pass_began = 0.0
+        self._costs: EngineCosts | None = None
+        """Set where a pass has ended when vLLM returns from it: on a GPU it has only been started"""
         self._reported_learning = False
 
     def open_host_tier(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> None:
@@ -54,7 +55,10 @@ class WorkerSide:
             shape = (1, num_blocks + 1, *device.shape[2:])
             pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
-        self._measures_passes = not any(device.is_cuda for _, device in pools)
+
+    def measure_passes(self, costs: EngineCosts) -> None:
+        """Measure every pass from now on, by the clock: vLLM returns from a pass when it has ended."""
+        self._costs = costs
 
     def open_translation(self, learner: Learner | TranslationRefused) -> None:
         """Answer queries with `learner` from now on, or with the reason why this rank cannot translate."""
@@ -67,7 +71,6 @@ class WorkerSide:
 
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
-        self._step_began = time.monotonic()
         if self._budget:
             self._budget.begin()
 
@@ -77,6 +80,7 @@ class WorkerSide:
             for write in orders.writes:
                 self._write(self._learner, write)
         self._submit(orders, Direction.LOAD)
+        self._pass_began = time.monotonic()
 
     def _write(self, learner: Learner, order: TranslationWrite) -> None:
         """Write a translation. On any failure its blocks are reported: vLLM fails the request, or computes them."""
@@ -89,8 +93,8 @@ class WorkerSide:
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
-        if self._measures_passes and orders.scheduled >= MIN_MEASURED:
-            self._reports.computed = (orders.scheduled, time.monotonic() - self._step_began)
+        if self._costs and orders.scheduled:
+            self._measure(self._costs, orders, time.monotonic() - self._pass_began)
         self._submit(orders, Direction.OFFLOAD)
         if self._learner:
             self._learn_from_step(self._learner, orders)
@@ -99,6 +103,11 @@ class WorkerSide:
                 self._reports.captured[capture.capture_id] = 1
         for query in orders.queries:
             self._reports.verdicts[query.request.request_id] = self._verdict(query)
+
+    def _measure(self, costs: EngineCosts, orders: Orders, seconds: float) -> None:
+        costs.observe_pass(orders.scheduled, orders.rows, seconds)
+        if orders.scheduled >= MIN_MEASURED:
+            self._reports.computed = (orders.scheduled, seconds)
 
     def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
         for request_id in orders.dropped:

@@ -56,8 +56,9 @@ class LinearCost:
 
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""
-        self._prior = self._seconds = self._fit()
-        self._ridge = SETTLED_RIDGE
+        if self._observed:
+            self._prior = self._seconds = self._fit()
+            self._ridge = SETTLED_RIDGE
 
     def of(self, counts: Sequence[float]) -> float:
         """Return the expected seconds of work with these counts."""

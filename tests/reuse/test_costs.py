@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kedge.engine.local.costs import OUTLIER, REFIT, EngineCosts, LinearCost
+from kedge.reuse.costs import OUTLIER, REFIT, EngineCosts, LinearCost
 
 PRIOR = (1e-2, 1e-4, 1e-4)
 TRUE = (2e-3, 1e-4, 3e-4)

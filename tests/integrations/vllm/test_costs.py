@@ -1,0 +1,77 @@
+"""Translation by cost on vLLM: where computing is faster, nothing is translated, learned or waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.declined_agents import SKIPS  # noqa: E402
+from kedge.reuse.costs import LinearCost  # noqa: E402
+from kedge.reuse.planner import CHEAPER  # noqa: E402
+from tests.integrations.vllm.conftest import Driver, receipt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import ONE, SETTINGS, ask, hints, lane_engine, tokens  # noqa: E402
+
+DEAR, CHEAP = LinearCost((1.0, 1.0)), LinearCost((1e-9, 1e-9))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Driver]:
+    extra = {**SETTINGS, "planner": {"recompute_head": 2}}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LinearCost, "observe", lambda *_: None)
+        with lane_engine(tiny_llama, asynchronous=False, extra=extra) as built:
+            yield built
+
+
+def price(engine: Driver, translations: LinearCost) -> None:
+    """Make translations cost so much, whatever is measured."""
+    engine.worker._learner._costs._translations = translations
+
+
+def steps_until_admitted(engine: Driver, number: int) -> tuple[int, Any]:
+    name = engine.add(tokens(number), 2, hints(number))
+    request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
+    steps = 0
+    while not request.num_computed_tokens:
+        engine.step()
+        steps += 1
+    engine.run()
+    return steps, receipt(engine.finished[name])
+
+
+def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
+    with lane_engine(tiny_llama, asynchronous=False) as built:
+        costs = built.worker._learner._costs
+        assert costs._passes._observed > 10 and costs._translations._observed >= 6
+        before = costs._translations._observed
+        assert receipt(ask(built, ONE))["tokens"]["translated"]
+        assert costs._translations._observed == before + 1
+
+
+def test_what_is_cheaper_to_compute_is_not_asked_about_again(engine: Driver) -> None:
+    price(engine, CHEAP)
+    assert receipt(ask(engine, ONE))["tokens"]["translated"]
+    price(engine, DEAR)
+    engine.reset()
+    waits, learned = [], engine.worker._learner._captured
+    for _ in range(SKIPS + 2):
+        engine.reset()
+        steps, found = steps_until_admitted(engine, ONE)
+        assert [miss["reason"] for miss in found["misses"]] == [CHEAPER, CHEAPER] and not found["tokens"]["translated"]
+        assert not learned
+        waits.append(steps)
+    assert waits == [2] + [1] * SKIPS + [2]
+
+
+def test_translation_comes_back_when_it_pays_again(engine: Driver) -> None:
+    price(engine, CHEAP)
+    found = []
+    for _ in range(SKIPS + 1):
+        engine.reset()
+        found.append(bool(receipt(ask(engine, ONE))["tokens"]["translated"]))
+    assert found == [False] * SKIPS + [True]
