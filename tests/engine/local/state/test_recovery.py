@@ -281,6 +281,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_damaged_owner_in_a_record_is_damage_where_no_manifest_is_left(sound: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(sound, tmp_path / "copy")
+    for name in (MANIFEST, PREVIOUS):
+        (path / name).write_bytes(b"")
+    record = path / file_of(sound, "a").name
+    record.write_bytes(record.read_bytes().replace(b"our model", b" ur model"))
+    values, damages = loaded(path)
+    assert "a" not in values or values["a"] == OLD["a"]
+    assert record.name in {damage.file for damage in damages}
+
+
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_bytes_of_any_files_may_be_damaged(sound: Path, data: st.DataObject) -> None:

@@ -107,11 +107,15 @@ def read_record(folder: Path, entry: Entry, identity: str) -> Record:
     if (size := _size(path)) != entry.nbytes:
         raise StateDamaged("state", str(path), f"has {size} bytes of {entry.nbytes}")
     with making_sense(path):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if path.name != digest + SUFFIX:
-            raise StateDamaged("state", str(path), "has another content than its name says")
+        _check_content(path)
         return _parsed(path, entry.name, identity)
+
+
+def _check_content(path: Path) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if path.name != digest + SUFFIX:
+        raise StateDamaged("state", str(path), "has another content than its name says")
 
 
 def _parsed(path: Path, name: Name, identity: str) -> Record:
@@ -133,7 +137,12 @@ def entry_of_file(path: Path, identity: str) -> Entry:
     size = _size(path)
     with making_sense(path):
         with safe_open(path, "pt") as file:
-            head = _head(file.metadata(), path, identity)
+            metadata = file.metadata()
+        try:
+            head = _head(metadata, path, identity)
+        except StateRefused:
+            _check_content(path)  # a damaged header is not another engine's record
+            raise
         return _entry(head["name"], path.name, size)
 
 
