@@ -42,7 +42,8 @@ class WorkerSide:
         self._refusal = "translation is off"
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
-        self._pass_began = 0.0
+        self._began = self._not_computing = 0.0
+        """When the step began, and how long it was about something else than its pass"""
         self._costs: EngineCosts | None = None
         """Set where a pass has ended when vLLM returns from it: on a GPU it has only been started"""
         self._reported_learning = False
@@ -71,16 +72,18 @@ class WorkerSide:
 
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
+        self._began = time.monotonic()
         if self._budget:
             self._budget.begin()
 
     def before_pass(self, orders: Orders) -> None:
-        """Write translations and start loads."""
+        """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
+        began = time.monotonic()
         if self._learner:
             for write in orders.writes:
                 self._write(self._learner, write)
         self._submit(orders, Direction.LOAD)
-        self._pass_began = time.monotonic()
+        self._not_computing = time.monotonic() - began
 
     def _write(self, learner: Learner, order: TranslationWrite) -> None:
         """Write a translation. On any failure its blocks are reported: vLLM fails the request, or computes them."""
@@ -94,7 +97,7 @@ class WorkerSide:
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
         if self._costs and orders.scheduled:
-            self._measure(self._costs, orders, time.monotonic() - self._pass_began)
+            self._measure(self._costs, orders, time.monotonic() - self._began - self._not_computing)
         self._submit(orders, Direction.OFFLOAD)
         if self._learner:
             self._learn_from_step(self._learner, orders)

@@ -1,0 +1,70 @@
+"""What a rank measures of a step: its pass, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin import worker_side
+from kedge.integrations.vllm.plugin.messages import Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.worker_side import WorkerSide
+from kedge.reuse.costs import EngineCosts
+from kedge.types import RequestId
+
+WRITE = TranslationWrite(RequestId("r"), (1,), (range(3),))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class SlowLearner:
+    """Writes take two seconds."""
+
+    is_learning = False
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def write(self, _: object) -> None:
+        self._clock.now += 2.0
+
+    def learn(self) -> bool:
+        return False
+
+
+class Costs(EngineCosts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, float]] = []
+
+    def observe_pass(self, tokens: int, sequences: int, seconds: float) -> None:
+        self.seen.append((tokens, sequences, seconds))
+
+
+@pytest.mark.parametrize("writes", [(), (WRITE,)])
+def test_a_pass_is_measured_without_writes_whenever_these_are_made(
+    writes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, costs = Clock(), Costs()
+    monkeypatch.setattr(worker_side, "time", clock)
+    side: Any = WorkerSide(16, 1.0, None)
+    side.measure_passes(costs)
+    side._learner = SlowLearner(clock)
+    orders = Orders(scheduled=100, rows=3, writes=writes)
+    side.begin_step()
+    if writes:
+        side.before_pass(orders)
+    clock.now += 5.0
+    if not writes:  # vLLM then calls it after the pass
+        side.before_pass(orders)
+    side.after_pass(orders)
+    assert costs.seen == [(100, 3, 5.0)]
+    assert side.take_reports().computed == (100, 5.0)
