@@ -72,6 +72,7 @@ BENCH_MAY_IMPORT = {
     "reuse.contracts.PlaceholderSite",
     "reuse.layout.Placed",
     "reuse.layout.layout",
+    "reuse.layout.with_trails",
     "reuse.plan.ReusePlan",
     "reuse.plan.Translation",
     "reuse.plan.spans_of",

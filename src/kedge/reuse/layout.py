@@ -63,6 +63,16 @@ def known_segments(request: GenerateRequest) -> int:
     return next(waits, len(request.segments))
 
 
+def next_stop(request: GenerateRequest, drafted: int) -> int:
+    """Return how many leading segments are known up to the end of the next placeholder and the prefix segment after it;
+    the first `drafted` ones are behind us.
+    """
+    segments, known = request.segments, known_segments(request)
+    places = (at for at in range(drafted, known) if segments[at].is_placeholder)
+    stop = next(places, known) + 1
+    return min(stop + (stop < known and not segments[stop].is_placeholder), known)
+
+
 def template_key(request: GenerateRequest) -> str:
     """Return workflow, agent and a digest of the template: what was observed under another wording is never used."""
     digest = hashlib.blake2b(digest_size=8)

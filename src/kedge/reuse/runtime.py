@@ -59,6 +59,12 @@ class Runtime:
         for estimate in plan.estimates:
             self._anchors.use(estimate)
 
+    def has_bases(self, request: GenerateRequest, segments: range) -> bool:
+        """Return whether base KV is there for all values among these segments that are worth translating."""
+        values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
+        wanted = [one for one in values if self._planner.pays(request, one)]
+        return all(self._planner.sample(request, one) is not None for one in wanted)
+
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
         """Begin the plan of a request of which not all may be known yet, to be grown and sealed."""
         return self._planner.draft(request, exact)

@@ -146,11 +146,11 @@ class Recorder:
         self._schedule, self._finish = engine.scheduler.schedule, engine.side.on_finish
         engine.scheduler.schedule, engine.side.on_finish = self.schedule, self.finish
         learner = engine.worker._learner
-        self._write, learner.write = learner.write, self.write
+        self._write, learner.writes.write = learner.writes.write, self.write
 
     def close(self) -> None:
         del self._engine.scheduler.schedule, self._engine.side.on_finish
-        del self._engine.worker._learner.write
+        del self._engine.worker._learner.writes.write
 
     def schedule(self, *args: Any, **more: Any) -> Any:
         stats = self._engine.scheduler.connector_prefix_cache_stats

@@ -60,7 +60,7 @@ def state(engine: Driver) -> dict[str, int]:
         "lanes of the runner": sum(one.startswith("lane-") for one in known),
         "requests": len(engine.scheduler.requests),
         "candidates": side.unfinished,
-        "planned writes": engine.worker._learner.planned_writes,
+        "planned writes": len(engine.worker._learner.writes),
     }
 
 
@@ -142,7 +142,7 @@ def test_a_failed_write_is_computed(
     other = engine.add(PLAIN[0], 40)
     engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(engine.worker._learner._translator, "write", fail)
+        patched.setattr(engine.worker._learner.writes._translator, "write", fail)
         name = add(engine, ONE)
         engine.run()
     assert recorder.lanes

@@ -110,7 +110,7 @@ def test_a_translation_that_fails_ends_its_request_and_no_other(
         raise PlanError("blend", 1, "the table is at version 2")
 
     with monkeypatch.context() as patched:
-        patched.setattr(taught.worker._learner._translator, "write", fail)
+        patched.setattr(taught.worker._learner.writes._translator, "write", fail)
         assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == []
     taught.reset()
     assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
@@ -123,7 +123,7 @@ def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
     taught.engine.abort_request([name])
     taught.run()
     taught.ask(prompt(40, 9))
-    assert not taught.worker._learner.planned_writes and not taught.side.translations.unfinished
+    assert not taught.worker._learner.writes and not taught.side.translations.unfinished
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 

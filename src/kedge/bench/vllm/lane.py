@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kedge.bench.workflow.figures import Flow, FlowWorkload
 from kedge.integrations.follower import Follower
+from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.types import Tokens
 
 if TYPE_CHECKING:
@@ -94,6 +95,12 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         return VllmCall(
             prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, receipt
         )
+
+    async def tell(self, message: PluginMessage) -> None:
+        """Send the plug-in hints without a request, as Kedge's engine does."""
+        from kedge.integrations.vllm.engine.driver import as_request
+
+        await self._engine.engine_core.add_request_async(as_request(message, next(_ids)))
 
     async def forget(self) -> None:
         """Empty vLLM's prefix cache."""

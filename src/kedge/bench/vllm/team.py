@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from kedge.bench.vllm.lane import KvRoom, VllmCall, VllmLane
-from kedge.integrations.vllm.plugin.hints import segment_hints
+from kedge.integrations.vllm.engine.requests import expected_prompt, request_hints
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.reuse.layout import with_trails
+from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Tokens
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
-OPEN = {"gamma": 2.0, "max_error": 1e9}
+OPEN = {"gamma": 2.0, "max_error": 1e9, "weak_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep."""
 LEARNING_S = 0.25
 """Seconds between two prompts, in which the plug-in learns."""
@@ -111,7 +114,7 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
         stock = stack.enter_context(VllmLane(model, settings.room, None))
-        ours = stack.enter_context(VllmLane(model, settings.room, settings.plugin))
+        ours = stack.enter_context(VllmLane(model, settings.room, settings.plugin, scheduler_cls=SCHEDULER))
         team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
         for number in range(settings.samples):
             progress(f"team: sample {number + 1} of {settings.samples}")
@@ -140,17 +143,20 @@ class _VllmTeam:
         question = tokens(settings.question + number)
         answers = [tokens(settings.output + number) for _ in range(settings.agents - 1)]
         for agent in range(settings.agents):
-            request = self._machine.request(f"sample-{number}", agent, question, answers[:agent], produces=False)
+            request = self._request(f"sample-{number}", agent, question, answers[:agent], produces=False)
             await self._ask(lane, request, 1)
             await asyncio.sleep(LEARNING_S)
 
+    def _request(
+        self, run: str, agent: int, question: Tokens, answers: list[Tokens], *, produces: bool = True
+    ) -> GenerateRequest:
+        """Return a request with the trails that Kedge's engine gives to values."""
+        request = self._machine.request(run, agent, question, answers, produces=produces)
+        return with_trails(request, PlannerSettings().trail, of_answers=False)
+
     async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
         """Return the answer, after the base prefills that its receipt asks for."""
-        hints = {
-            "workflow": request.workflow, "run": request.run, "agent": request.agent, "reuse": request.reuse.value,
-            "produces": request.produces and str(request.produces), "segments": segment_hints(request),
-        }  # fmt: skip
-        done = await lane.ask(request.tokens, max_tokens, hints)
+        done = await lane.ask(request.tokens, max_tokens, request_hints(request))
         for base in done.receipt["base"] if done.receipt else ():
             await lane.ask(tuple(base), 1, {"base": True})
         return done
@@ -183,12 +189,19 @@ class _VllmTeam:
         times.kedge.append(call.ttft_s)
 
     async def _question(self, lane: VllmLane, name: str, run: str, question: Tokens) -> Sequence[VllmCall]:
-        """Run one question; the last token of an answer has no KV, so no agent reads it."""
+        """Run one question. While an agent answers, the plug-in is told the next one's prompt, as Kedge's engine does.
+
+        The last token of an answer has no KV, so no agent reads it.
+        """
         began, calls, answers = time.perf_counter(), list[VllmCall](), list[Tokens]()
         for agent in range(self._settings.agents):
-            request = self._machine.request(run, agent, question, answers)
+            request = self._request(run, agent, question, answers)
             wanted = self._settings.output + 1
-            done = await (self._ask if lane.plugged else self._plain)(lane, request, wanted)
+            asked = asyncio.create_task((self._ask if lane.plugged else self._plain)(lane, request, wanted))
+            if lane.plugged and agent + 1 < self._settings.agents:
+                await asyncio.sleep(0)  # so that the request goes first
+                await lane.tell(expected_prompt(self._request(run, agent + 1, question, [*answers, ()])))
+            done = await asked
             calls.append(done)
             answers.append(done.tokens[:-1])
         self.seconds[name].append(time.perf_counter() - began)

@@ -12,7 +12,7 @@ from kedge.engine.local.sampler import Sampler
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
 from kedge.reuse.contracts import Cut
-from kedge.reuse.layout import known_segments, template_key
+from kedge.reuse.layout import known_segments, next_stop, template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
@@ -126,10 +126,7 @@ class PreparedPrompt(Sequence):
     def next_stop(self) -> int:
         """Number of known segments up to the end of the next placeholder's prefix segment."""
         assert self.draft is not None
-        segments, known = self.request.segments, known_segments(self.request)
-        places = (at for at in range(self.draft.drafted, known) if segments[at].is_placeholder)
-        stop = next(places, known) + 1
-        return min(stop + (stop < known and not segments[stop].is_placeholder), known)
+        return next_stop(self.request, self.draft.drafted)
 
     @property
     def translates(self) -> bool:

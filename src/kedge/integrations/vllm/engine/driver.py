@@ -26,9 +26,12 @@ from kedge.integrations.vllm.engine.base_prefills import BasePrefills
 from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS
-from kedge.types import Namespace, RequestId, Tokens
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, Tokens, WorkflowId
 
 logger = logging.getLogger(__name__)
+MAX_AGENTS = 4096
+"""Agents of which is remembered whether they are translated"""
 RECEIPT_TIMEOUT = 0.5
 """Seconds to wait for the receipt of a request that was aborted here."""
 ReceiptData = Mapping[str, Any]
@@ -72,6 +75,8 @@ class Driver:
         """Receipts that may come without an output"""
         self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
         self._numbers = itertools.count()
+        self._translated: BoundedDict[tuple[Namespace, WorkflowId, AgentId], bool] = BoundedDict(MAX_AGENTS)
+        """Whether an agent's last prompt was translated"""
         self.bases = BasePrefills(self._prefill_base)
 
     async def start(self, arguments: Any) -> None:
@@ -137,6 +142,8 @@ class Driver:
         await asyncio.wait([generating])
         error = None if generating.cancelled() else generating.exception()
         receipt = None if error else await self._receipt(response, generating, later)
+        if receipt:
+            self._translated[_agent(response.request)] = bool(receipt["tokens"]["translated"])
         del self._receipts[request_id], self._generating[request_id]
         _end(response, error, receipt)
         self._stop_waiting(request_id)
@@ -152,6 +159,10 @@ class Driver:
         if receipt is None and self._plugged and response.has_begun and not self.is_dead:
             return await _within(later, RECEIPT_TIMEOUT)
         return receipt
+
+    def translates(self, request: GenerateRequest) -> bool:
+        """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
+        return self._translated.get(_agent(request), False)
 
     def on_base_needs(self, prompts: Iterable[tuple[str, Tokens]]) -> None:
         """Take prompts whose prefill would give missing base KV, with the text forms of their namespaces."""
@@ -178,23 +189,9 @@ class Driver:
         while True:
             message = await self._messages.get()
             try:
-                await self.llm.engine_core.add_request_async(self._as_request(message))
+                await self.llm.engine_core.add_request_async(as_request(message, next(self._numbers)))
             except EngineDeadError:
                 return
-
-    def _as_request(self, message: PluginMessage) -> EngineCoreRequest:
-        return EngineCoreRequest(
-            request_id=f"kedge-message-{next(self._numbers)}",
-            prompt_token_ids=list(message.tokens),
-            mm_features=None,
-            sampling_params=_params(message.hints),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=str(message.namespace),
-            data_parallel_rank=None,
-            abort_immediately=True,
-        )
 
     async def _prefill_base(self, namespace: Namespace, tokens: Tokens) -> None:
         prompt, name = tokens_input(list(tokens), cache_salt=str(namespace)), f"kedge-base-{next(self._numbers)}"
@@ -246,6 +243,22 @@ class _StatsListener(StatLoggerBase):
         """Do nothing: vLLM has a log of its own."""
 
 
+def as_request(message: PluginMessage, number: int) -> EngineCoreRequest:
+    """Return a message as a request that vLLM aborts at once."""
+    return EngineCoreRequest(
+        request_id=f"kedge-message-{number}",
+        prompt_token_ids=list(message.tokens),
+        mm_features=None,
+        sampling_params=_params(message.hints),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=str(message.namespace),
+        data_parallel_rank=None,
+        abort_immediately=True,
+    )
+
+
 def _params(hints: Mapping[str, Any]) -> SamplingParams:
     extra = {"kv_transfer_params": {"kedge": dict(hints)}}
     return SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
@@ -254,6 +267,10 @@ def _params(hints: Mapping[str, Any]) -> SamplingParams:
 async def _within(future: asyncio.Future[ReceiptData], seconds: float) -> ReceiptData | None:
     done, _ = await asyncio.wait([future], timeout=seconds)
     return future.result() if done else None
+
+
+def _agent(request: GenerateRequest) -> tuple[Namespace, WorkflowId, AgentId]:
+    return request.namespace, request.workflow, request.agent
 
 
 def _end(response: StreamedResponse, error: BaseException | None, receipt: ReceiptData | None) -> None:

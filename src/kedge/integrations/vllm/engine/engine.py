@@ -12,6 +12,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,13 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
-from kedge.integrations.vllm.engine.requests import Forecasts, PluginMessage, end_of_run, sampling_arguments
+from kedge.integrations.vllm.engine.requests import (
+    Forecasts,
+    PluginMessage,
+    end_of_run,
+    expected_prompt,
+    sampling_arguments,
+)
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
@@ -98,13 +105,26 @@ class VLLMEngine:
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
         self._validate(request)
-        keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens
-        request = with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
+        request = self._with_trails(request)
         room = self._max_model_len - request.prompt_tokens
         params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
         response = StreamedResponse(request, self.tokenizer, params, room)
         self._call(partial(self._begin, response))
         return response.stream
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Take the hint that such a request is expected, of an agent whose last prompt was translated.
+
+        One that could not be served is ignored.
+        """
+        with suppress(RequestError):
+            self._validate(request)
+            expected = self._with_trails(request)
+            self._send(lambda: [expected_prompt(expected)] if self._driver.translates(expected) else [])
+
+    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
+        keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens
+        return with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self._vocab_size)

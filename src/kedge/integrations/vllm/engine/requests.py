@@ -123,6 +123,11 @@ class Forecasts:
         return {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
 
 
+def expected_prompt(request: GenerateRequest) -> PluginMessage:
+    """Return the message that such a request is expected; values that are not known yet have no tokens."""
+    return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
+
+
 def end_of_run(run: RunKey) -> PluginMessage:
     """Return the message that a run is over."""
     return PluginMessage(run.namespace, {**_run_hints(run), "final": True})

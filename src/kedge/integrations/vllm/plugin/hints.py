@@ -48,6 +48,8 @@ class HintedRequest:
     """Whether the run ends with this request"""
     is_base: bool = False
     """Whether it is a prefill of base KV that a verdict asked for"""
+    is_ahead: bool = False
+    """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
     ignored: int = 0
     """Number of hints that were ignored"""
 
@@ -97,6 +99,7 @@ def read_hints(
         seq=reader.take("seq", read_whole, None),
         final=reader.take("final", _flag, False),
         is_base=reader.take("base", _flag, False),
+        is_ahead=reader.take("ahead", _flag, False),
         ignored=reader.ignored + len(reader.left),
     )
 

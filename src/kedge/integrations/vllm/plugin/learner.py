@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translator
 from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
+from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart
+from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
+from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import BaseNeed
@@ -28,7 +29,6 @@ from kedge.types import (
     GenerateRequest,
     Miss,
     Namespace,
-    RequestId,
     RunKey,
     SampleId,
     Source,
@@ -42,6 +42,8 @@ MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 MAX_ROTATION_ERROR = 0.05
 """Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not."""
+EXPECTED_SHARE = 4
+"""Expected prompts may take one in so many of the bytes that base KV may take"""
 UNCHECKED = "its rotary embedding has not been checked yet"
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
@@ -57,17 +59,6 @@ class _CapturedPrompt:
     """Segments that are still to be measured, once learning has begun"""
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedWrite:
-    """The KV to be written for a request that can be translated."""
-
-    plan: ReusePlan
-    head: KVSegment | None
-    """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
-    seconds: float
-    """Time that planning took"""
-
-
 class Learner:
     """The `Runtime` of one rank. Between a favourable verdict and its write nothing is learned, so plans stay valid."""
 
@@ -78,19 +69,16 @@ class Learner:
         self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None, costs=costs)
-        self._costs = costs
-        self._pages, self._translator = pages, Translator(pages)
+        self._pages = pages
         self._min_translated = settings.planner.min_translated
-        self._writes: dict[RequestId, _PlannedWrite] = {}
+        self._expected = ExpectedPrompts(
+            self._runtime, pages, self._exact_at_hand, settings.anchors.max_base_bytes // EXPECTED_SHARE
+        )
+        self.writes = PlannedWrites(pages, costs)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
         self._refusal: str | None = UNCHECKED
-
-    @property
-    def planned_writes(self) -> int:
-        """Number of requests with a favourable verdict that have not been admitted."""
-        return len(self._writes)
 
     # before a request is admitted -------------------------------------------------------------------------------
 
@@ -111,8 +99,8 @@ class Learner:
         """Plan a prompt, and keep the plan for its write where something is translated."""
         began = time.monotonic()
         request, head = query.request, self._head(query.request)
-        exact = max(query.exact, head.tokens if head else 0)
-        plan = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ())
+        exact = max(query.exact, self._exact_at_hand(request))
+        plan, ready, seconds = self._plan(request, exact)
         holes, misses = plan.holes, plan.misses
         if plan.translates and self._lanes is not None:
             holes, misses = self._without_gap(plan, query.exact)
@@ -120,8 +108,19 @@ class Learner:
             is_lesson = plan.translates or head is None or self._runtime.wants_harvest(request, plan)
             dense = (range(request.prompt_tokens),)
             return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson, _is_declined(plan))
-        self._writes[request.request_id] = _PlannedWrite(plan, head, time.monotonic() - began)
+        self.writes.put(request.request_id, PlannedWrite(plan, head, ready, seconds + time.monotonic() - began))
         return TranslationVerdict(holes, misses, wanted, self._lanes)
+
+    def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
+        """Plan a prompt, going on from what was prepared of it. Returns that, too, and the seconds that it took."""
+        found = self._expected.claim(request, exact)
+        if found is None or found.draft is None:
+            return self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), {}, 0.0
+        if found.draft.drafted < len(request.segments):
+            self._runtime.grow(found.draft, request, len(request.segments))
+        plan = self._runtime.seal(found.draft, request)
+        self._runtime.use(plan)
+        return plan, found.ready, found.seconds
 
     def _without_gap(self, plan: ReusePlan, exact: int) -> tuple[Holes, tuple[Miss, ...]]:
         """Return one hole, from the first of the plan's on, and the misses; all is computed where it is too long."""
@@ -132,6 +131,10 @@ class Learner:
         few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
         return (range(stop),), (*plan.misses, few)
 
+    def _exact_at_hand(self, request: GenerateRequest) -> int:
+        head = self._head(request)
+        return head.tokens if head else 0
+
     def _head(self, request: GenerateRequest) -> KVSegment | None:
         """Return the KV of the first prefix segment. vLLM keeps its full blocks only, and may have evicted them."""
         first = request.segments[0]
@@ -140,23 +143,7 @@ class Learner:
         entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
         return entry.kv if entry else None
 
-    def drop(self, request_id: RequestId) -> None:
-        """Forget the planned write for a request, if there is one."""
-        self._writes.pop(request_id, None)
-
     # around a pass ----------------------------------------------------------------------------------------------
-
-    def write(self, order: TranslationWrite) -> None:
-        """Write the KV that was planned for a request. Raises `KeyError` for a request without a planned write."""
-        began = time.monotonic()
-        planned, table = self._writes.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
-        start, stop = order.spans[0].start, order.spans[-1].stop
-        if planned.head is not None and start < planned.head.tokens:
-            self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
-        parts = [part for one in planned.plan.translations if (part := one.within(start, stop))]
-        self._translator.write(table, parts)
-        seconds = planned.seconds + time.monotonic() - began
-        self._costs.observe_translation(len(parts), sum(part.tokens for part in parts), seconds)
 
     def capture(self, order: Capture) -> None:
         """Read the KV of a prompt after its pass, or of a response."""
@@ -192,25 +179,39 @@ class Learner:
 
     @property
     def is_learning(self) -> bool:
-        """Whether a captured prompt can be learned from now, as its base KV is there."""
-        return any(self._is_ready(prompt) for prompt in self._captured)
+        """Whether a prompt can be prepared, or learned from as its base KV is there."""
+        return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
 
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
         return prompt.steps is not None or not self._runtime.needs(prompt.request)
 
     def learn(self) -> bool:
-        """Measure the offsets of one segment of one captured prompt, unless a write is planned.
+        """Prepare one value of an expected prompt, or measure the offsets of one segment of one captured prompt, unless
+        a write is planned.
 
-        Returns False if there is none to be measured now.
+        Returns False if there is nothing of this to be done now.
         """
+        if self._prepare():
+            return True
         prompt = next((one for one in self._captured if self._is_ready(one)), None)
-        if prompt is None or self._writes:
+        if prompt is None or self.writes:
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
         if not self._observe(prompt):
             self._captured.remove(prompt)
             self._forget_ended_runs()
         return True
+
+    def expect(self, request: GenerateRequest) -> None:
+        """Take the prompt of an agent that runs next, as far as it is known."""
+        self._expected.expect(request)
+
+    def _prepare(self) -> bool:
+        try:
+            return self._expected.prepare()
+        except Exception:
+            logger.exception("a prompt was not prepared")
+            return True
 
     @staticmethod
     def _observe(prompt: _CapturedPrompt) -> bool:
@@ -224,6 +225,7 @@ class Learner:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
+        self._expected.end_run(run)
         self._ended_runs.append(run)
         self._forget_ended_runs()
 
@@ -235,6 +237,7 @@ class Learner:
 
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
+        self._expected.clear()
         self._runtime.clear()
         self._captured.clear()
 

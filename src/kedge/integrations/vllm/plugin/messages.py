@@ -55,6 +55,8 @@ class Orders(KVConnectorMetadata):
     queries: tuple[TranslationQuery, ...] = ()
     writes: tuple[TranslationWrite, ...] = ()
     captures: tuple[Capture, ...] = ()
+    expected: tuple[GenerateRequest, ...] = ()
+    """Prompts of agents that run next, as far as they are known"""
     dropped: tuple[RequestId, ...] = ()
     """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()

@@ -137,16 +137,34 @@ class Pages:
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
         """Write `base` plus `offsets` (of all layers but the first) to the positions from `start` on, keys rotated."""
-        keys, values = torch.empty_like(base.keys), torch.empty_like(base.values)
-        add_offsets(base.keys, offsets.keys, out=keys)
-        add_offsets(base.values, offsets.values, out=values)
-        self.put(table, start, KVSegment(keys, values))
+        self.store(table, start, self.translated(start, base, offsets))
 
     def put(self, table: SlotTable, start: int, kv: KVSegment) -> None:
         """Write `kv` to the positions from `start` on, keys rotated, but to none that the table leaves out."""
-        self._rotary.rotate(kv.keys, slice(start, start + kv.tokens), out=(rotated := torch.empty_like(kv.keys)))
-        slots, values = table.slots[start : start + kv.tokens], kv.values
+        self.store(table, start, KVSegment(self._rotated(kv.keys, start), kv.values))
+
+    def translated(self, start: int, base: KVSegment, offsets: KVSegment) -> KVSegment:
+        """Return `base` plus `offsets` (of all layers but the first), its keys rotated to the positions from `start`
+        on.
+        """
+        keys, values = torch.empty_like(base.keys), torch.empty_like(base.values)
+        add_offsets(base.keys, offsets.keys, out=keys)
+        add_offsets(base.values, offsets.values, out=values)
+        return KVSegment(self._rotated(keys, start), values)
+
+    def _rotated(self, keys: Tensor, start: int) -> Tensor:
+        rotated = torch.empty_like(keys)
+        self._rotary.rotate(keys, slice(start, start + keys.shape[1]), out=rotated)
+        return rotated
+
+    def store(self, table: SlotTable, start: int, kv: KVSegment) -> None:
+        """Write `kv`, whose keys are rotated, to the positions from `start` on, but to none that the table leaves
+        out.
+        """
+        slots, rotated, values = table.slots[start : start + kv.tokens], kv.keys, kv.values
         written = slots != _SKIPPED
+        if not written.any():
+            return
         if not written.all():
             slots, chosen = slots[written], written.nonzero().flatten().to(self._device)
             rotated, values = rotated[:, chosen], values[:, chosen]

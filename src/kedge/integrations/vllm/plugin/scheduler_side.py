@@ -90,6 +90,8 @@ class SchedulerSide:
             request.skip_reading_prefix_cache = True
         if hinted.steps is not None:
             self.prompts.forecast(hinted, hinted.steps)
+        if hinted.is_ahead and request.abort_immediately:
+            self.translations.expect(hinted.request)
         self.translations.on_arrival(hinted, request)
 
     def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:

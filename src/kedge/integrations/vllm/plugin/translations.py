@@ -22,7 +22,7 @@ from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
 from kedge.integrations.vllm.plugin.messages import Capture, Orders, Reports, TranslationQuery, TranslationWrite
 from kedge.reuse.holes import Holes
-from kedge.types import Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens
+from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens
 
 BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
@@ -48,6 +48,7 @@ class _Outbox:
     queries: list[TranslationQuery] = field(default_factory=list)
     writes: list[TranslationWrite] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
+    expected: list[GenerateRequest] = field(default_factory=list)
     dropped: list[RequestId] = field(default_factory=list)
     ended_runs: list[RunKey] = field(default_factory=list)
 
@@ -56,6 +57,7 @@ class _Outbox:
             queries=tuple(self.queries),
             writes=tuple(self.writes),
             captures=tuple(self.captures),
+            expected=tuple(self.expected),
             dropped=tuple(self.dropped),
             ended_runs=tuple(self.ended_runs),
         )
@@ -107,6 +109,11 @@ class Translations:
         candidate = self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
         if candidate.is_asked_about:
             candidate.declined = self._declined.take(hinted.request)
+
+    def expect(self, request: GenerateRequest) -> None:
+        """Take the prompt of an agent that runs next, which the workers may prepare."""
+        if self._refusal is None and request.reuse is ReuseMode.TRANSLATE:
+            self._outbox.expected.append(request)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
@@ -189,6 +196,7 @@ class Translations:
                 candidate.captured = True
                 self._capture_prompt(candidate, output)
         orders, self._outbox = self._outbox.to_orders(), _Outbox()
+        self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
         orders.scheduled = output.total_num_scheduled_tokens + tokens
         orders.rows = len(output.num_scheduled_tokens) + rows
@@ -242,8 +250,8 @@ class Translations:
 
     @property
     def busy(self) -> bool:
-        """Whether a capture or a base prefill is pending, or workers are learning."""
-        return bool(self._held) or bool(self.lanes.bases) or self._is_learning
+        """Whether a capture, a base prefill or an expected prompt is pending, or workers are learning."""
+        return bool(self._held or self.lanes.bases or self._outbox.expected) or self._is_learning
 
 
 def request_refusal(request: Request) -> str | None:

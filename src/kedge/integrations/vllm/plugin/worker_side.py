@@ -88,7 +88,7 @@ class WorkerSide:
     def _write(self, learner: Learner, order: TranslationWrite) -> None:
         """Write a translation. On any failure its blocks are reported: vLLM fails the request, or computes them."""
         try:
-            learner.write(order)
+            learner.writes.write(order)
         except Exception:
             logger.exception("request %s was not translated", order.request_id)
             first, last = order.spans[0].start // self._block_size, -(-order.spans[-1].stop // self._block_size)
@@ -114,9 +114,12 @@ class WorkerSide:
 
     def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
         for request_id in orders.dropped:
-            learner.drop(request_id)
+            learner.writes.drop(request_id)
         for capture in orders.captures:
             learner.capture(capture)
+        for prompt in orders.expected:
+            learner.expect(prompt)
+            self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
         for run in orders.ended_runs:
             learner.end_run(run)
         if self._budget:
@@ -126,10 +129,15 @@ class WorkerSide:
         self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
-        if self._learner is None:
-            dense = (range(query.request.prompt_tokens),)
-            return TranslationVerdict(dense, (Miss("*", self._refusal),))
-        return self._learner.judge(query)
+        """Return what of a prompt has to be computed: all of it where that cannot be found out."""
+        refusal = self._refusal
+        if self._learner:
+            try:
+                return self._learner.judge(query)
+            except Exception:
+                logger.exception("request %s was not matched", query.request.request_id)
+                refusal = "matching it failed"
+        return TranslationVerdict((range(query.request.prompt_tokens),), (Miss("*", refusal),))
 
     def _submit(self, orders: Orders, direction: Direction) -> None:
         for copy in orders.copies:

@@ -1,0 +1,75 @@
+"""Translated KV that is written into vLLM's pages once its request is admitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kedge.anchors.translator import Translator
+from kedge.integrations.vllm.plugin.expected_prompts import ReadyPart
+from kedge.integrations.vllm.plugin.messages import TranslationWrite
+from kedge.integrations.vllm.plugin.pages import Pages
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import SlotTable
+from kedge.reuse.costs import EngineCosts
+from kedge.reuse.plan import ReusePlan
+from kedge.types import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWrite:
+    """The KV to be written for a request that can be translated."""
+
+    plan: ReusePlan
+    head: KVSegment | None
+    """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
+    ready: Mapping[int, Sequence[ReadyPart]]
+    """What was translated before the request arrived, by the first position of its translation"""
+    seconds: float
+    """Time that all this took"""
+
+
+class PlannedWrites:
+    """The planned writes of one rank, until their requests are admitted."""
+
+    def __init__(self, pages: Pages, costs: EngineCosts) -> None:
+        """`costs` observes what translations take."""
+        self._pages, self._costs, self._translator = pages, costs, Translator(pages)
+        self._planned: dict[RequestId, PlannedWrite] = {}
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def put(self, request_id: RequestId, planned: PlannedWrite) -> None:
+        """Keep what is planned for a request."""
+        self._planned[request_id] = planned
+
+    def drop(self, request_id: RequestId) -> None:
+        """Forget what is planned for a request, if anything is."""
+        self._planned.pop(request_id, None)
+
+    def write(self, order: TranslationWrite) -> None:
+        """Write the KV that was planned for a request. Raises `KeyError` for a request without any."""
+        began = time.monotonic()
+        planned, table = self._planned.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
+        start, stop = order.spans[0].start, order.spans[-1].stop
+        if planned.head is not None and start < planned.head.tokens:
+            self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
+        count, tokens = self._translate(planned, table, range(start, stop))
+        self._costs.observe_translation(count, tokens, planned.seconds + time.monotonic() - began)
+
+    def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
+        """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""
+        count = tokens = 0
+        for translation in planned.plan.translations:
+            part = translation.within(span.start, span.stop)
+            if part is None:
+                continue
+            if ready := planned.ready.get(translation.start):
+                for first, kv in ready:
+                    self._pages.store(table, first, kv)
+            else:
+                self._translator.write(table, [part])
+            count, tokens = count + 1, tokens + part.tokens
+        return count, tokens
