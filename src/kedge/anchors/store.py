@@ -81,6 +81,11 @@ class AnchorStore:
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
+    def has_enough(self, site: PlaceholderSite, pool: PoolKey) -> bool:
+        """Return whether a site has as many anchors as a translation needs."""
+        offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
+        return offsets is not None and len(offsets.holders) >= self._config.min_anchors
+
     def is_saturated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
         """Return whether a site has observed so many values that one more hardly changes its estimates."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
@@ -90,7 +95,9 @@ class AnchorStore:
 
     def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
         ids = tuple(offsets.holders)
-        if lack := self._lacks(pool, ids, len(sample.tokens), offsets.calibration):
+        tokens = len(sample.tokens)
+        lack = self._matcher.lacks(pool, ids, tokens)
+        if lack := lack or self._criterion.lacks(tokens, pool.block(ids), offsets.calibration):
             known = pool.find(self._matcher.query(sample))
             return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
         match = self._matcher.match(pool, ids, sample)
@@ -98,10 +105,6 @@ class AnchorStore:
         if not verdict.shareable:
             return OffsetEstimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
         return shared(sample, offsets, match, verdict)
-
-    def _lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int, calibration: Calibration) -> str:
-        lack = self._matcher.lacks(pool, ids, tokens)
-        return lack or self._criterion.lacks(tokens, pool.block(ids), calibration)
 
     def use(self, estimate: OffsetEstimate) -> None:
         """Count a use of the anchors of an estimate, once it is used."""

@@ -43,13 +43,18 @@ class StepTimes:
         else:
             self.per_token = min(GROWTH * self.per_token, seconds / tokens)
 
+    @property
+    def are_known(self) -> bool:
+        """Whether steps of both kinds have been seen."""
+        return math.isfinite(self.decode) and math.isfinite(self.per_token)
+
     def answered(self, tokens: int) -> None:
         """Take the length of an answer."""
         self.answer += (tokens - self.answer) * (WEIGHT if self.answer else 1.0)
 
     def wait_pays(self, tokens: int) -> bool:
         """Return whether answers take little time against computing `tokens` tokens; not before all is known."""
-        if math.isinf(self.decode) or math.isinf(self.per_token):
+        if not self.are_known:
             return False
         return self.decode * self.answer <= WAIT_SHARE * self.per_token * tokens
 

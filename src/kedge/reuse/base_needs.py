@@ -31,23 +31,32 @@ class BaseNeeds:
         missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
         return [*self._template_need(request, key, placed), *missing]
 
-    def prerequisites(self, request: GenerateRequest, exact_tokens: int) -> list[BaseNeed]:
+    def prerequisites(
+        self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
+    ) -> list[BaseNeed]:
         """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
         others are going to read too, and that its own agent can translate once they are there.
 
         The first reader of a value would compute it in its own context, and then its base KV had to be computed for
         the others; so all of them translate it. Only once its agent has seen enough values: what the first reader gets
-        wrong, all others read.
+        wrong, all others read. With `of_later_readers`, also of values that were read before, once its agent has seen
+        as many as a translation needs: base KV that was to be computed beside others is not there in time.
         """
         key, placed = template_key(request), layout(request)
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             return []
         values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
-        return [self._placeholder_need(request, one) for one in values if self._comes_first(request, key, one)]
+        ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
+        paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
+        return [self._placeholder_need(request, one) for one in paying]
 
-    def _comes_first(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
-        saturated = self.is_saturated(request, key, placed)
-        return saturated and self._planner.pays(request, placed) and self._lacks_base(request, placed)
+    def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
+        """Return whether its agent would translate a value, once base KV of it is there."""
+        if self.is_saturated(request, key, placed):
+            return True
+        pool = pool_of(request, placed)
+        was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
+        return was_read and self._anchors.has_enough(PlaceholderSite(key, placed.index), pool)
 
     def worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""

@@ -41,6 +41,11 @@ class Readers:
         """Count that a request reads this value."""
         self._counts.use(placeholder, _Counts).read(hash(value))
 
+    def reads(self, placeholder: PoolKey, value: Tokens) -> int:
+        """Return how often this value has been read, as far as that is still counted."""
+        counts = self._counts.get(placeholder)
+        return counts.open.get(hash(value), 0) if counts else 0
+
     def expected(self, placeholder: PoolKey) -> float:
         """Return how often a value of this placeholder is read, the first time included: the average of final counts,
         or the highest so far while there are none.

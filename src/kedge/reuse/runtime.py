@@ -84,11 +84,13 @@ class Runtime:
         """Return base prefills that later requests would profit from, and that have not been done yet."""
         return self._needs.needs(request) if self.learns(request) else []
 
-    def prerequisites(self, request: GenerateRequest, exact_tokens: int) -> list[BaseNeed]:
+    def prerequisites(
+        self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
+    ) -> list[BaseNeed]:
         """Return base prefills that pay before this request is planned, see `BaseNeeds.prerequisites`."""
         if not self.learns(request) or request.prompt_logprobs is not None:
             return []
-        return self._needs.prerequisites(request, exact_tokens)
+        return self._needs.prerequisites(request, exact_tokens, of_later_readers=of_later_readers)
 
     def learns(self, request: GenerateRequest) -> bool:
         """Return whether something of this request may be translated, or kept for others."""

@@ -17,6 +17,7 @@ from typing import Any
 from kedge.bench.load.clients import LoadWindow, drive, warm
 from kedge.bench.load.teams import (
     NANO,
+    OPEN,
     SHARE_ALL,
     USUAL,
     Questions,
@@ -101,7 +102,8 @@ def random_team(model_size: str, folder: Path, seed: int) -> ServedTeam:
     """Return the team of the random model that is saved in `folder`; save its tokenizer there."""
     vocab = SHAPES[model_size]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
-    return ServedTeam(folder, random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed), SHARE_ALL)
+    anchors = {**SHARE_ALL, "weak_error": OPEN.weak_error}
+    return ServedTeam(folder, random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed), anchors)
 
 
 def measure_one(load: VllmLoad, team: ServedTeam, clients: int, name: str) -> Figures:

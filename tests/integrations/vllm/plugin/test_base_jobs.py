@@ -30,10 +30,11 @@ class Stage:
         self.held.pool = self.pool
         self.captures: list[Capture] = []
         self.jobs = BaseJobs(self.held, self.captures.append)
-        self.jobs.open(PassLimits(LIMIT, 100, BLOCK), 0.5, MOST)
+        self.jobs.open(PassLimits(LIMIT, 100, BLOCK), MOST)
 
     def step(self, tokens: int, rows: int = 1, spare: int = 0, *, idle: bool = False) -> list[range]:
-        taken = self.jobs.grant(LaneBudget(tokens, rows), spare, idle=idle)
+        most = tokens if idle else tokens // 2
+        taken = self.jobs.grant(LaneBudget(tokens, rows), spare, most=most, idle=idle)
         spans = [lane.span for lane in self.jobs.take_granted()]
         assert taken == LaneBudget(sum(map(len, spans)), len(spans))
         return spans
@@ -89,6 +90,43 @@ def test_blocks_that_requests_need_are_given_up_after_the_pass() -> None:
     assert stage.pool.get_num_free_blocks() == BLOCKS
 
 
+def test_several_are_computed_in_a_step_as_far_as_it_goes() -> None:
+    stage = Stage()
+    for token in (1, 2, 3):
+        stage.jobs.add(HERE, (token,) * 10)
+    assert stage.step(25, rows=3, idle=True) == [range(10), range(10), range(5)]
+    assert [capture.request.tokens[0] for capture in stage.captures] == [3, 2]
+
+
+def test_what_a_request_waits_for_goes_first_and_takes_all_that_is_left() -> None:
+    stage = Stage()
+    stage.jobs.add(HERE, (1,) * 10)
+    assert stage.step(4, rows=9) == [range(2)]
+    for token in (2, 3):
+        stage.jobs.add_awaited(HERE, (token,) * 10)
+    stage.jobs.add(HERE, (4,) * 10)
+    assert stage.step(14, rows=9) == [range(10), range(4)]
+    (capture,) = stage.captures
+    assert capture.request.tokens == (2,) * 10
+    assert not stage.jobs.is_awaited(HERE, (2,) * 10) and stage.jobs.is_awaited(HERE, (3,) * 10)
+    stage.jobs.add_awaited(HERE, (1,) * 10)
+    assert stage.step(20, rows=9) == [range(4, 10), range(2, 10), range(6)], "one that was begun goes on"
+    assert len(stage.jobs) == 1
+
+
+def test_one_that_is_awaited_and_finds_no_blocks_is_dropped_so_that_its_request_goes_on() -> None:
+    stage = Stage()
+    stage.jobs.add_awaited(HERE, (1,) * 10)
+    assert not stage.step(40, spare=BLOCKS) and not stage.jobs.is_awaited(HERE, (1,) * 10) and not stage.jobs
+
+
+@pytest.mark.parametrize("tokens", [(), (1,) * LIMIT, (100,)])
+def test_nobody_waits_for_what_cannot_be_computed(tokens: tuple[int, ...]) -> None:
+    stage = Stage()
+    stage.jobs.add_awaited(HERE, tokens)
+    assert not stage.jobs.is_awaited(HERE, tokens) and not stage.jobs
+
+
 class Machine(RuleBasedStateMachine):
     """Requests for base prefills, steps of all sizes, neighbours that take blocks, pauses and lost caches."""
 
@@ -101,11 +139,15 @@ class Machine(RuleBasedStateMachine):
     def add(self, token: int, length: int) -> None:
         self.stage.jobs.add(HERE, (token,) * length)
 
+    @rule(token=st.integers(0, 110), length=st.integers(0, LIMIT + 2))
+    def add_awaited(self, token: int, length: int) -> None:
+        self.stage.jobs.add_awaited(HERE, (token,) * length)
+
     @rule(tokens=st.integers(-5, 60), rows=st.integers(-1, 3), spare=st.integers(0, BLOCKS), idle=st.booleans())
     def step(self, tokens: int, rows: int, spare: int, idle: bool) -> None:
         before = self.stage.pool.get_num_free_blocks()
         spans = self.stage.step(tokens, rows, spare, idle=idle)
-        assert sum(map(len, spans)) <= max(0, tokens if idle else tokens // 2)
+        assert sum(map(len, spans)) <= max(0, tokens)
         assert len(spans) <= max(0, rows)
         assert self.stage.pool.get_num_free_blocks() >= min(before, spare)
 
@@ -141,7 +183,9 @@ class Machine(RuleBasedStateMachine):
         assert self.stage.pool.get_num_free_blocks() + len(held) + len(self.others) == BLOCKS
         counts = self.stage.jobs.counters()
         ended = counts["base_prefills_done"] + counts["base_prefills_dropped"]
-        assert counts["base_prefills_queued"] - ended == len(self.stage.jobs) <= MOST + 1
+        assert counts["base_prefills_queued"] - ended == len(self.stage.jobs)
+        assert len(self.stage.jobs._wanted) <= MOST and len(self.stage.jobs) <= MOST + 1 + len(self.stage.jobs._awaited)
+        assert all(len(key[1]) > job.computed for key, job in self.stage.jobs._begun.items())
 
 
 TestMachine = Machine.TestCase

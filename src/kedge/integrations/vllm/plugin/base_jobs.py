@@ -1,9 +1,9 @@
 """Base prefills in vLLM's scheduler: prompts whose KV is captured, computed by lanes in blocks of their own.
 
-They are no requests of vLLM's, so no client waits for an output. One at a time is computed, over as many steps as it
-takes; while there are requests it takes a share of a step, and only blocks, rows and tokens that those leave. The
-latest is computed first: the workers keep captured KV of a few prompts only, and base KV of a prompt that they have
-dropped teaches nothing.
+They are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that requests leave
+of a step, over as many steps as it takes: first those that a request waits for, which is translated then instead of
+computed; then others, within a share of the step's time. Of these the latest is first: the workers keep captured KV of
+a few prompts only, and base KV of a prompt that they have dropped teaches nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class PassLimits(NamedTuple):
         return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
 
 
+BaseKey = tuple[Namespace, Tokens]
+"""The prompt of a base prefill, and where its KV belongs"""
+
+
 @dataclass(slots=True)
 class _BegunPrefill:
     """A base prefill that holds its blocks."""
@@ -53,15 +57,17 @@ class BaseJobs:
         """`order` takes the captures for the step that is being scheduled."""
         self._held, self._order = held, order
         self._model: PassLimits | None = None
-        self._share = 0.0
-        self._wanted: BoundedDict[tuple[Namespace, Tokens], None] = BoundedDict(1)
+        self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
+        """Those that no request waits for and that have not begun, oldest first"""
+        self._awaited: dict[BaseKey, None] = {}
+        """Those that a request waits for, oldest first"""
+        self._begun: dict[BaseKey, _BegunPrefill] = {}
         self._counts: Counter[str] = Counter()
-        self._job: _BegunPrefill | None = None
         self._granted: list[HeldLane] = []
 
-    def open(self, model: PassLimits, share: float, most: int) -> None:
-        """Compute base prefills from now on: `share` of a step beside requests. At most `most` wait."""
-        self._model, self._share = model, share
+    def open(self, model: PassLimits, most: int) -> None:
+        """Compute base prefills from now on. At most `most` are queued that no request waits for."""
+        self._model = model
         self._wanted = BoundedDict(most, lambda *_: self._count(DROPPED))
 
     def _count(self, name: str, times: int = 1) -> None:
@@ -76,77 +82,109 @@ class BaseJobs:
         return self._model is not None
 
     def __len__(self) -> int:
-        return len(self._wanted) + (self._job is not None)
+        return len(self._wanted) + len(self._awaited.keys() | self._begun.keys())
 
     def add(self, namespace: Namespace, tokens: Tokens) -> None:
         """Queue a base prefill as the next one, unless the model cannot compute it."""
-        if self._model is None or not self._model.can_compute(tokens) or self._is_under_way(namespace, tokens):
+        key = namespace, tokens
+        if self._model is None or not self._model.can_compute(tokens) or key in self._awaited or key in self._begun:
             return
-        self._count(QUEUED, (namespace, tokens) not in self._wanted)
-        self._wanted[namespace, tokens] = None
+        self._count(QUEUED, key not in self._wanted)
+        self._wanted[key] = None
 
-    def _is_under_way(self, namespace: Namespace, tokens: Tokens) -> bool:
-        request = self._job.request if self._job else NOTHING
-        return (request.namespace, request.tokens) == (namespace, tokens)
+    def add_awaited(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Queue a base prefill that a request waits for, before those that none does."""
+        self.add(namespace, tokens)
+        key = namespace, tokens
+        if key in self._wanted or key in self._begun:
+            self._wanted.pop(key, None)
+            self._awaited[key] = None
 
-    def grant(self, budget: LaneBudget, spare: int, *, idle: bool) -> LaneBudget:
-        """Grant a lane for a piece of one base prefill. Returns what it takes.
+    def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
+        """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
+        return (namespace, tokens) in self._awaited
 
-        `budget` is what requests leave of a step, of which all may be taken where the engine is `idle`. `spare` blocks
-        are left free for requests: where those are short, the prefill under way is dropped.
+    def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
+        """Grant lanes for pieces of base prefills. Returns what they take.
+
+        `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
+        `spare` blocks are left free for requests: where those are short, the prefills under way are dropped.
         """
         self._granted = []
-        if self._job is not None and self._held.free_blocks < spare:
-            self._drop(self._job)
-        most = budget.tokens if idle else int(budget.tokens * self._share)
-        if most <= 0 or budget.rows <= 0:
-            return LaneBudget(0, 0)
-        if self._job is None:
-            self._start(spare, idle=idle)
-        if self._job is not None:
-            self._compute(self._job, most)
+        if self._held.free_blocks < spare:
+            self._drop(*self._begun)
+        for key in self._in_order():
+            left = budget.less(*self.taken)
+            limit = left.tokens if key in self._awaited else min(left.tokens, most)
+            if limit <= 0 or left.rows <= 0:
+                break
+            if not self._has_begun(key, spare):
+                if not idle and key not in self._awaited:
+                    break
+                self._drop(key)  # the request is computed densely; an idle engine would step for ever
+                continue
+            most -= 0 if key in self._awaited else min(limit, self._left(key))
+            if not self._compute(key, limit):
+                break
         return self.taken
 
-    def _start(self, spare: int, *, idle: bool) -> None:
-        """Begin the latest prefill if there are blocks for it. One that does not even fit an idle engine is dropped."""
-        if not self._wanted or self._model is None:
-            return
-        key = namespace, tokens = next(reversed(self._wanted))
-        capture_id = self._held.hold([])
-        if self._held.grow(capture_id, -(-len(tokens) // self._model.block_size), spare):
-            segments = (Segment(tokens, "p0"),)
-            request = GenerateRequest(segments, tenant=namespace.tenant, partition=namespace.partition)
-            self._job = _BegunPrefill(request, capture_id)
-        else:
-            self._held.free(capture_id)
-        if self._job is not None or idle:
-            self._wanted.pop(key)
-            self._count(DROPPED, self._job is None)
+    def _in_order(self) -> list[BaseKey]:
+        others = [key for key in self._begun if key not in self._awaited]
+        return [*self._awaited, *others, *reversed(self._wanted)]
 
-    def _compute(self, job: _BegunPrefill, most: int) -> None:
-        """Compute the next piece, and order the capture with the last one."""
-        tokens = job.request.tokens
+    def _has_begun(self, key: BaseKey, spare: int) -> bool:
+        """Give a prefill its blocks, unless it has them. Returns False where there are too few."""
+        assert self._model is not None
+        if key in self._begun:
+            return True
+        namespace, tokens = key
+        capture_id = self._held.hold([])
+        if not self._held.grow(capture_id, -(-len(tokens) // self._model.block_size), spare):
+            self._held.free(capture_id)
+            return False
+        request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
+        self._begun[key] = _BegunPrefill(request, capture_id)
+        self._wanted.pop(key, None)
+        return True
+
+    def _left(self, key: BaseKey) -> int:
+        return len(key[1]) - self._begun[key].computed
+
+    def _compute(self, key: BaseKey, most: int) -> bool:
+        """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""
+        job, tokens = self._begun[key], key[1]
         blocks = self._held.blocks_of(job.capture_id)
         span = range(job.computed, min(job.computed + most, len(tokens)))
-        self._granted = [HeldLane([*tokens, tokens[-1]], blocks, span)]
+        self._granted.append(HeldLane([*tokens, tokens[-1]], blocks, span))
         job.computed = span.stop
-        if span.stop == len(tokens):
-            self._order(Capture(job.request, tuple(blocks), capture_id=job.capture_id))
-            self._job = None
-            self._count(DONE)
+        if span.stop < len(tokens):
+            return False
+        self._order(Capture(job.request, tuple(blocks), capture_id=job.capture_id))
+        self._forget(key)
+        self._count(DONE)
+        return True
 
-    def _drop(self, job: _BegunPrefill) -> None:
-        """Give up the prefill that is under way. A request that needs it asks again.
+    def _drop(self, *keys: BaseKey) -> None:
+        """Give prefills up. A request that needs one asks again.
 
-        Its last pass may still write: a capture of nothing frees its blocks once the next one is over.
+        The last pass of one that has begun may still write: a capture of nothing frees its blocks once the next one is
+        over.
         """
-        self._order(Capture(NOTHING, tuple(self._held.blocks_of(job.capture_id)), capture_id=job.capture_id))
-        self._job = None
-        self._count(DROPPED)
+        for key in keys:
+            if job := self._begun.get(key):
+                blocks = tuple(self._held.blocks_of(job.capture_id))
+                self._order(Capture(NOTHING, blocks, capture_id=job.capture_id))
+            self._forget(key)
+        self._count(DROPPED, len(keys))
+
+    def _forget(self, key: BaseKey) -> None:
+        self._begun.pop(key, None)
+        self._awaited.pop(key, None)
+        self._wanted.pop(key, None)
 
     @property
     def taken(self) -> LaneBudget:
-        """What the lane of this step takes of it."""
+        """What the lanes of this step take of it."""
         return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
 
     def take_granted(self) -> list[HeldLane]:
@@ -156,13 +194,10 @@ class BaseJobs:
 
     def stop(self) -> None:
         """Drop all base prefills: nothing may be computed."""
-        self._count(DROPPED, len(self._wanted))
-        self._wanted.clear()
-        if self._job is not None:
-            self._drop(self._job)
+        self._drop(*self._in_order())
 
     def give_up(self) -> None:
-        """Forget all base prefills. The blocks of the one that is under way are freed by the caller."""
+        """Forget all base prefills. The blocks of those that are under way are freed by the caller."""
         self._count(DROPPED, len(self))
-        self._job = None
-        self._wanted.clear()
+        for kept in (self._begun, self._awaited, self._wanted):
+            kept.clear()

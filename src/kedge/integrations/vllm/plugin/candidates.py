@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
-from kedge.types import Miss, RequestId, ReuseMode
+from kedge.types import Miss, RequestId, ReuseMode, Tokens
 
 CacheBlocks = Callable[[Request, int], None]
 NEAR = 4
@@ -30,6 +30,8 @@ class TranslationCandidate:
     is_pending: bool = False
     """Whether a query has not been answered yet"""
     verdict: TranslationVerdict | None = None
+    awaits: tuple[Tokens, ...] | None = None
+    """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
     declined: tuple[Miss, ...] | None = None
     """The misses of its agent's last request, where the workers are not asked because translating does not pay"""
     holes: Holes = ()

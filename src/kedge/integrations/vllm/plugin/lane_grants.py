@@ -30,6 +30,8 @@ class LaneGrants:
         """`candidates`: all requests that may be translated, by vLLM's ids. `tails` and `bases` get lanes too."""
         self._candidates, self.tails, self.bases = candidates, tails, bases
         self.max_lanes = 0
+        self.base_share = 0.0
+        """The share of a step's time that base prefills may take beside requests"""
         self._hold_back: Callable[[], None] = lambda: None
         self._granted: dict[str, Holes] = {}
         self._admitted: list[AdmittedLanes] = []

@@ -26,8 +26,10 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
+from kedge.integrations.vllm.plugin.base_share import BaseShare
 from kedge.integrations.vllm.plugin.held_blocks import HeldLane
 from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
+from kedge.policies.active_runs import StepTimes
 from kedge.reuse.lanes import LaneBudget
 
 LANE_FIELDS = {
@@ -42,6 +44,7 @@ LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 class GapLanes:
     """A mixin of vLLM's scheduler, some of whose attributes it names. Without Kedge's connector it changes nothing."""
 
+    _times: StepTimes
     block_size: int
     connector: Any
     connector_prefix_cache_stats: PrefixCacheStats | None
@@ -66,6 +69,7 @@ class GapLanes:
         self._lanes: LaneGrants | None = open_lanes(self._hold_back) if open_lanes else None
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
+        self._base_share = BaseShare(self._lanes.base_share if self._lanes else 0.0, self._times)
         self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
 
     def _hold_back(self) -> None:
@@ -103,7 +107,7 @@ class GapLanes:
         self.max_num_active_reqs = min(self.max_num_active_reqs, left.rows + running)
 
     def _grant_base(self, lanes: LaneGrants, left: LaneBudget, demand: int) -> LaneBudget:
-        """Grant a lane to a base prefill, of what lanes and running requests leave. One row is left to admissions."""
+        """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions."""
         if self.pause_state is not PauseState.UNPAUSED:
             lanes.bases.stop()
         if not lanes.bases:
@@ -111,7 +115,9 @@ class GapLanes:
         first = next(iter(self.waiting), None) if self.waiting else None
         awaited = -(-first.num_tokens // self.block_size) if first else 0
         budget = left.less(demand, 1 if self.waiting else 0)
-        return lanes.bases.grant(budget, len(self.running) + awaited, idle=not self.requests)
+        prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
+        most = budget.tokens if idle else self._base_share.tokens(prefill, budget.tokens)
+        return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
 
     def _add_lanes(self, output: SchedulerOutput, admitted: AdmittedLanes) -> None:
         """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""

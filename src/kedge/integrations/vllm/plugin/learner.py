@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kedge.anchors.base_store import BaseStore
@@ -85,15 +85,24 @@ class Learner:
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed, and which base KV would help."""
         request = query.request
-        needs = self._runtime.needs(request)
-        for need in needs:
-            self._needs[need.namespace, need.tokens] = need
-        wanted = tuple(need.tokens for need in needs)
+        wanted = () if query.has_waited else self._note(self._runtime.needs(request))
         if self._refusal:
             misses = (Miss("*", self._refusal),)
             is_lesson = self._refusal is UNCHECKED
             return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
+        if query.may_wait and (first := self._prerequisites(query)):
+            return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
         return self._planned(query, wanted)
+
+    def _note(self, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
+        """Keep needed base prefills until they are captured. Returns their prompts."""
+        needs = list(needs)
+        self._needs.update({(need.namespace, need.tokens): need for need in needs})
+        return tuple(need.tokens for need in needs)
+
+    def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
+        exact = max(query.exact, self._exact_at_hand(query.request))
+        return self._note(self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
@@ -107,7 +116,9 @@ class Learner:
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             is_lesson = plan.translates or head is None or self._runtime.wants_harvest(request, plan)
             dense = (range(request.prompt_tokens),)
-            return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson, _is_declined(plan))
+            return TranslationVerdict(
+                dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
+            )
         self.writes.put(request.request_id, PlannedWrite(plan, head, ready, seconds + time.monotonic() - began))
         return TranslationVerdict(holes, misses, wanted, self._lanes)
 

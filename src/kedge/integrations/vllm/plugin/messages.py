@@ -17,6 +17,10 @@ class TranslationQuery:
 
     request: GenerateRequest
     exact: int
+    may_wait: bool = False
+    """Whether the request may wait for base KV"""
+    has_waited: bool = False
+    """Whether it has waited for base KV, which it was asked about then"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class TranslationVerdict:
     """Prompts whose prefill would give missing base KV"""
     lanes: str | None = None
     """Why this prompt has one hole at most, if that is for want of lanes"""
+    awaits: tuple[Tokens, ...] = ()
+    """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
     is_lesson: bool = False
     """Whether its KV is worth learning from if all of it is computed"""
     is_declined: bool = False
@@ -93,6 +99,7 @@ class TranslationVerdict:
             misses,
             self.needs or other.needs,
             self.lanes or other.lanes,
+            self.awaits or other.awaits,
             self.is_lesson or other.is_lesson,
             self.is_declined and other.is_declined,
         )

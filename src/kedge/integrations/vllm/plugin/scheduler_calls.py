@@ -87,7 +87,8 @@ class SchedulerCalls(KVConnectorBase_V1):
             model, learning = config.model_config, self._settings.learning
             limits = PassLimits(model.max_model_len, model.get_vocab_size(), config.cache_config.block_size)
             lanes.tails.open(*limits)
-            lanes.bases.open(limits, learning.budget, learning.max_base_prefills)
+            lanes.bases.open(limits, learning.max_base_prefills)
+            lanes.base_share = learning.budget
         return lanes
 
     # called by vLLM -------------------------------------------------------------------------------------------

@@ -123,6 +123,8 @@ class Translations:
         candidate.plan((), computed)
         if not candidate.is_asked_about:
             return 0
+        if candidate.awaits and self._awaits_base(candidate):
+            return None
         if candidate.verdict and candidate.is_outdated(computed):
             self._drop(candidate)
         if candidate.verdict is None:
@@ -139,8 +141,19 @@ class Translations:
         candidate.queries += 1
         candidate.exact, candidate.preemptions = computed, candidate.request.num_preemptions
         candidate.is_pending = True
-        self._outbox.queries.append(TranslationQuery(candidate.hinted.request, computed))
+        may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
+        query = TranslationQuery(candidate.hinted.request, computed, may_wait, has_waited=candidate.awaits == ())
+        self._outbox.queries.append(query)
         return None
+
+    def _awaits_base(self, candidate: TranslationCandidate) -> bool:
+        """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
+        namespace = candidate.hinted.request.namespace
+        if any(self.lanes.bases.is_awaited(namespace, tokens) for tokens in candidate.awaits or ()):
+            return True
+        candidate.withdraw()
+        candidate.awaits, candidate.queries = (), 0
+        return False
 
     def _drop(self, candidate: TranslationCandidate) -> None:
         """Withdraw a verdict that holds no longer."""
@@ -220,6 +233,7 @@ class Translations:
                 candidate.take_verdict(verdict, self.lanes.max_lanes)
                 self._declined.put(candidate.hinted.request, verdict)
                 self._need(candidate.hinted.request.namespace, verdict.needs)
+                self._await(candidate, verdict.awaits)
         for capture_id, ranks in reports.captured.items():
             self._held.on_captured(capture_id, ranks)
 
@@ -230,6 +244,12 @@ class Translations:
                 self.lanes.bases.add(namespace, tokens)
             else:
                 self._needed.append((str(namespace), tokens))
+
+    def _await(self, candidate: TranslationCandidate, prompts: tuple[Tokens, ...]) -> None:
+        """Let a request wait for base prefills, at most once."""
+        candidate.awaits = prompts if candidate.awaits is None else ()
+        for tokens in candidate.awaits:
+            self.lanes.bases.add_awaited(candidate.hinted.request.namespace, tokens)
 
     @property
     def held_blocks(self) -> list[int]:

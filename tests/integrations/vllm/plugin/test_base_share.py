@@ -1,0 +1,36 @@
+"""How much of a step base prefills take beside requests."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.base_share import PATIENCE, BaseShare
+from kedge.policies.active_runs import StepTimes
+
+
+def times() -> StepTimes:
+    """Decode steps take as long as ten tokens of a prompt."""
+    found = StepTimes()
+    found.step(1, 1, 0.02)
+    found.step(100, 1, 0.2)
+    return found
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(0.0, 0), (0.5, 10), (0.75, 30), (1.0, 64)])
+def test_a_decode_step_gives_its_share_of_time(share: float, tokens: int) -> None:
+    assert BaseShare(share, times()).tokens(0, 64) == tokens
+
+
+def test_before_times_are_known_it_is_a_share_of_the_tokens() -> None:
+    assert BaseShare(0.5, StepTimes()).tokens(0, 64) == 32
+
+
+def test_steps_with_prefills_are_passed_over_a_few_times_in_a_row() -> None:
+    share = BaseShare(0.5, times())
+    found = [share.tokens(40, 64) for _ in range(2 * (PATIENCE + 1))]
+    assert found == 2 * ([0] * PATIENCE + [50])
+    assert share.tokens(40, 64) == 0 and share.tokens(0, 64) == 10
+    assert [share.tokens(40, 64) for _ in range(PATIENCE)] == [0] * PATIENCE
+    assert share.tokens(100, 64) == 64, "never more than is left"
