@@ -111,7 +111,7 @@ def test_beside_requests_they_take_their_share_of_a_step(
         return taken
 
     monkeypatch.setattr(bases, "grant", granting)
-    monkeypatch.setattr(engine.scheduler._base_share, "tokens", lambda *_: 16)
+    monkeypatch.setattr(engine.scheduler._base_share, "beside", lambda *_: 16)
     names = [engine.add(one, 40) for one in PLAIN]
     engine.add(tokens(0), 4, hints(0))
     engine.run()

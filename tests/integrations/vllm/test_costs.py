@@ -30,7 +30,7 @@ def engine(tiny_llama: Path) -> Iterator[Driver]:
 
 def price(engine: Driver, translations: LinearCost) -> None:
     """Make translations cost so much, whatever is measured."""
-    engine.worker._learner._costs._translations = translations
+    engine.worker._learner.writes._costs._translations = translations
 
 
 def steps_until_admitted(engine: Driver, number: int) -> tuple[int, Any]:
@@ -46,7 +46,7 @@ def steps_until_admitted(engine: Driver, number: int) -> tuple[int, Any]:
 
 def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
     with lane_engine(tiny_llama, asynchronous=False) as built:
-        costs = built.worker._learner._costs
+        costs = built.worker._learner.writes._costs
         assert costs._passes._observed > 10 and costs._translations._observed >= 6
         before = costs._translations._observed
         assert receipt(ask(built, ONE))["tokens"]["translated"]

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.base_share import PATIENCE, BaseShare
+from kedge.integrations.vllm.plugin.base_share import GRACE, PATIENCE, BaseShare
 from kedge.policies.active_runs import StepTimes
 
 
@@ -20,17 +20,28 @@ def times() -> StepTimes:
 
 @pytest.mark.parametrize(("share", "tokens"), [(0.0, 0), (0.5, 10), (0.75, 30), (1.0, 64)])
 def test_a_decode_step_gives_its_share_of_time(share: float, tokens: int) -> None:
-    assert BaseShare(share, times()).tokens(0, 64) == tokens
+    assert BaseShare(share, times()).beside(0, 64) == tokens
 
 
 def test_before_times_are_known_it_is_a_share_of_the_tokens() -> None:
-    assert BaseShare(0.5, StepTimes()).tokens(0, 64) == 32
+    assert BaseShare(0.5, StepTimes()).beside(0, 64) == 32
 
 
 def test_steps_with_prefills_are_passed_over_a_few_times_in_a_row() -> None:
     share = BaseShare(0.5, times())
-    found = [share.tokens(40, 64) for _ in range(2 * (PATIENCE + 1))]
+    found = [share.beside(40, 64) for _ in range(2 * (PATIENCE + 1))]
     assert found == 2 * ([0] * PATIENCE + [50])
-    assert share.tokens(40, 64) == 0 and share.tokens(0, 64) == 10
-    assert [share.tokens(40, 64) for _ in range(PATIENCE)] == [0] * PATIENCE
-    assert share.tokens(100, 64) == 64, "never more than is left"
+    assert share.beside(40, 64) == 0 and share.beside(0, 64) == 10
+    assert [share.beside(40, 64) for _ in range(PATIENCE)] == [0] * PATIENCE
+    assert share.beside(100, 64) == 64, "never more than is left"
+
+
+def test_an_idle_engine_waits_a_moment_and_computes_a_piece_at_a_time() -> None:
+    now = [0.0]
+    share = BaseShare(0.5, times(), lambda: now[0])
+    assert share.idle(1000) == 25, "of 2 ms each"
+    share.beside(0, 64)
+    assert share.idle(1000) == 0
+    now[0] = GRACE
+    assert share.idle(1000) == 25 and share.idle(3) == 3
+    assert BaseShare(0.5, StepTimes()).idle(1000) == 1000

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin.learning_budget import MAX_CREDIT, LearningBudget
+from kedge.integrations.vllm.plugin.learning_budget import GRACE, MAX_CREDIT, PATIENCE, LearningBudget
 
 
 class Stage:
     """A budget with a clock that only passes and learning move."""
 
-    def __init__(self, share: float, piece: float, pieces: int = 10**6) -> None:
+    def __init__(self, share: float | None, piece: float, pieces: int = 10**6) -> None:
         self.now = self.learned = 0.0
         self.pieces, self._piece = pieces, piece
         self.budget = LearningBudget(share, lambda: self.now)
@@ -25,10 +25,13 @@ class Stage:
         self.learned += self._piece
         return True
 
-    def step(self, seconds: float, *, idle: bool = False) -> None:
+    def step(self, seconds: float, *, idle: bool = False, is_awaited: bool = False) -> float:
+        """Returns how long was learned."""
+        before = self.learned
         self.budget.begin()
         self.now += seconds
-        self.budget.spend(self.learn, idle=idle)
+        self.budget.spend(self.learn, idle=idle, is_awaited=is_awaited)
+        return self.learned - before
 
 
 @given(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.lists(st.integers(1, 50), max_size=40), st.integers(1, 100))
@@ -61,3 +64,29 @@ def test_passes_save_up_so_much_and_no_more() -> None:
     stage.pieces = 1000
     stage.step(0.0)
     assert MAX_CREDIT <= stage.learned <= MAX_CREDIT + 0.01 + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.5, None])
+@pytest.mark.parametrize("idle", [False, True])
+def test_first_tokens_do_not_wait_for_learning_but_for_every_so_many(share: float | None, idle: bool) -> None:
+    stage = Stage(share, 0.01)
+    found = [stage.step(0.02, idle=idle, is_awaited=True) > 0 for _ in range(2 * (PATIENCE + 1))]
+    assert found == 2 * ([False] * PATIENCE + [True])
+
+
+def test_what_was_earned_meanwhile_is_spent_in_the_next_step() -> None:
+    stage = Stage(0.5, 0.01)
+    assert not stage.step(0.1, is_awaited=True)
+    assert stage.step(0.02) == pytest.approx(0.06)
+
+
+def test_an_engine_that_has_just_become_idle_does_not_learn() -> None:
+    stage = Stage(0.0, 0.01)
+    stage.step(1.0)
+    assert not stage.step(GRACE / 2, idle=True)
+    assert stage.step(GRACE / 2, idle=True)
+
+
+def test_without_clocks_in_common_a_step_is_for_one_piece() -> None:
+    stage = Stage(None, 0.01)
+    assert [stage.step(1.0), stage.step(0.0, idle=True)] == pytest.approx([0.01, 0.01])

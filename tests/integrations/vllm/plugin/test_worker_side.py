@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin import worker_side
+from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.reuse.costs import EngineCosts
@@ -55,7 +56,7 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
 ) -> None:
     clock, costs = Clock(), Costs()
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, None)
+    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
     side.measure_passes(costs)
     side._learner = SlowLearner(clock)
     orders = Orders(scheduled=100, rows=3, writes=writes)

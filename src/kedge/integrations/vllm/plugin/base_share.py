@@ -1,26 +1,39 @@
-"""How much of a step base prefills may take beside requests: a share of its time, and little of a prefill's."""
+"""How much of a step base prefills may take: a share of its time beside requests, and little of a prefill's."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
+
+from kedge.integrations.vllm.plugin.learning_budget import GRACE, PATIENCE
 from kedge.policies.active_runs import StepTimes
 
-PATIENCE = 8
-"""Steps with prefills in a row without base prefills; the next one has its share of them"""
+PIECE_S = 0.05
+"""Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""
 
 
 class BaseShare:
-    """The tokens that base prefills may take of a step that computes something for requests.
+    """The tokens that base prefills may take of a step.
 
     A first token does not wait for base KV that is for later requests, so steps with prefills are passed over; a few at
     a time, as under load there may be no others.
     """
 
-    def __init__(self, share: float, times: StepTimes) -> None:
-        """`share` is the part of a step's time, `times` what steps take."""
-        self._share, self._times, self._passed = share, times, 0
+    def __init__(self, share: float, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share` is the part of a step's time, `times` what steps take. `clock` returns seconds."""
+        self._share, self._times, self._clock = share, times, clock
+        self._passed, self._computed = 0, -math.inf
 
-    def tokens(self, prefill: int, most: int) -> int:
+    def idle(self, most: int) -> int:
+        """Return the tokens for base prefills in a step without requests, at most `most`."""
+        if self._clock() - self._computed < GRACE:
+            return 0
+        return min(most, max(1, int(PIECE_S / self._times.per_token))) if self._times.are_known else most
+
+    def beside(self, prefill: int, most: int) -> int:
         """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
+        self._computed = self._clock()
         if prefill and self._passed < PATIENCE:
             self._passed += 1
             return 0

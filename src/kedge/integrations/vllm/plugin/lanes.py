@@ -116,7 +116,7 @@ class GapLanes:
         awaited = -(-first.num_tokens // self.block_size) if first else 0
         budget = left.less(demand, 1 if self.waiting else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
-        most = budget.tokens if idle else self._base_share.tokens(prefill, budget.tokens)
+        most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
 
     def _add_lanes(self, output: SchedulerOutput, admitted: AdmittedLanes) -> None:

@@ -55,6 +55,8 @@ class Orders(KVConnectorMetadata):
     """Number of tokens in this step's pass"""
     rows: int = 0
     """Number of requests and lanes in it"""
+    prefills: bool = False
+    """Whether a part of a request's prompt is computed in it"""
     copies: tuple[Copy, ...] = ()
     queries: tuple[TranslationQuery, ...] = ()
     writes: tuple[TranslationWrite, ...] = ()

@@ -213,6 +213,9 @@ class Translations:
         tokens, rows = self.lanes.taken
         orders.scheduled = output.total_num_scheduled_tokens + tokens
         orders.rows = len(output.num_scheduled_tokens) + rows
+        orders.prefills = bool(output.scheduled_new_reqs) or output.total_num_scheduled_tokens > len(
+            output.num_scheduled_tokens
+        )
         return orders
 
     def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:

@@ -43,8 +43,8 @@ class WorkerCalls(KVConnectorBase_V1):
 
     def _open_worker(self, config: VllmConfig, settings: PluginSettings) -> None:
         self._block_size = config.cache_config.block_size
-        budget = LearningBudget(settings.learning.budget) if config.parallel_config.world_size == 1 else None
-        self._worker = WorkerSide(self._block_size, settings.tiers.throttle, budget)
+        share = settings.learning.budget if config.parallel_config.world_size == 1 else None
+        self._worker = WorkerSide(self._block_size, settings.tiers.throttle, LearningBudget(share))
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         is_synchronous = all(pages.device.type == "cpu" for pages in kv_caches.values())

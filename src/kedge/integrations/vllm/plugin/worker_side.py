@@ -34,8 +34,8 @@ MIN_MEASURED = 64
 class WorkerSide:
     """One rank's copies and translations. Parts that are off were never opened."""
 
-    def __init__(self, block_size: int, throttle: float, budget: LearningBudget | None) -> None:
-        """`budget` is None where every step is for one piece of learning: all of several ranks learn the same then."""
+    def __init__(self, block_size: int, throttle: float, budget: LearningBudget) -> None:
+        """`throttle` slows copies down, `budget` is the time for learning."""
         self._block_size, self._throttle, self._budget = block_size, throttle, budget
         self._copier: PoolCopier | None = None
         self._learner: Learner | None = None
@@ -73,8 +73,7 @@ class WorkerSide:
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
         self._began = time.monotonic()
-        if self._budget:
-            self._budget.begin()
+        self._budget.begin()
 
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
@@ -122,10 +121,8 @@ class WorkerSide:
             self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
         for run in orders.ended_runs:
             learner.end_run(run)
-        if self._budget:
-            self._budget.spend(learner.learn, idle=not orders.scheduled)
-        else:
-            learner.learn()
+        is_awaited = orders.prefills or bool(orders.queries)
+        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited)
         self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
