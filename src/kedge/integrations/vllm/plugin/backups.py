@@ -8,7 +8,7 @@ from functools import partial
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from kedge.integrations.vllm.plugin.block_pools import cached_block, own_prefix
+from kedge.integrations.vllm.plugin.block_pools import cached_block, own_blocks, own_prefix
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.eviction import StepView, distance
@@ -89,6 +89,4 @@ class HostBackups:
 def own_run(tier: HostTier, hashes: Sequence[BlockHash], owner: Owner) -> None:
     """Mark the host's blocks of a part of a prompt as owned by `owner`."""
     blocks = [block for one in hashes if (block := cached_block(tier.host, one))]
-    tier.host.touch(blocks)
-    tier.queue.own([block.block_id for block in blocks], owner)
-    tier.host.free_blocks(reversed(blocks))
+    own_blocks(tier.host, blocks, owner)

@@ -74,13 +74,18 @@ class StepFreeQueue:
 
     def remove(self, block: FreeBlock) -> None:
         """Take a block out of its list. Raises `PlanError` for a block that is not free."""
-        before, after = block.prev_free_block, block.next_free_block
-        if before is None or after is None:
-            raise PlanError("block", block.block_id, "is not free")
-        before.next_free_block = after
-        after.prev_free_block = before
-        block.prev_free_block = block.next_free_block = None
-        self.num_free_blocks -= 1
+        self.remove_n((block,))
+
+    def remove_n(self, blocks: Sequence[FreeBlock]) -> None:
+        """Take different blocks out of their lists. Raises `PlanError` for a block that is not free."""
+        for block in blocks:
+            before, after = block.prev_free_block, block.next_free_block
+            if before is None or after is None:
+                raise PlanError("block", block.block_id, "is not free")
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= len(blocks)
 
     def append(self, block: FreeBlock) -> None:
         """Add a free block whose KV is worth keeping."""
@@ -148,8 +153,7 @@ class StepFreeQueue:
 
     def leave(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
         """Remove `owner` from the owners of free blocks. O(blocks)."""
-        for block in blocks:
-            self.remove(block)
+        self.remove_n(blocks)
         self._owners.take_away(blocks, owner)
         self.append_n(blocks)
 

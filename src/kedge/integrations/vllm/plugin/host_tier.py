@@ -11,11 +11,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from kedge.cache import Direction
 from kedge.cache.copies import Outcome, Purpose
-from kedge.integrations.vllm.plugin.block_pools import GROUP, cached_block, leading_blocks, own_prefix, replace_queue
+from kedge.integrations.vllm.plugin.block_pools import (
+    KEY_END,
+    cached_block,
+    cached_prefix,
+    free_blocks,
+    hold_blocks,
+    known_blocks,
+    leading_blocks,
+    name_blocks,
+    own_prefix,
+    replace_queue,
+    take_blocks,
+)
 from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer, BlockTransfers
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
@@ -37,14 +49,14 @@ class HostTier(BlockTransfers):
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
-        return cached_block(self.host, block_hash) is not None
+        return block_hash + KEY_END in known_blocks(self.host)
 
     def held_prefix(self, hashes: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of a prompt the host has, or is about to have. O(log n) look-ups.
 
         What is in a tier is a prefix, since prompts are evicted from their ends.
         """
-        return bisect_left(hashes, True, key=lambda one: one not in self._backing_up and not self.holds(one))
+        return cached_prefix(self.host, hashes, self._backing_up)
 
     def owned_prefix(self, hashes: Sequence[BlockHash], owner: Owner) -> int:
         """Return how many leading blocks of a prompt on the host `owner` owns there. O(log n) look-ups."""
@@ -68,12 +80,8 @@ class HostTier(BlockTransfers):
 
         What is being loaded counts as being on the device.
         """
-
-        def is_on_device(one: BlockHash) -> bool:
-            return one in self._loading or cached_block(self.device, one) is not None
-
-        first = bisect_left(hashes, True, key=lambda one: not is_on_device(one))
-        return first, bisect_left(hashes, True, lo=first, key=lambda one: not self.holds(one))
+        first = cached_prefix(self.device, hashes, self._loading)
+        return first, cached_prefix(self.host, hashes, start=first)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
@@ -115,10 +123,10 @@ class HostTier(BlockTransfers):
     ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
         """Take device blocks for a load, and hold those of the `prefix` before it; both are [] without room."""
         above = leading_blocks(self.device, prefix)
-        self.device.touch(above)
+        hold_blocks(self.device, above)
         if self._has_room(self.device, blocks + reserve, may_evict):
-            return above, self.device.get_new_blocks(blocks)
-        self.device.free_blocks(reversed(above))
+            return above, take_blocks(self.device, blocks)
+        free_blocks(self.device, above)
         return [], []
 
     def back_up(
@@ -140,7 +148,7 @@ class HostTier(BlockTransfers):
             sources, done = sources[:room], len(hashes)
         if sources:
             wanted = [hashes[at] for at in places[:room]]
-            targets = self.host.get_new_blocks(room)
+            targets = take_blocks(self.host, room)
             transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, wanted, places[0], sources, targets, owner)
             self._backing_up.update(dict.fromkeys(wanted, transfer))
         return done
@@ -150,10 +158,11 @@ class HostTier(BlockTransfers):
     ) -> tuple[list[KVCacheBlock], list[int], int]:
         """Return device blocks that the host lacks, their places in the prompt, and the place after the last look."""
         blocks, places = list[KVCacheBlock](), list[int]()
+        held, under_way = known_blocks(self.host), self._backing_up
         for at in range(start, len(hashes)):
             if len(blocks) == limit:
                 return blocks, places, at
-            if hashes[at] in self._backing_up or self.holds(hashes[at]):
+            if hashes[at] + KEY_END in held or hashes[at] in under_way:
                 continue
             block = cached_block(self.device, hashes[at])
             if block is None:
@@ -183,27 +192,29 @@ class HostTier(BlockTransfers):
     def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
         source, target = self._pools(transfer.copy.direction)
         if transfer.abandoned:
-            target.free_blocks(reversed(transfer.targets))
+            free_blocks(target, transfer.targets)
             return
         if result.ok:
             self._publish(transfer, target, result.corrupt)
         source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
         self._count(transfer, result)
-        target.free_blocks(reversed(transfer.prefix + transfer.targets))
-        source.free_blocks(reversed(transfer.sources))
+        free_blocks(target, transfer.prefix + transfer.targets)
+        free_blocks(source, transfer.sources)
+        under_way = self._loading if transfer.is_load else self._backing_up
         for one in transfer.hashes:
-            (self._loading if transfer.is_load else self._backing_up).pop(one, None)
+            under_way.pop(one, None)
 
     def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
         """Make the targets known by their hashes, except for corrupt ones and those that a request has computed
         meanwhile, which are owned in their place.
         """
-        for i, one in enumerate(transfer.hashes):
-            if i not in corrupt and cached_block(target, one) is None:
-                tokens = (transfer.first + i + 1) * target.hash_block_size
-                key = make_block_hash_with_group_id(one, GROUP)
-                target._insert_block_hash(key, transfer.targets[i], num_tokens=tokens)
-        if transfer.owner is not None and target.free_block_queue.has_step(transfer.owner):
+        named = name_blocks(target, transfer.hashes, transfer.targets, transfer.first, corrupt)
+        queue: StepFreeQueue = target.free_block_queue
+        if transfer.owner is None or not queue.has_step(transfer.owner):
+            return
+        if named == len(transfer.targets):
+            queue.own(transfer.copy.targets, transfer.owner)
+        else:
             own_prefix(target, transfer.hashes, transfer.owner)
 
     def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
