@@ -151,6 +151,7 @@ def test_a_prefix_is_that_of_the_pool_and_of_others() -> None:
     assert cached_prefix(pool, hashes, others=set(hashes[3:5])) == 5
     assert cached_prefix(pool, hashes, stop=2) == 2
     assert cached_prefix(pool, hashes, start=4) == 4
+    assert [cached_prefix(pool, hashes, guess=guess) for guess in range(9)] == [3] * 9
 
 
 def test_blocks_that_are_watched_are_handed_out_by_vllm() -> None:

@@ -49,7 +49,7 @@ def test_a_removed_owner_leaves_its_blocks_to_the_others(owners: BlockOwners) ->
 def test_released_blocks_are_unowned_and_empty_sets_are_dropped(owners: BlockOwners) -> None:
     for block in range(3):
         owners.release(owners.set_of[block], blocks(block))
-    assert not owners.has_owned_blocks and owners.set_of == [owners.unowned] * 6
+    assert owners.sets() == [owners.unowned, owners.suffix] and owners.set_of == [owners.unowned] * 6
 
 
 def test_a_suffix_is_not_taken_from_its_owner(owners: BlockOwners) -> None:

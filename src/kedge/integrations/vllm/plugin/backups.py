@@ -60,8 +60,7 @@ class HostBackups:
         """
         hashes, owner = history.hashes, history.session
         self._leave(history.left, owner)
-        held = self._tier.held_prefix(hashes)
-        owned = self._tier.owned_prefix(hashes[:held], owner)
+        held, owned = self._tier.prefixes(hashes, owner)
         own_run(self._tier, hashes[owned:held], owner)
         self._pending[owner] = (hashes, min(held, history.computed_from))
         self.go_on()

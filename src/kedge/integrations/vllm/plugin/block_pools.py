@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.eviction import StepPolicy
+from kedge.structures.prefixes import leading_count
 
 GROUP = 0
 """The only KV cache group."""
@@ -59,19 +60,18 @@ def cached_prefix(
     others: Container[BlockHash] = (),
     start: int = 0,
     stop: int | None = None,
+    guess: int = -1,
 ) -> int:
     """Return how many leading blocks of a prompt are in `pool`, or among `others`: `start` at least, `stop` at most.
 
-    O(log n) look-ups: prompts are evicted from their ends.
+    O(log n) look-ups, since prompts are evicted from their ends, and two where the answer is `guess`.
     """
-    known, low, high = known_blocks(pool), start, len(hashes) if stop is None else stop
-    while low < high:
-        middle = (low + high) // 2
-        if hashes[middle] + KEY_END in known or hashes[middle] in others:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    known = known_blocks(pool)
+
+    def is_cached(at: int) -> bool:
+        return hashes[at] + KEY_END in known or hashes[at] in others
+
+    return leading_count(is_cached, len(hashes) if stop is None else stop, start, guess)
 
 
 # many blocks at once ------------------------------------------------------------------------------------------

@@ -83,6 +83,11 @@ class BlockTransfers:
         return sum(transfer.is_load for transfer in self._transfers.values())
 
     @property
+    def blocks_loading(self) -> int:
+        """Number of blocks that loads under way bring."""
+        return sum([len(one.hashes) for one in self._transfers.values() if one.is_load and not one.abandoned])
+
+    @property
     def backing_up(self) -> int:
         """Number of blocks that are being copied to the host."""
         return len(self._backing_up)

@@ -33,7 +33,7 @@ class EvictionOrder:
         self._stamps = [0] * self._num_blocks
         """When each block was freed, by block id"""
         self._clock = 0
-        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"), lambda _: True)
+        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"))
         self._current: OwnerSet | None = None
         """The set whose blocks go next, as far as their stamps are at most `_bound`."""
         self._bound = math.inf
@@ -138,9 +138,11 @@ class EvictionOrder:
         self._push(owners)
 
     def _push(self, owners: OwnerSet) -> None:
-        owners.queued = not owners.is_empty
+        block = owners.head.next_free_block
+        owners.queued = block is not owners.tail
         if owners.queued:
-            self._update_key(owners)
+            owners.last_access = self._stamps[block.block_id] if owners.stamp is None else owners.stamp
+            owners.key = self._policy(owners)
             self._heap.push(owners)
 
     def _update_key(self, owners: OwnerSet) -> None:

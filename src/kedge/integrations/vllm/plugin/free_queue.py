@@ -117,11 +117,6 @@ class StepFreeQueue:
 
     # owners ---------------------------------------------------------------------------------------------------
 
-    @property
-    def has_owned_blocks(self) -> bool:
-        """Whether any block belongs, or belonged, to an agent."""
-        return self._owners.has_owned_blocks
-
     def has_step(self, owner: Owner) -> bool:
         """Return whether the step of `owner` is known."""
         return self._owners.has_step(owner)
@@ -146,7 +141,7 @@ class StepFreeQueue:
         left = [block for owners in self._owners.sets_of(owner) for block in owners]
         self.leave(left, owner)
         known = self._owners.owned_prefix(block_ids, owner)
-        if sum(owners.members for owners in self._owners.sets_of(owner)) < known:
+        if self._owners.members_of(owner) < known:
             known = 0  # some of the blocks before are not its own
         self._owners.add(block_ids[known:], owner)
         return left
@@ -157,9 +152,13 @@ class StepFreeQueue:
         self._owners.take_away(blocks, owner)
         self.append_n(blocks)
 
-    def owned_prefix(self, block_ids: Sequence[int], owner: Owner) -> int:
-        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n)."""
-        return self._owners.owned_prefix(block_ids, owner)
+    def owns(self, block_id: int, owner: Owner) -> bool:
+        """Return whether a block belongs to `owner`."""
+        return self._owners.owns(block_id, owner)
+
+    def members_of(self, owner: Owner) -> int:
+        """Return how many blocks `owner` owns. O(its owner sets)."""
+        return self._owners.members_of(owner)
 
     def mark_suffix(self, block_ids: Iterable[int]) -> None:
         """Mark blocks that are in use as following a fixed prompt; those that have an owner stay with it."""
@@ -187,12 +186,11 @@ class StepFreeQueue:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
         return self._order.set_policy(policy, self._owners.sets())
 
-    def has_room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
-        """Return whether that many free blocks have no KV worth keeping or are in sets that `may_evict` accepts."""
-        return self.room(blocks, may_evict) == blocks
-
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
-        """Return for how many of so many blocks there is room, see `has_room`. O(blocks + owner sets)."""
+        """Return how many free blocks, up to `blocks`, have no KV worth keeping, or are in sets that `may_evict` takes.
+
+        O(blocks + owner sets).
+        """
         found = self._empty.count(blocks)
         for owners in self._owners.sets():
             if found == blocks:

@@ -6,7 +6,6 @@ request: blocks that did not arrive, or that a rank found corrupt, are computed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -34,6 +33,11 @@ from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
+from kedge.structures.bounded import BoundedDict
+from kedge.structures.prefixes import leading_count
+
+MAX_EXTENTS = 4096
+"""Prompts of which it is remembered how much of them is in the tiers."""
 
 
 class HostTier(BlockTransfers):
@@ -46,46 +50,46 @@ class HostTier(BlockTransfers):
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
+        self._extents: BoundedDict[BlockHash, tuple[int, int]] = BoundedDict(MAX_EXTENTS)
+        """What `extent` found last, by the last block of the prompt"""
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
         return block_hash + KEY_END in known_blocks(self.host)
 
-    def held_prefix(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of a prompt the host has, or is about to have. O(log n) look-ups.
+    def prefixes(self, hashes: Sequence[BlockHash], owner: Owner) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt the host has or is about to have, and how many of them `owner`
+        owns there. O(log n) look-ups, and O(1) where these are all that it owns.
 
         What is in a tier is a prefix, since prompts are evicted from their ends.
         """
-        return cached_prefix(self.host, hashes, self._backing_up)
+        guess = self.queue.members_of(owner)
+        held = cached_prefix(self.host, hashes, self._backing_up, guess=guess)
 
-    def owned_prefix(self, hashes: Sequence[BlockHash], owner: Owner) -> int:
-        """Return how many leading blocks of a prompt on the host `owner` owns there. O(log n) look-ups."""
+        def is_owned(at: int) -> bool:
+            block = cached_block(self.host, hashes[at])
+            return block is not None and self.queue.owns(block.block_id, owner)
 
-        def is_owned(block_hash: BlockHash) -> bool:
-            block = cached_block(self.host, block_hash)
-            return block is not None and bool(self.queue.owned_prefix([block.block_id], owner))
+        return held, leading_count(is_owned, held, guess=guess)
 
-        return bisect_left(hashes, True, key=lambda one: not is_owned(one))
+    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
+        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
 
-    def missing(self, hashes: Sequence[BlockHash]) -> tuple[int, Sequence[BlockHash]]:
-        """Find what follows the prefix of `hashes` that is on the device and is on the host: its index, and its hashes.
-
-        O(log n) look-ups. What is being loaded counts as being on the device.
+        What is being loaded counts as being on the device. O(log n) look-ups, and O(1) where nothing has changed since
+        the last call for this prompt.
         """
-        first, stop = self.extent(hashes)
-        return first, hashes[first:stop]
-
-    def extent(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt are on the device, and how many in either tier. O(log n) look-ups.
-
-        What is being loaded counts as being on the device.
-        """
-        first = cached_prefix(self.device, hashes, self._loading)
-        return first, cached_prefix(self.host, hashes, start=first)
+        if not hashes:
+            return 0, 0
+        stop = len(hashes) if stop is None else stop
+        on_device, held = self._extents.get(hashes[-1], (-1, -1))
+        first = cached_prefix(self.device, hashes, self._loading, 0, stop, on_device)
+        found = first, cached_prefix(self.host, hashes, (), first, stop, held)
+        self._extents[hashes[-1]] = found
+        return found
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
-        ahead = sum(len(transfer.hashes) for transfer in set(self._loading.values()))
+        ahead = self.blocks_loading
         return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, ahead)
 
     # copies ---------------------------------------------------------------------------------------------------
@@ -103,10 +107,11 @@ class HostTier(BlockTransfers):
         Returns None, having changed nothing, where that is nothing, or where the free device blocks and those that
         `may_evict` accepts, except for `reserve` of them, are too few.
         """
-        first, wanted = self.missing(hashes)
-        if not wanted or not self._has_room(self.device, len(wanted) + reserve, may_evict):
-            self.counters["denied_loads"] += bool(wanted)
+        first, stop = self.extent(hashes)
+        if first == stop or not self._has_room(self.device, stop - first + reserve, may_evict):
+            self.counters["denied_loads"] += first < stop
             return None
+        wanted = hashes[first:stop]
         sources = leading_blocks(self.host, wanted)
         wanted = wanted[: len(sources)]
         prefix, targets = self._load_targets(hashes[:first], len(wanted), may_evict, reserve)
@@ -159,12 +164,12 @@ class HostTier(BlockTransfers):
         """Return device blocks that the host lacks, their places in the prompt, and the place after the last look."""
         blocks, places = list[KVCacheBlock](), list[int]()
         held, under_way = known_blocks(self.host), self._backing_up
-        for at in range(start, len(hashes)):
+        for at, one in enumerate(hashes[start:], start):
             if len(blocks) == limit:
                 return blocks, places, at
-            if hashes[at] + KEY_END in held or hashes[at] in under_way:
+            if one + KEY_END in held or one in under_way:
                 continue
-            block = cached_block(self.device, hashes[at])
+            block = cached_block(self.device, one)
             if block is None:
                 break
             blocks.append(block)
