@@ -59,9 +59,11 @@ class HostBackups:
         O(blocks that the host lacks, or that change their owners there, + log n).
         """
         hashes, owner = history.hashes, history.session
-        self._leave(history.left, owner)
+        if history.left:
+            self._leave(history.left, owner)
         held, owned = self._tier.prefixes(hashes, owner)
-        own_run(self._tier, hashes[owned:held], owner)
+        if owned < held:
+            own_run(self._tier, hashes[owned:held], owner)
         self._pending[owner] = (hashes, min(held, history.computed_from))
         self.go_on()
 

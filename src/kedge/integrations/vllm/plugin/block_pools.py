@@ -38,6 +38,11 @@ def known_blocks(pool: BlockPool) -> dict[bytes, Any]:
     return cast("dict[bytes, Any]", pool.cached_block_hash_to_block._cache)
 
 
+def one_of(known: dict[int, KVCacheBlock]) -> KVCacheBlock:
+    """Return the first of several blocks that a pool knows by one key."""
+    return next(iter(known.values()))
+
+
 def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
     """Return a block of `pool` with this hash, if there is one."""
     return pool.cached_block_hash_to_block.get_one_block(block_hash + KEY_END)
@@ -50,7 +55,7 @@ def leading_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCache
         block = known.get(one + KEY_END)
         if block is None:
             break
-        blocks.append(next(iter(block.values())) if block.__class__ is dict else block)
+        blocks.append(one_of(block) if block.__class__ is dict else block)
     return blocks
 
 
@@ -107,12 +112,11 @@ def take_blocks(pool: BlockPool, count: int) -> list[KVCacheBlock]:
     for block in blocks:
         block.ref_cnt = 1
         if (key := block._block_hash) is not None:
-            is_only = known.get(key) is block
-            if is_only:
-                del known[key]
-                block._block_hash = block._block_hash_num_tokens = None
-            else:
+            found = known.pop(key, None)
+            if found is not block and found is not None:
+                known[key] = found
                 pool._remove_cached_block_hashes(block)
+            block._block_hash = block._block_hash_num_tokens = None
     return blocks
 
 

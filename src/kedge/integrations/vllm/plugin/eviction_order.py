@@ -123,8 +123,7 @@ class EvictionOrder:
             if owners.is_empty:
                 owners.queued = False
                 continue
-            before = owners.key
-            self._update_key(owners)
+            before, owners.key = owners.key, self._key(owners)
             if owners.key == before:
                 return owners
             self._heap.push(owners)
@@ -137,17 +136,23 @@ class EvictionOrder:
         self._current = None
         self._push(owners)
 
+    def on_steps(self, changed: Iterable[OwnerSet]) -> None:
+        """Rank sets anew whose steps have changed. One that is needed sooner now stays where it is in the heap: it is
+        ranked anew when it surfaces.
+        """
+        for owners in changed:
+            if owners.queued and (owners is self._current or self._key(owners) < owners.key):
+                self.enter(owners)
+
     def _push(self, owners: OwnerSet) -> None:
-        block = owners.head.next_free_block
-        owners.queued = block is not owners.tail
+        owners.queued = not owners.is_empty
         if owners.queued:
-            owners.last_access = self._stamps[block.block_id] if owners.stamp is None else owners.stamp
-            owners.key = self._policy(owners)
+            owners.key = self._key(owners)
             self._heap.push(owners)
 
-    def _update_key(self, owners: OwnerSet) -> None:
-        """Rank a set with free blocks by its oldest one."""
-        owners.key = self._key_at(owners, owners.head.next_free_block)
+    def _key(self, owners: OwnerSet) -> EvictionKey:
+        """Return the rank of a set with free blocks, which is that of its oldest one."""
+        return self._key_at(owners, owners.head.next_free_block)
 
     def _key_at(self, owners: OwnerSet, block: FreeBlock) -> EvictionKey:
         owners.last_access = self._stamp(owners, block)

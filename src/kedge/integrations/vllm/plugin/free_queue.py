@@ -139,7 +139,8 @@ class StepFreeQueue:
         for a prompt that continues the one before; else O(n). Raises `PlanError` for an owner without a step.
         """
         left = [block for owners in self._owners.sets_of(owner) for block in owners]
-        self.leave(left, owner)
+        if left:
+            self.leave(left, owner)
         known = self._owners.owned_prefix(block_ids, owner)
         if self._owners.members_of(owner) < known:
             known = 0  # some of the blocks before are not its own
@@ -169,9 +170,7 @@ class StepFreeQueue:
 
         O(owner sets of the changed owners).
         """
-        for owners in self._owners.update_steps(changes):
-            if owners.queued:
-                self._order.enter(owners)
+        self._order.on_steps(self._owners.update_steps(changes))
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
@@ -201,7 +200,7 @@ class StepFreeQueue:
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""
-        sets = self._owners.sets()
+        sets = list(self._owners.sets())
         blocks = [block for owners in (self._empty, *sets) for block in owners]
         if len({block.block_id for block in blocks}) != len(blocks) or len(blocks) != self.num_free_blocks:
             raise PlanError("num_free_blocks", self.num_free_blocks, f"{len(blocks)} are in lists")

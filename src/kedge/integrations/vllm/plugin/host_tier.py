@@ -23,6 +23,7 @@ from kedge.integrations.vllm.plugin.block_pools import (
     known_blocks,
     leading_blocks,
     name_blocks,
+    one_of,
     own_prefix,
     replace_queue,
     take_blocks,
@@ -86,6 +87,12 @@ class HostTier(BlockTransfers):
         found = first, cached_prefix(self.host, hashes, (), first, stop, held)
         self._extents[hashes[-1]] = found
         return found
+
+    def expect(self, hashes: Sequence[BlockHash], owner: Owner) -> None:
+        """Guess how much of a new prompt is in the tiers, before `extent` looks: as much as its owner has there."""
+        if hashes:
+            queue: StepFreeQueue = self.device.free_block_queue
+            self._extents[hashes[-1]] = queue.members_of(owner), self.queue.members_of(owner)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
@@ -163,16 +170,17 @@ class HostTier(BlockTransfers):
     ) -> tuple[list[KVCacheBlock], list[int], int]:
         """Return device blocks that the host lacks, their places in the prompt, and the place after the last look."""
         blocks, places = list[KVCacheBlock](), list[int]()
-        held, under_way = known_blocks(self.host), self._backing_up
+        on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
         for at, one in enumerate(hashes[start:], start):
             if len(blocks) == limit:
                 return blocks, places, at
-            if one + KEY_END in held or one in under_way:
+            key = one + KEY_END
+            if key in on_host or one in under_way:
                 continue
-            block = cached_block(self.device, one)
+            block = on_device.get(key)
             if block is None:
                 break
-            blocks.append(block)
+            blocks.append(one_of(block) if block.__class__ is dict else block)
             places.append(at)
         return blocks, places, len(hashes)
 

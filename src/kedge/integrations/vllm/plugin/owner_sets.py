@@ -5,6 +5,7 @@ Lists run through the two links that vLLM's blocks have for its own free queue. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -149,9 +150,9 @@ class BlockOwners:
         """All sets with members that have or had owners"""
         self._by_owner: dict[Owner, set[OwnerSet]] = {}
 
-    def sets(self) -> list[OwnerSet]:
-        """Return all sets that a block may be in."""
-        return [self.unowned, self.suffix, *self._owned]
+    def sets(self) -> Iterator[OwnerSet]:
+        """Yield all sets that a block may be in."""
+        return itertools.chain((self.unowned, self.suffix), self._owned)
 
     def has_step(self, owner: Owner) -> bool:
         """Return whether the step of `owner` is known."""
