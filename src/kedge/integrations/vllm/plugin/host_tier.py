@@ -34,11 +34,7 @@ from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
-from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import leading_count
-
-MAX_EXTENTS = 4096
-"""Prompts of which it is remembered how much of them is in the tiers."""
 
 
 class HostTier(BlockTransfers):
@@ -51,8 +47,6 @@ class HostTier(BlockTransfers):
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
-        self._extents: BoundedDict[BlockHash, tuple[int, int]] = BoundedDict(MAX_EXTENTS)
-        """What `extent` found last, by the last block of the prompt"""
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
@@ -76,23 +70,10 @@ class HostTier(BlockTransfers):
     def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
         """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
 
-        What is being loaded counts as being on the device. O(log n) look-ups, and O(1) where nothing has changed since
-        the last call for this prompt.
+        What is being loaded counts as being on the device. O(log n) look-ups.
         """
-        if not hashes:
-            return 0, 0
-        stop = len(hashes) if stop is None else stop
-        on_device, held = self._extents.get(hashes[-1], (-1, -1))
-        first = cached_prefix(self.device, hashes, self._loading, 0, stop, on_device)
-        found = first, cached_prefix(self.host, hashes, (), first, stop, held)
-        self._extents[hashes[-1]] = found
-        return found
-
-    def expect(self, hashes: Sequence[BlockHash], owner: Owner) -> None:
-        """Guess how much of a new prompt is in the tiers, before `extent` looks: as much as its owner has there."""
-        if hashes:
-            queue: StepFreeQueue = self.device.free_block_queue
-            self._extents[hashes[-1]] = queue.members_of(owner), self.queue.members_of(owner)
+        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
+        return first, cached_prefix(self.host, hashes, (), first, stop)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""

@@ -98,8 +98,6 @@ class SchedulerSide:
             tracked = self._requests.get(request.request_id)
             load = tracked.load if tracked else RequestLoad(request)
             load.owner = session
-            if session:
-                self.loads.tier.expect(request.block_hashes, session)
             self._loads[request.request_id] = load
             self.loads.look_again()
 
