@@ -44,7 +44,7 @@ class Clock:
 
     def __init__(self, profiled: str | None = None) -> None:
         self.seconds: Counter[str] = Counter()
-        self.profile = cProfile.Profile()
+        self.profile = cProfile.Profile(time.thread_time)
         self._profiled = profiled
 
     @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.structures.prefixes import common_length, common_prefix
+from kedge.structures.prefixes import Prefix, common_length, common_prefix, first_of, leading_count
 
 SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
 
@@ -25,6 +26,37 @@ def test_two_sequences(one: tuple[int, ...], other: tuple[int, ...], shared: int
     assert expected >= shared
     assert common_length(array("q", one), array("q", other)) == common_length(bytes(one), bytes(other)) == expected
     assert common_prefix([one, other]) == one[:expected]
+
+
+@given(SHORT, st.integers(0, 14), st.data())
+def test_the_first_items_are_those_of_a_slice(items: tuple[int, ...], length: int, data: st.DataObject) -> None:
+    found, expected = first_of(items, length), items[:length]
+    assert (found is items) == (length >= len(items))
+    places = range(-len(expected), len(expected))
+    assert [found[at] for at in places] == [expected[at] for at in places]
+    assert (list(found), list(reversed(found)), len(found)) == (list(expected), list(reversed(expected)), len(expected))
+    chosen = data.draw(st.slices(max(1, len(expected))))
+    assert list(found[chosen]) == list(expected[chosen])
+
+
+@pytest.mark.parametrize("at", [2, -3])
+def test_an_item_that_is_not_among_the_first_is_an_error(at: int) -> None:
+    with pytest.raises(IndexError):
+        Prefix("abcd", 2)[at]
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.integers(-1, 60))
+def test_leading_items_are_counted_with_any_guess(answer: int, start: int, stop: int, guess: int) -> None:
+    asked: list[int] = []
+
+    def holds(at: int) -> bool:
+        asked.append(at)
+        return at < answer
+
+    expected = max(start, min(answer, stop))
+    assert leading_count(holds, stop, start, guess) == expected
+    assert all(start <= at < stop for at in asked)
+    assert len(asked) <= (2 if guess == expected else 2 + (stop - start).bit_length())
 
 
 @given(st.lists(SHORT, max_size=5))

@@ -74,14 +74,15 @@ class BlockPool:
     def _choose(self, n: int, after: int | None) -> list[tuple[int, int]]:
         if after is not None and 0 < n <= self._length.get(after + 1, 0):
             return [(after + 1, n)]
-        chosen = []
-        unused = len(self._by_length)
-        while n:
-            fit = bisect_left(self._by_length, (n,), 0, unused)
-            unused = fit if fit < unused else unused - 1
-            length, start = self._by_length[unused]
-            chosen.append((start, min(n, length)))
-            n -= min(n, length)
+        chosen, runs = list[tuple[int, int]](), self._by_length
+        unused = len(runs)
+        while n and n > runs[unused - 1][0]:
+            unused -= 1
+            length, start = runs[unused]
+            chosen.append((start, length))
+            n -= length
+        if n:
+            chosen.append((runs[bisect_left(runs, (n,), 0, unused)][1], n))
         return chosen
 
     def _take(self, start: int, count: int) -> None:

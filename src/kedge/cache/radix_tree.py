@@ -182,6 +182,8 @@ class RadixTree:
     def offer(self, *nodes: TreeNode) -> None:
         """Queue nodes for eviction that have become candidates, or have another key now."""
         for node in nodes:
+            if node.locks:
+                continue
             for share in self.shares:
                 if node.is_candidate(share.tier):
                     share.queue.push(node)

@@ -17,7 +17,8 @@ class LazyHeap(Generic[Item]):
     Push an item again when it becomes a candidate or its key changes: only its newest entry counts, by its ticket.
     """
 
-    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool]) -> None:
+    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool] | None = None) -> None:
+        """Create an empty queue; without `is_candidate`, what was pushed is a candidate until it is popped."""
         self._key, self._is_candidate = key, is_candidate
         self._numbers = itertools.count(1)
         self._tickets: dict[Item, int] = {}
@@ -47,10 +48,12 @@ class LazyHeap(Generic[Item]):
 
     def _is_current(self, entry: tuple[Key, int, Item]) -> bool:
         _, ticket, item = entry
-        return self._tickets.get(item) == ticket and self._is_candidate(item)
+        return self._tickets.get(item) == ticket and (self._is_candidate is None or self._is_candidate(item))
 
     def _drop_outdated(self) -> None:
-        self._heap = [entry for entry in self._heap if self._is_current(entry)]
+        tickets, is_candidate = self._tickets, self._is_candidate
+        current = [entry for entry in self._heap if tickets.get(entry[2]) == entry[1]]
+        self._heap = current if is_candidate is None else [entry for entry in current if is_candidate(entry[2])]
         heapify(self._heap)
         self._tickets = {item: ticket for _, ticket, item in self._heap}
         self._limit = max(64, 2 * len(self._heap))

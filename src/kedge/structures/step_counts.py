@@ -15,7 +15,7 @@ class StepCounts:
     __slots__ = ("_counts", "_heap")
 
     def __init__(self) -> None:
-        self._counts: Counter[float] = Counter()
+        self._counts: dict[float, int] = {}
         self._heap: list[float] = []
 
     @property
@@ -29,18 +29,20 @@ class StepCounts:
     @property
     def counts(self) -> Counter[float]:
         """How often each step is in it; a copy."""
-        return self._counts.copy()
+        return Counter(self._counts)
 
     def add(self, step: float) -> None:
-        self._counts[step] += 1
-        if self._counts[step] == 1:
+        count = self._counts[step] = self._counts.get(step, 0) + 1
+        if count == 1:
             heappush(self._heap, step)
             self._drop_outdated()
 
     def remove(self, step: float) -> None:
         """Remove one `step`, which must be there."""
-        self._counts[step] -= 1
-        if not self._counts[step]:
+        count = self._counts[step] - 1
+        if count:
+            self._counts[step] = count
+        else:
             del self._counts[step]
 
     def _drop_outdated(self) -> None:

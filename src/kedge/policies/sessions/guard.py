@@ -72,7 +72,8 @@ class Guard:
         """Return the sampled blocks of a prompt. O(blocks that are not in the last prompt of the same owner)."""
         known = self._sampled.get(owner)
         blocks, end, sample = known if known and known[1] == _end(chain, known[0]) else (0, None, [])
-        sample = [*sample, *(block for block in chain[blocks:] if hash(block) % self._every == 0)]
+        every = self._every
+        sample = sample + [block for block in chain[blocks:] if not hash(block) % every]
         self._sampled[owner] = (len(chain), _end(chain, len(chain)), sample)
         return sample
 

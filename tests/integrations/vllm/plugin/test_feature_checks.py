@@ -55,6 +55,13 @@ def test_everything_is_on_where_it_fits() -> None:
     assert compat.find_features(config(), ONE, 10, 32) == compat.Features(None, None, None, None)
 
 
+def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "BlockPool", lambda *_: SimpleNamespace(cached_block_hash_to_block=None))
+    found = compat.find_features(config(), ONE, 10, 32)
+    reason = "vLLM's block pool has no _reuse_watchers, cached_block_hashes_by_block, _cache"
+    assert (found.eviction, found.host) == (reason, reason)
+
+
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
     assert compat.block_bytes(ONE) == 2 * 2 * 32 * 2 * 32 * 4
 

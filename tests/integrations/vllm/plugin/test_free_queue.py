@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         far = sum(self.twin.key(block) < (1.0, -2.0) for block in self.twin.kept) + len(self.twin.loose)
         allowed = lambda view: POLICY(view)[:2] < (1.0, -2.0)  # noqa: E731
         if self.policy is POLICY:
-            assert self.queue.has_room(far, allowed) and not self.queue.has_room(far + 1, allowed)
+            assert self.queue.room(far, allowed) == self.queue.room(far + 1, allowed) == far
 
 
 class LruMachine(Machine):
@@ -374,7 +374,8 @@ def test_a_prompt_that_was_found_in_other_blocks_is_owned_there() -> None:
     queue.own_history([0, 1, 2], "s")
     queue.append_n([blocks[1], blocks[0]])
     assert queue.own_history([4, 5, 2, 3], "s") == [blocks[1], blocks[0]]
-    assert [queue.owned_prefix([block], "s") for block in range(6)] == [0, 0, 1, 1, 1, 1]
+    assert [queue.owns(block, "s") for block in range(6)] == [False, False, True, True, True, True]
+    assert queue.members_of("s") == 4
     queue.check_integrity()
 
 

@@ -43,8 +43,8 @@ class Tier:
     def loading(self, block: str) -> Any:
         return SimpleNamespace(demanded=False) if block in self.under_way else None
 
-    def missing(self, hashes: list[str]) -> tuple[int, list[str]]:
-        return 0, hashes
+    def extent(self, hashes: list[str]) -> tuple[int, int]:
+        return 0, len(hashes)
 
     def load_pays(self, _: int) -> bool:
         return self.pays

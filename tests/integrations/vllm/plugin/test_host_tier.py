@@ -80,6 +80,17 @@ class Copies(RuleBasedStateMachine):
             self.queue.forget_blocks()
         assert not leading_blocks(self.pool, chain("a", 1))
 
+    @rule(name=st.sampled_from("abc"), length=st.integers(1, 6), more=st.integers(0, 2))
+    def look(self, name: str, length: int, more: int) -> None:
+        """What a tier has is counted, as long as it is a prefix."""
+        hashes = chain(name, length + more)
+        known = [bool(self.tier.loading(one) or cached_block(self.pool, one)) for one in hashes[:length]]
+        held = [*known[: known.count(True)], *map(self.tier.holds, hashes[known.count(True) : length])]
+        found = self.tier.extent(hashes, length)
+        assert 0 <= found[0] <= found[1] <= length
+        if known == sorted(known, reverse=True) and held == sorted(held, reverse=True):
+            assert found == (known.count(True), held.count(True))
+
     @rule()
     def empty_host(self) -> None:
         self.tier.clear()
@@ -95,6 +106,7 @@ class Copies(RuleBasedStateMachine):
     def sound(self) -> None:
         self.queue.check_integrity()
         self.tier.queue.check_integrity()
+        assert self.tier.blocks_loading == len(self.tier._loading)
         if not self.tier.busy:
             assert self.pool.get_num_free_blocks() == DEVICE
             assert self.tier.host.get_num_free_blocks() == HOST

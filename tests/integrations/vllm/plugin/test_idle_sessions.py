@@ -120,6 +120,16 @@ def test_a_near_session_that_is_evicted_is_loaded_again_soonest_first() -> None:
     assert engine.prefetch() == ["c"], "the other is outside of the window"
 
 
+@pytest.mark.parametrize(("name", "length"), [("c", 4), ("c", 6), ("c", 2), ("d", 4), ("d", 6), ("c", 0)])
+def test_the_history_is_that_of_the_last_turn(name: str, length: int) -> None:
+    engine = Engine()
+    before, after = chain("c", 4), chain(name, length)
+    engine.idle.ended("c", before)
+    engine.idle.ended("c", after)
+    assert engine.idle._histories == {"c": after} and len(engine.idle) == length
+    assert (before, after) == (chain("c", 4), chain(name, length)), "the requests' own hashes stay as they are"
+
+
 def test_only_what_is_needed_strictly_later_goes() -> None:
     engine = Engine()
     engine.turn("c", 6, 1.0)
@@ -236,7 +246,8 @@ class Prefetches(RuleBasedStateMachine):
                 continue
             is_gone = cached_block(engine.pool, hashes[-1]) is None
             if is_gone and name not in engine.idle._targets._tickets and name not in self.failed:
-                assert engine.tier.loading(hashes[-1]) or not engine.tier.missing(hashes)[1]
+                first, stop = engine.tier.extent(hashes)
+                assert engine.tier.loading(hashes[-1]) or first == stop
 
     @precondition(lambda self: self.engine.tier.busy)
     @rule(ok=st.booleans())

@@ -49,7 +49,7 @@ def test_a_removed_owner_leaves_its_blocks_to_the_others(owners: BlockOwners) ->
 def test_released_blocks_are_unowned_and_empty_sets_are_dropped(owners: BlockOwners) -> None:
     for block in range(3):
         owners.release(owners.set_of[block], blocks(block))
-    assert not owners.has_owned_blocks and owners.set_of == [owners.unowned] * 6
+    assert list(owners.sets()) == [owners.unowned, owners.suffix] and owners.set_of == [owners.unowned] * 6
 
 
 def test_a_suffix_is_not_taken_from_its_owner(owners: BlockOwners) -> None:
@@ -70,7 +70,7 @@ def test_many_owners_of_one_head_share_a_set_that_grows_in_place() -> None:
         owners.add([0, 1], session)
         owners.check_integrity()
     assert owners.set_of[0] is owners.set_of[1] and owners.set_of[0].owners == set(sessions)
-    assert len(owners.sets()) == 3, "the head, and the two sets without owners"
+    assert len(list(owners.sets())) == 3, "the head, and the two sets without owners"
     for session in sessions[:-1]:
         owners.update_steps({session: None})
         owners.check_integrity()

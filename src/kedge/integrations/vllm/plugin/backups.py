@@ -8,7 +8,7 @@ from functools import partial
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from kedge.integrations.vllm.plugin.block_pools import cached_block, own_prefix
+from kedge.integrations.vllm.plugin.block_pools import cached_block, own_blocks, own_prefix
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.eviction import StepView, distance
@@ -59,10 +59,11 @@ class HostBackups:
         O(blocks that the host lacks, or that change their owners there, + log n).
         """
         hashes, owner = history.hashes, history.session
-        self._leave(history.left, owner)
-        held = self._tier.held_prefix(hashes)
-        owned = self._tier.owned_prefix(hashes[:held], owner)
-        own_run(self._tier, hashes[owned:held], owner)
+        if history.left:
+            self._leave(history.left, owner)
+        held, owned = self._tier.prefixes(hashes, owner)
+        if owned < held:
+            own_run(self._tier, hashes[owned:held], owner)
         self._pending[owner] = (hashes, min(held, history.computed_from))
         self.go_on()
 
@@ -89,6 +90,4 @@ class HostBackups:
 def own_run(tier: HostTier, hashes: Sequence[BlockHash], owner: Owner) -> None:
     """Mark the host's blocks of a part of a prompt as owned by `owner`."""
     blocks = [block for one in hashes if (block := cached_block(tier.host, one))]
-    tier.host.touch(blocks)
-    tier.queue.own([block.block_id for block in blocks], owner)
-    tier.host.free_blocks(reversed(blocks))
+    own_blocks(tier.host, blocks, owner)

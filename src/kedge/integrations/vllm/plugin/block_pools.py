@@ -1,10 +1,13 @@
-"""Helpers for vLLM's block pools, which find blocks by hash and evict them in the order of their free queue."""
+"""Helpers for vLLM's block pools, which find blocks by hash and evict them in the order of their free queue.
+
+vLLM's own methods go block by block, through several calls for each. Copies between the tiers move thousands of blocks
+a second, so what they need is done here for many blocks at once, to the same effect.
+"""
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
@@ -12,9 +15,12 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.eviction import StepPolicy
+from kedge.structures.prefixes import leading_count
 
 GROUP = 0
 """The only KV cache group."""
+KEY_END = make_block_hash_with_group_id(BlockHash(b""), GROUP)
+"""What vLLM appends to a block's hash to make the key of the block in a pool."""
 
 
 def replace_queue(pool: BlockPool, policy: StepPolicy, whole_sets: bool = False) -> StepFreeQueue:
@@ -24,25 +30,128 @@ def replace_queue(pool: BlockPool, policy: StepPolicy, whole_sets: bool = False)
     return queue
 
 
+# look-ups -----------------------------------------------------------------------------------------------------
+
+
+def known_blocks(pool: BlockPool) -> dict[bytes, Any]:
+    """Return the blocks of `pool` by key, which is a hash and `KEY_END`: each a block, or several by id."""
+    return cast("dict[bytes, Any]", pool.cached_block_hash_to_block._cache)
+
+
+def one_of(known: dict[int, KVCacheBlock]) -> KVCacheBlock:
+    """Return the first of several blocks that a pool knows by one key."""
+    return next(iter(known.values()))
+
+
 def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
     """Return a block of `pool` with this hash, if there is one."""
-    return pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(block_hash, GROUP))
+    return pool.cached_block_hash_to_block.get_one_block(block_hash + KEY_END)
 
 
 def leading_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
     """Return the blocks of the longest prefix of `hashes` that `pool` has."""
-    return list(itertools.takewhile(lambda block: block is not None, (cached_block(pool, one) for one in hashes)))
+    known, blocks = known_blocks(pool), list[KVCacheBlock]()
+    for one in hashes:
+        block = known.get(one + KEY_END)
+        if block is None:
+            break
+        blocks.append(one_of(block) if block.__class__ is dict else block)
+    return blocks
 
 
-def cached_prefix(pool: BlockPool, hashes: Sequence[BlockHash]) -> int:
-    """Return how many leading blocks of a prompt `pool` has. O(log n) look-ups: prompts are evicted from their ends."""
-    return bisect_left(hashes, True, key=lambda one: cached_block(pool, one) is None)
+def cached_prefix(
+    pool: BlockPool,
+    hashes: Sequence[BlockHash],
+    others: Container[BlockHash] = (),
+    start: int = 0,
+    stop: int | None = None,
+    guess: int = -1,
+) -> int:
+    """Return how many leading blocks of a prompt are in `pool`, or among `others`: `start` at least, `stop` at most.
+
+    O(log n) look-ups, since prompts are evicted from their ends, and two where the answer is `guess`.
+    """
+    known = known_blocks(pool)
+
+    def is_cached(at: int) -> bool:
+        return hashes[at] + KEY_END in known or hashes[at] in others
+
+    return leading_count(is_cached, len(hashes) if stop is None else stop, start, guess)
+
+
+# many blocks at once ------------------------------------------------------------------------------------------
+
+
+def hold_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
+    """Do what `BlockPool.touch` does, for different blocks, none of them the null block."""
+    if pool.metrics_collector:
+        pool.touch(blocks)
+        return
+    pool.free_block_queue.remove_n([block for block in blocks if not block.ref_cnt])
+    for block in blocks:
+        block.ref_cnt += 1
+
+
+def free_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
+    """Do what `BlockPool.free_blocks` does, for blocks of `pool` that were held in this order: the last goes first."""
+    known, lost = list[KVCacheBlock](), list[KVCacheBlock]()
+    for block in reversed(blocks):
+        block.ref_cnt -= 1
+        if not block.ref_cnt:
+            (lost if block._block_hash is None else known).append(block)
+    pool.free_block_queue.prepend_n(lost)
+    pool.free_block_queue.append_n(known)
+
+
+def take_blocks(pool: BlockPool, count: int) -> list[KVCacheBlock]:
+    """Do what `BlockPool.get_new_blocks` does, for at most as many blocks as are free."""
+    if not _is_plain(pool):
+        return pool.get_new_blocks(count)
+    known, queue = known_blocks(pool), cast("StepFreeQueue", pool.free_block_queue)
+    blocks: list[KVCacheBlock] = queue.popleft_n(count)
+    for block in blocks:
+        block.ref_cnt = 1
+        if (key := block._block_hash) is not None:
+            found = known.pop(key, None)
+            if found is not block and found is not None:
+                known[key] = found
+                pool._remove_cached_block_hashes(block)
+            block._block_hash = block._block_hash_num_tokens = None
+    return blocks
+
+
+def _is_plain(pool: BlockPool) -> bool:
+    """Return whether a block that is handed out only loses its hash: nothing counts it, or waits for it."""
+    watched = pool.metrics_collector or pool.enable_kv_cache_events or pool._reuse_watchers
+    return not watched and not pool.cached_block_hashes_by_block
+
+
+def name_blocks(
+    pool: BlockPool,
+    hashes: Sequence[BlockHash],
+    blocks: Sequence[KVCacheBlock],
+    first: int,
+    skipped: Container[int] = (),
+) -> int:
+    """Make blocks without a hash known by theirs: all but those at the `skipped` places, and where the pool has a block
+    with this hash. `first` is the index in its prompt of the first one. Returns how many are known now.
+    """
+    known, size, named = known_blocks(pool), pool.hash_block_size, 0
+    for at, (one, block) in enumerate(zip(hashes, blocks, strict=True)):
+        key: Any = one + KEY_END
+        if at not in skipped and known.setdefault(key, block) is block:
+            block._block_hash, block._block_hash_num_tokens = key, (first + at + 1) * size
+            named += 1
+    return named
 
 
 def own_prefix(pool: BlockPool, hashes: Sequence[BlockHash], owner: Owner) -> None:
     """Mark the longest prefix of `hashes` that `pool` has as owned by `owner`."""
-    queue = pool.free_block_queue
-    blocks = leading_blocks(pool, hashes)
-    pool.touch(blocks)
-    queue.own([block.block_id for block in blocks], owner)
-    pool.free_blocks(reversed(blocks))
+    own_blocks(pool, leading_blocks(pool, hashes), owner)
+
+
+def own_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
+    """Mark different blocks of one prompt as owned by `owner`, which uses them."""
+    hold_blocks(pool, blocks)
+    pool.free_block_queue.own([block.block_id for block in blocks], owner)
+    free_blocks(pool, blocks)

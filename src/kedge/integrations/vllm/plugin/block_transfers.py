@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from kedge.cache import Copy, Direction
 from kedge.cache.copies import Purpose
+from kedge.integrations.vllm.plugin.block_pools import free_blocks, hold_blocks
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 
@@ -82,6 +83,11 @@ class BlockTransfers:
         return sum(transfer.is_load for transfer in self._transfers.values())
 
     @property
+    def blocks_loading(self) -> int:
+        """Number of blocks that loads under way bring."""
+        return sum([len(one.hashes) for one in self._transfers.values() if one.is_load and not one.abandoned])
+
+    @property
     def backing_up(self) -> int:
         """Number of blocks that are being copied to the host."""
         return len(self._backing_up)
@@ -100,7 +106,7 @@ class BlockTransfers:
         targets: list[KVCacheBlock],
         owner: Owner | None,
     ) -> BlockTransfer:
-        self._pools(direction)[0].touch(sources)
+        hold_blocks(self._pools(direction)[0], sources)
         copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
         is_demand = purpose is Purpose.DEMAND
         transfer = BlockTransfer(copy, purpose, tuple(hashes), first, sources, targets, owner, is_demand)
@@ -146,15 +152,15 @@ class BlockTransfers:
             yield
         finally:
             for transfer in self._transfers.values():
-                self._pools(transfer.copy.direction)[1].touch(transfer.targets)
+                hold_blocks(self._pools(transfer.copy.direction)[1], transfer.targets)
 
     def _let_go(self, transfer: BlockTransfer) -> None:
         source, target = self._pools(transfer.copy.direction)
-        target.free_blocks(reversed(transfer.prefix + transfer.targets))
+        free_blocks(target, transfer.prefix + transfer.targets)
         if not transfer.abandoned:
-            source.free_blocks(reversed(transfer.sources))
+            free_blocks(source, transfer.sources)
         transfer.abandoned, transfer.prefix = True, []
 
 
 def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
-    return tuple(block.block_id for block in blocks)
+    return tuple([block.block_id for block in blocks])

@@ -33,7 +33,7 @@ class EvictionOrder:
         self._stamps = [0] * self._num_blocks
         """When each block was freed, by block id"""
         self._clock = 0
-        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"), lambda _: True)
+        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"))
         self._current: OwnerSet | None = None
         """The set whose blocks go next, as far as their stamps are at most `_bound`."""
         self._bound = math.inf
@@ -123,8 +123,7 @@ class EvictionOrder:
             if owners.is_empty:
                 owners.queued = False
                 continue
-            before = owners.key
-            self._update_key(owners)
+            before, owners.key = owners.key, self._key(owners)
             if owners.key == before:
                 return owners
             self._heap.push(owners)
@@ -137,15 +136,23 @@ class EvictionOrder:
         self._current = None
         self._push(owners)
 
+    def on_steps(self, changed: Iterable[OwnerSet]) -> None:
+        """Rank sets anew whose steps have changed. One that is needed sooner now stays where it is in the heap: it is
+        ranked anew when it surfaces.
+        """
+        for owners in changed:
+            if owners.queued and (owners is self._current or self._key(owners) < owners.key):
+                self.enter(owners)
+
     def _push(self, owners: OwnerSet) -> None:
         owners.queued = not owners.is_empty
         if owners.queued:
-            self._update_key(owners)
+            owners.key = self._key(owners)
             self._heap.push(owners)
 
-    def _update_key(self, owners: OwnerSet) -> None:
-        """Rank a set with free blocks by its oldest one."""
-        owners.key = self._key_at(owners, owners.head.next_free_block)
+    def _key(self, owners: OwnerSet) -> EvictionKey:
+        """Return the rank of a set with free blocks, which is that of its oldest one."""
+        return self._key_at(owners, owners.head.next_free_block)
 
     def _key_at(self, owners: OwnerSet, block: FreeBlock) -> EvictionKey:
         owners.last_access = self._stamp(owners, block)

@@ -16,7 +16,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -55,9 +55,9 @@ class Features:
 
 def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int, max_lanes: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
-    eviction = _version_refusal() or _queue_refusal() or _prefix_cache_refusal(config)
+    eviction = _version_refusal() or _queue_refusal() or _pool_refusal() or _prefix_cache_refusal(config)
     groups = _groups_refusal(config, kv_cache)
-    host = (eviction or groups or _insert_refusal()) if host_blocks else NOT_CONFIGURED
+    host = (eviction or groups) if host_blocks else NOT_CONFIGURED
     translation = (
         _version_refusal()
         or groups
@@ -95,10 +95,14 @@ def _queue_refusal() -> str | None:
     return None
 
 
-def _insert_refusal() -> str | None:
-    found = _parameters(BlockPool._insert_block_hash)
-    expected = ["self", "block_hash_with_group_id", "block", "num_tokens"]
-    return None if found == expected else f"BlockPool._insert_block_hash takes {found}"
+def _pool_refusal() -> str | None:
+    """Refuse a pool whose insides are not those that `block_pools.py` reads and writes."""
+    pool, block = BlockPool(1, True, 1), KVCacheBlock(0)
+    missing = [name for name in ("_reuse_watchers", "cached_block_hashes_by_block") if not hasattr(pool, name)]
+    missing += [name for name in ("_block_hash", "_block_hash_num_tokens") if not hasattr(block, name)]
+    if not isinstance(getattr(pool.cached_block_hash_to_block, "_cache", None), dict):
+        missing.append("_cache")
+    return f"vLLM's block pool has no {', '.join(missing)}" if missing else None
 
 
 def _coordinator_refusal() -> str | None:

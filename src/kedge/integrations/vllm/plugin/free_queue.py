@@ -74,13 +74,18 @@ class StepFreeQueue:
 
     def remove(self, block: FreeBlock) -> None:
         """Take a block out of its list. Raises `PlanError` for a block that is not free."""
-        before, after = block.prev_free_block, block.next_free_block
-        if before is None or after is None:
-            raise PlanError("block", block.block_id, "is not free")
-        before.next_free_block = after
-        after.prev_free_block = before
-        block.prev_free_block = block.next_free_block = None
-        self.num_free_blocks -= 1
+        self.remove_n((block,))
+
+    def remove_n(self, blocks: Sequence[FreeBlock]) -> None:
+        """Take different blocks out of their lists. Raises `PlanError` for a block that is not free."""
+        for block in blocks:
+            before, after = block.prev_free_block, block.next_free_block
+            if before is None or after is None:
+                raise PlanError("block", block.block_id, "is not free")
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= len(blocks)
 
     def append(self, block: FreeBlock) -> None:
         """Add a free block whose KV is worth keeping."""
@@ -112,11 +117,6 @@ class StepFreeQueue:
 
     # owners ---------------------------------------------------------------------------------------------------
 
-    @property
-    def has_owned_blocks(self) -> bool:
-        """Whether any block belongs, or belonged, to an agent."""
-        return self._owners.has_owned_blocks
-
     def has_step(self, owner: Owner) -> bool:
         """Return whether the step of `owner` is known."""
         return self._owners.has_step(owner)
@@ -139,23 +139,27 @@ class StepFreeQueue:
         for a prompt that continues the one before; else O(n). Raises `PlanError` for an owner without a step.
         """
         left = [block for owners in self._owners.sets_of(owner) for block in owners]
-        self.leave(left, owner)
+        if left:
+            self.leave(left, owner)
         known = self._owners.owned_prefix(block_ids, owner)
-        if sum(owners.members for owners in self._owners.sets_of(owner)) < known:
+        if self._owners.members_of(owner) < known:
             known = 0  # some of the blocks before are not its own
         self._owners.add(block_ids[known:], owner)
         return left
 
     def leave(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
         """Remove `owner` from the owners of free blocks. O(blocks)."""
-        for block in blocks:
-            self.remove(block)
+        self.remove_n(blocks)
         self._owners.take_away(blocks, owner)
         self.append_n(blocks)
 
-    def owned_prefix(self, block_ids: Sequence[int], owner: Owner) -> int:
-        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n)."""
-        return self._owners.owned_prefix(block_ids, owner)
+    def owns(self, block_id: int, owner: Owner) -> bool:
+        """Return whether a block belongs to `owner`."""
+        return self._owners.owns(block_id, owner)
+
+    def members_of(self, owner: Owner) -> int:
+        """Return how many blocks `owner` owns. O(its owner sets)."""
+        return self._owners.members_of(owner)
 
     def mark_suffix(self, block_ids: Iterable[int]) -> None:
         """Mark blocks that are in use as following a fixed prompt; those that have an owner stay with it."""
@@ -166,9 +170,7 @@ class StepFreeQueue:
 
         O(owner sets of the changed owners).
         """
-        for owners in self._owners.update_steps(changes):
-            if owners.queued:
-                self._order.enter(owners)
+        self._order.on_steps(self._owners.update_steps(changes))
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
@@ -183,12 +185,11 @@ class StepFreeQueue:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
         return self._order.set_policy(policy, self._owners.sets())
 
-    def has_room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
-        """Return whether that many free blocks have no KV worth keeping or are in sets that `may_evict` accepts."""
-        return self.room(blocks, may_evict) == blocks
-
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
-        """Return for how many of so many blocks there is room, see `has_room`. O(blocks + owner sets)."""
+        """Return how many free blocks, up to `blocks`, have no KV worth keeping, or are in sets that `may_evict` takes.
+
+        O(blocks + owner sets).
+        """
         found = self._empty.count(blocks)
         for owners in self._owners.sets():
             if found == blocks:
@@ -199,7 +200,7 @@ class StepFreeQueue:
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""
-        sets = self._owners.sets()
+        sets = list(self._owners.sets())
         blocks = [block for owners in (self._empty, *sets) for block in owners]
         if len({block.block_id for block in blocks}) != len(blocks) or len(blocks) != self.num_free_blocks:
             raise PlanError("num_free_blocks", self.num_free_blocks, f"{len(blocks)} are in lists")

@@ -24,6 +24,7 @@ from kedge.integrations.vllm.plugin.tracked_request import RequestLoad
 from kedge.policies.eviction import StepView
 from kedge.policies.prefetch import Candidate, is_within, may_replace
 from kedge.settings import TierSettings
+from kedge.structures.prefixes import first_of
 from kedge.workflow.forecast import AgentKey
 
 MAX_LOADS = 3
@@ -139,8 +140,8 @@ class HostLoads:
             if place and self.tier.loads >= self.settings.copy_jobs:
                 break
             hashes = self._needed(load)
-            _, wanted = self.tier.missing(hashes)
-            if not self.tier.load_pays(len(wanted)):
+            first, stop = self.tier.extent(hashes)
+            if not self.tier.load_pays(stop - first):
                 load.computes = True
                 self._not_worth_loading += 1
             elif self.tier.load(hashes, Purpose.DEMAND, load.owner, self._may_evict(load.owner if place else None)):
@@ -149,9 +150,9 @@ class HostLoads:
             elif not place:
                 load.computes = self._is_impatient(load) or (idle and not self.tier.busy)
 
-    def _needed(self, load: RequestLoad) -> list[BlockHash]:
+    def _needed(self, load: RequestLoad) -> Sequence[BlockHash]:
         """Return the hashes of the blocks that a request does not compute: all but the one with its last token."""
-        return load.request.block_hashes[: (load.request.num_tokens - 1) // self._block_size]
+        return first_of(load.request.block_hashes, (load.request.num_tokens - 1) // self._block_size)
 
     def _may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
         """Return what a session's load may evict: what is needed later. A load without an owner may evict all."""
@@ -166,8 +167,8 @@ class HostLoads:
         waiting = (one for one in requests if one.owner is not None and not (one.is_admitted or one.is_ahead))
         for load in itertools.islice(waiting, max(0, slots)):
             hashes = self._needed(load)
-            _, wanted = self.tier.missing(hashes)
-            if wanted and self.tier.load_pays(len(wanted)):
+            first, stop = self.tier.extent(hashes)
+            if first < stop and self.tier.load_pays(stop - first):
                 may_evict = self._may_evict(load.owner)
                 load.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, load.owner, may_evict) is not None
 
@@ -194,8 +195,8 @@ class HostLoads:
                 continue
             # Tails are evicted first, so with its last block on the device all of a prompt is.
             if hashes and cached_block(self.tier.device, hashes[-1]) is None:
-                size = len(self.tier.missing(hashes)[1])
-                yield Candidate(key, next_run.steps, next_run.probability, size)
+                first, stop = self.tier.extent(hashes)
+                yield Candidate(key, next_run.steps, next_run.probability, stop - first)
 
     def on_reports(self, copies: Mapping[int, CopyResult], computed: tuple[int, float]) -> None:
         """Take the workers' results of copies, and how many tokens they computed in how many seconds."""

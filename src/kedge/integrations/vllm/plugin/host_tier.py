@@ -6,22 +6,35 @@ request: blocks that did not arrive, or that a rank found corrupt, are computed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from kedge.cache import Direction
 from kedge.cache.copies import Outcome, Purpose
-from kedge.integrations.vllm.plugin.block_pools import GROUP, cached_block, leading_blocks, own_prefix, replace_queue
+from kedge.integrations.vllm.plugin.block_pools import (
+    KEY_END,
+    cached_block,
+    cached_prefix,
+    free_blocks,
+    hold_blocks,
+    known_blocks,
+    leading_blocks,
+    name_blocks,
+    one_of,
+    own_prefix,
+    replace_queue,
+    take_blocks,
+)
 from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer, BlockTransfers
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
+from kedge.structures.prefixes import leading_count
 
 
 class HostTier(BlockTransfers):
@@ -37,47 +50,34 @@ class HostTier(BlockTransfers):
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
-        return cached_block(self.host, block_hash) is not None
+        return block_hash + KEY_END in known_blocks(self.host)
 
-    def held_prefix(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of a prompt the host has, or is about to have. O(log n) look-ups.
+    def prefixes(self, hashes: Sequence[BlockHash], owner: Owner) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt the host has or is about to have, and how many of them `owner`
+        owns there. O(log n) look-ups, and O(1) where these are all that it owns.
 
         What is in a tier is a prefix, since prompts are evicted from their ends.
         """
-        return bisect_left(hashes, True, key=lambda one: one not in self._backing_up and not self.holds(one))
+        guess = self.queue.members_of(owner)
+        held = cached_prefix(self.host, hashes, self._backing_up, guess=guess)
 
-    def owned_prefix(self, hashes: Sequence[BlockHash], owner: Owner) -> int:
-        """Return how many leading blocks of a prompt on the host `owner` owns there. O(log n) look-ups."""
+        def is_owned(at: int) -> bool:
+            block = cached_block(self.host, hashes[at])
+            return block is not None and self.queue.owns(block.block_id, owner)
 
-        def is_owned(block_hash: BlockHash) -> bool:
-            block = cached_block(self.host, block_hash)
-            return block is not None and bool(self.queue.owned_prefix([block.block_id], owner))
+        return held, leading_count(is_owned, held, guess=guess)
 
-        return bisect_left(hashes, True, key=lambda one: not is_owned(one))
+    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
+        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
 
-    def missing(self, hashes: Sequence[BlockHash]) -> tuple[int, Sequence[BlockHash]]:
-        """Find what follows the prefix of `hashes` that is on the device and is on the host: its index, and its hashes.
-
-        O(log n) look-ups. What is being loaded counts as being on the device.
+        What is being loaded counts as being on the device. O(log n) look-ups.
         """
-        first, stop = self.extent(hashes)
-        return first, hashes[first:stop]
-
-    def extent(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt are on the device, and how many in either tier. O(log n) look-ups.
-
-        What is being loaded counts as being on the device.
-        """
-
-        def is_on_device(one: BlockHash) -> bool:
-            return one in self._loading or cached_block(self.device, one) is not None
-
-        first = bisect_left(hashes, True, key=lambda one: not is_on_device(one))
-        return first, bisect_left(hashes, True, lo=first, key=lambda one: not self.holds(one))
+        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
+        return first, cached_prefix(self.host, hashes, (), first, stop)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
-        ahead = sum(len(transfer.hashes) for transfer in set(self._loading.values()))
+        ahead = self.blocks_loading
         return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, ahead)
 
     # copies ---------------------------------------------------------------------------------------------------
@@ -95,10 +95,11 @@ class HostTier(BlockTransfers):
         Returns None, having changed nothing, where that is nothing, or where the free device blocks and those that
         `may_evict` accepts, except for `reserve` of them, are too few.
         """
-        first, wanted = self.missing(hashes)
-        if not wanted or not self._has_room(self.device, len(wanted) + reserve, may_evict):
-            self.counters["denied_loads"] += bool(wanted)
+        first, stop = self.extent(hashes)
+        if first == stop or not self._has_room(self.device, stop - first + reserve, may_evict):
+            self.counters["denied_loads"] += first < stop
             return None
+        wanted = hashes[first:stop]
         sources = leading_blocks(self.host, wanted)
         wanted = wanted[: len(sources)]
         prefix, targets = self._load_targets(hashes[:first], len(wanted), may_evict, reserve)
@@ -115,10 +116,10 @@ class HostTier(BlockTransfers):
     ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
         """Take device blocks for a load, and hold those of the `prefix` before it; both are [] without room."""
         above = leading_blocks(self.device, prefix)
-        self.device.touch(above)
+        hold_blocks(self.device, above)
         if self._has_room(self.device, blocks + reserve, may_evict):
-            return above, self.device.get_new_blocks(blocks)
-        self.device.free_blocks(reversed(above))
+            return above, take_blocks(self.device, blocks)
+        free_blocks(self.device, above)
         return [], []
 
     def back_up(
@@ -140,7 +141,7 @@ class HostTier(BlockTransfers):
             sources, done = sources[:room], len(hashes)
         if sources:
             wanted = [hashes[at] for at in places[:room]]
-            targets = self.host.get_new_blocks(room)
+            targets = take_blocks(self.host, room)
             transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, wanted, places[0], sources, targets, owner)
             self._backing_up.update(dict.fromkeys(wanted, transfer))
         return done
@@ -150,15 +151,17 @@ class HostTier(BlockTransfers):
     ) -> tuple[list[KVCacheBlock], list[int], int]:
         """Return device blocks that the host lacks, their places in the prompt, and the place after the last look."""
         blocks, places = list[KVCacheBlock](), list[int]()
-        for at in range(start, len(hashes)):
+        on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
+        for at, one in enumerate(hashes[start:], start):
             if len(blocks) == limit:
                 return blocks, places, at
-            if hashes[at] in self._backing_up or self.holds(hashes[at]):
+            key = one + KEY_END
+            if key in on_host or one in under_way:
                 continue
-            block = cached_block(self.device, hashes[at])
+            block = on_device.get(key)
             if block is None:
                 break
-            blocks.append(block)
+            blocks.append(one_of(block) if block.__class__ is dict else block)
             places.append(at)
         return blocks, places, len(hashes)
 
@@ -183,27 +186,29 @@ class HostTier(BlockTransfers):
     def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
         source, target = self._pools(transfer.copy.direction)
         if transfer.abandoned:
-            target.free_blocks(reversed(transfer.targets))
+            free_blocks(target, transfer.targets)
             return
         if result.ok:
             self._publish(transfer, target, result.corrupt)
         source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
         self._count(transfer, result)
-        target.free_blocks(reversed(transfer.prefix + transfer.targets))
-        source.free_blocks(reversed(transfer.sources))
+        free_blocks(target, transfer.prefix + transfer.targets)
+        free_blocks(source, transfer.sources)
+        under_way = self._loading if transfer.is_load else self._backing_up
         for one in transfer.hashes:
-            (self._loading if transfer.is_load else self._backing_up).pop(one, None)
+            under_way.pop(one, None)
 
     def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
         """Make the targets known by their hashes, except for corrupt ones and those that a request has computed
         meanwhile, which are owned in their place.
         """
-        for i, one in enumerate(transfer.hashes):
-            if i not in corrupt and cached_block(target, one) is None:
-                tokens = (transfer.first + i + 1) * target.hash_block_size
-                key = make_block_hash_with_group_id(one, GROUP)
-                target._insert_block_hash(key, transfer.targets[i], num_tokens=tokens)
-        if transfer.owner is not None and target.free_block_queue.has_step(transfer.owner):
+        named = name_blocks(target, transfer.hashes, transfer.targets, transfer.first, corrupt)
+        queue: StepFreeQueue = target.free_block_queue
+        if transfer.owner is None or not queue.has_step(transfer.owner):
+            return
+        if named == len(transfer.targets):
+            queue.own(transfer.copy.targets, transfer.owner)
+        else:
             own_prefix(target, transfer.hashes, transfer.owner)
 
     def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:

@@ -29,7 +29,7 @@ class IdleSessions:
         """Begin without sessions. `is_trusted` returns whether sessions, and not LRU, rule the device."""
         self._tier, self._settings, self._is_trusted = tier, settings, is_trusted
         self._most = tier.host.num_gpu_blocks
-        self._histories: OrderedDict[Owner, Sequence[BlockHash]] = OrderedDict()
+        self._histories: OrderedDict[Owner, list[BlockHash]] = OrderedDict()
         """Oldest first; as many blocks in all as the host has"""
         self._blocks = 0
         self._near: dict[Owner, float] = {}
@@ -45,10 +45,13 @@ class IdleSessions:
     # what changes ---------------------------------------------------------------------------------------------
 
     def ended(self, session: Owner, hashes: Sequence[BlockHash]) -> None:
-        """Take the history of a session whose turn has ended, which is on the device."""
-        self._drop(session)
-        self._histories[session] = hashes
-        self._blocks += len(hashes)
+        """Take the history of a session whose turn has ended, which is on the device. O(blocks that it has added)."""
+        known = self._histories.pop(session, [])
+        self._blocks += len(hashes) - len(known)
+        if not known or hashes[len(known) - 1 : len(known)] != known[-1:]:
+            known = []
+        known.extend(hashes[len(known) :])
+        self._histories[session] = known
         while self._blocks > self._most:
             self._drop(next(iter(self._histories)))
 
@@ -116,8 +119,8 @@ class IdleSessions:
     def _is_worth_loading(self, session: Owner) -> bool:
         if not self._has_left(session):
             return False
-        _, wanted = self._tier.missing(self._histories[session])
-        return bool(wanted) and self._tier.load_pays(len(wanted))
+        first, stop = self._tier.extent(self._histories[session])
+        return first < stop and self._tier.load_pays(stop - first)
 
     def _load(self, session: Owner) -> bool:
         settings = self._settings

@@ -5,12 +5,13 @@ Lists run through the two links that vLLM's blocks have for its own free queue. 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
+from kedge.structures.prefixes import leading_count
 from kedge.structures.step_counts import StepCounts
 
 Owner = Hashable
@@ -43,7 +44,7 @@ class OwnerSet:
     """A set of owners with the free blocks that have exactly these owners: the unit that an eviction policy ranks."""
 
     __slots__ = (
-        "head", "key", "last_access", "members", "owners", "queued", "stamp", "step", "steps", "tail", "varying",
+        "_steps", "head", "key", "last_access", "members", "owners", "queued", "stamp", "step", "tail", "varying",
     )  # fmt: skip
 
     def __init__(self, owners: Iterable[Owner] = (), varying: bool = False, stamp: int | None = None) -> None:
@@ -51,7 +52,8 @@ class OwnerSet:
         self.stamp = stamp
         """When blocks were last added, for a set that is evicted as a whole, newest block first; None: each block has
         its own time"""
-        self.steps = StepCounts()
+        self._steps: StepCounts | None = None
+        """The steps of all owners, once there were several"""
         self.step: float | None = None
         self.last_access = 0
         self.members = 0
@@ -108,12 +110,23 @@ class OwnerSet:
 
     def change_step(self, old: float | None, new: float | None) -> bool:
         """Replace the step of one owner. Returns whether the least step of the set changes."""
-        if old is not None:
-            self.steps.remove(old)
-        if new is not None:
-            self.steps.add(new)
-        before, self.step = self.step, self.steps.least
+        before = self.step
+        if self._steps is None and old == before:
+            self.step = new  # of its only owner
+        else:
+            self.step = self._change_count(old, new)
         return before != self.step
+
+    def _change_count(self, old: float | None, new: float | None) -> float | None:
+        if self._steps is None:
+            self._steps = StepCounts()
+            if self.step is not None:
+                self._steps.add(self.step)
+        if old is not None:
+            self._steps.remove(old)
+        if new is not None:
+            self._steps.add(new)
+        return self._steps.least
 
 
 class BlockOwners:
@@ -137,14 +150,9 @@ class BlockOwners:
         """All sets with members that have or had owners"""
         self._by_owner: dict[Owner, set[OwnerSet]] = {}
 
-    def sets(self) -> list[OwnerSet]:
-        """Return all sets that a block may be in."""
-        return [self.unowned, self.suffix, *self._owned]
-
-    @property
-    def has_owned_blocks(self) -> bool:
-        """Whether any block has, or had, an owner."""
-        return bool(self._owned)
+    def sets(self) -> Iterator[OwnerSet]:
+        """Yield all sets that a block may be in."""
+        return itertools.chain((self.unowned, self.suffix), self._owned)
 
     def has_step(self, owner: Owner) -> bool:
         """Return whether the step of `owner` is known."""
@@ -159,8 +167,18 @@ class BlockOwners:
         return list(self._by_owner.get(owner, ()))
 
     def owned_prefix(self, block_ids: Sequence[int], owner: Owner) -> int:
-        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n)."""
-        return bisect_left(block_ids, True, key=lambda block_id: owner not in self.set_of[block_id].owners)
+        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n), and O(1) where
+        it owns all its blocks.
+        """
+        return leading_count(lambda at: self.owns(block_ids[at], owner), len(block_ids), guess=self.members_of(owner))
+
+    def owns(self, block_id: int, owner: Owner) -> bool:
+        """Return whether a block belongs to `owner`."""
+        return owner in self.set_of[block_id].owners
+
+    def members_of(self, owner: Owner) -> int:
+        """Return how many blocks `owner` owns. O(its sets)."""
+        return sum([owners.members for owners in self._by_owner.get(owner, ())])
 
     # blocks ---------------------------------------------------------------------------------------------------
 
@@ -231,19 +249,22 @@ class BlockOwners:
         """
         changed: dict[OwnerSet, None] = {}
         for owner, next_run in changes.items():
-            old = self._steps.pop(owner, None)
+            old = self._steps.get(owner)
             new = None if next_run is None else next_run[0]
-            if new is not None:
+            if old == new:
+                continue
+            for owners in self._by_owner.get(owner, ()):
+                if owners.change_step(old, new):
+                    changed[owners] = None
+            if new is None:
+                self._remove_owner(owner)
+            else:
                 self._steps[owner] = new
-            if old != new:
-                found = self._by_owner.get(owner, ())
-                changed.update(dict.fromkeys(owners for owners in found if owners.change_step(old, new)))
-                if new is None:
-                    self._remove_owner(owner)
         return list(changed)
 
     def _remove_owner(self, owner: Owner) -> None:
         """Take `owner` from its sets. Blocks without other owners compete like unowned ones from now on."""
+        del self._steps[owner]
         for owners in self._by_owner.pop(owner, set()):
             self._unname(owners)
             owners.owners.discard(owner)

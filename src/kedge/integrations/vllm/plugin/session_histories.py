@@ -20,6 +20,7 @@ from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.eviction import StepPolicy, lru
 from kedge.policies.sessions import NextRuns, SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
 from kedge.policies.sessions.turns import NO_HINTS
+from kedge.structures.prefixes import first_of
 from kedge.types import Namespace
 from kedge.workflow.forecast import Changes
 from kedge.workflow.steps import NextRun
@@ -124,7 +125,7 @@ class SessionHistories:
         if request.status in UNANSWERED and not is_whole:
             self.ledger.cancelled(turn.turn)
             return False
-        chain = request.block_hashes[: request.num_prompt_tokens // self._block_size]
+        chain = first_of(request.block_hashes, request.num_prompt_tokens // self._block_size)
         self.ledger.answered(turn.turn, chain, TurnEnd(tool=_ending(request)))
         return True
 
@@ -145,9 +146,8 @@ class SessionHistories:
         for others in blocks[1:]:
             queue.own([block for block in others if block], key)
         size = self._block_size
-        return FinishedHistory(
-            key, request.block_hashes[: request.num_computed_tokens // size], turn.cached // size, left
-        )
+        hashes = first_of(request.block_hashes, request.num_computed_tokens // size)
+        return FinishedHistory(key, hashes, turn.cached // size, left)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Protect what requests have computed that lost their blocks and wait again."""
