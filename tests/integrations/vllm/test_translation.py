@@ -67,6 +67,22 @@ def test_a_value_seen_before_is_answered_as_by_stock(taught: Driver, dense: list
         assert list(output.outputs[0].token_ids) == dense[number]
 
 
+def test_a_prompt_is_read_after_its_first_token(taught: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught.reset()
+    drawn: list[int] = []
+    learner = taught.worker._learner
+
+    def capture(_: object) -> None:
+        drawn.append(len(request.output_token_ids))
+
+    monkeypatch.setattr(learner, "capture", capture)
+    taught.add(tokens(prompt(60, 999)), kedge=hints(prompt(60, 999), agent="newcomer"))
+    request = next(iter(taught.scheduler.requests.values()))
+    taught.run()
+    assert drawn == [1]
+    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
+
+
 def test_an_unseen_value_is_translated_and_pollutes_nothing(taught: Driver, dense: list[list[int]]) -> None:
     taught.reset()
     value = VALUES[-1]

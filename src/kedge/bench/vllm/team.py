@@ -99,7 +99,7 @@ class TeamResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
-        tokens = self.settings.agents * (self.settings.output + 1)
+        tokens = self.settings.agents * self.settings.output
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         return {
             "settings": asdict(self.settings),
@@ -189,21 +189,18 @@ class _VllmTeam:
         times.kedge.append(call.ttft_s)
 
     async def _question(self, lane: VllmLane, name: str, run: str, question: Tokens) -> Sequence[VllmCall]:
-        """Run one question. While an agent answers, the plug-in is told the next one's prompt, as Kedge's engine does.
-
-        The last token of an answer has no KV, so no agent reads it.
-        """
+        """Run one question. While an agent answers, the plug-in gets the next one's prompt, as from Kedge's engine."""
         began, calls, answers = time.perf_counter(), list[VllmCall](), list[Tokens]()
         for agent in range(self._settings.agents):
             request = self._request(run, agent, question, answers)
-            wanted = self._settings.output + 1
-            asked = asyncio.create_task((self._ask if lane.plugged else self._plain)(lane, request, wanted))
+            ask = self._ask if lane.plugged else self._plain
+            asked = asyncio.create_task(ask(lane, request, self._settings.output))
             if lane.plugged and agent + 1 < self._settings.agents:
                 await asyncio.sleep(0)  # so that the request goes first
                 await lane.tell(expected_prompt(self._request(run, agent + 1, question, [*answers, ()])))
             done = await asked
             calls.append(done)
-            answers.append(done.tokens[:-1])
+            answers.append(done.tokens)
         self.seconds[name].append(time.perf_counter() - began)
         return calls
 

@@ -80,7 +80,7 @@ class AnswerTails:
 
     def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens) -> None:
         blocks = tuple(self._held.blocks_of(capture_id))
-        self._order(Capture(answer.request, blocks, tokens, answer.is_exact, capture_id))
+        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact))
 
     def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
         """Order the captures of all answers that have ended, and lanes for the ends that fit a step.

@@ -159,7 +159,7 @@ class BaseJobs:
         job.computed = span.stop
         if span.stop < len(tokens):
             return False
-        self._order(Capture(job.request, tuple(blocks), capture_id=job.capture_id))
+        self._order(Capture(job.request, tuple(blocks), job.capture_id))
         self._forget(key)
         self._count(DONE)
         return True
@@ -173,7 +173,7 @@ class BaseJobs:
         for key in keys:
             if job := self._begun.get(key):
                 blocks = tuple(self._held.blocks_of(job.capture_id))
-                self._order(Capture(NOTHING, blocks, capture_id=job.capture_id))
+                self._order(Capture(NOTHING, blocks, job.capture_id))
             self._forget(key)
         self._count(DROPPED, len(keys))
 

@@ -39,12 +39,12 @@ class Capture:
 
     request: GenerateRequest
     blocks: tuple[int, ...]
+    capture_id: int
+    """By which the ranks report that they have read the blocks, which the scheduler holds until then"""
     response: Tokens = ()
     """Generated tokens whose KV is there"""
     exact: bool = True
     """Whether no token of the prompt was translated"""
-    capture_id: int | None = None
-    """Set if the scheduler holds the blocks until the capture is reported"""
 
 
 @dataclass

@@ -76,6 +76,8 @@ class Translations:
         self.lanes = LaneGrants(self._candidates, tails, bases)
         self._declined = DeclinedAgents()
         self._is_learning = False
+        self._completed: list[Capture] = []
+        """Prompts to be captured in the next step; their blocks are held"""
         self._needed: list[BasePrompt] = []
 
     def _order(self, capture: Capture) -> None:
@@ -200,7 +202,9 @@ class Translations:
     # once per step --------------------------------------------------------------------------------------------
 
     def take_orders(self, output: SchedulerOutput) -> Orders:
-        """Return the orders for this step, with captures of the prompts that it completes."""
+        """Return the orders for this step, with captures of the prompts that the one before completed."""
+        self._outbox.captures += self._completed
+        self._completed = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             candidate = self._candidates.get(request_id)
             if candidate is None or candidate.captured:
@@ -219,14 +223,17 @@ class Translations:
         return orders
 
     def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:
-        """Order the capture of a prompt that this step completes, if it can be learned from."""
+        """Let a prompt that this step completes be captured in the next one, if it can be learned from: its first token
+        does not wait for that.
+        """
         is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson and not candidate.translated
         state = output.kv_connector_block_state
         if not (candidate.hinted.is_base or is_lesson) or self._refusal or state is None:
             return
         block_ids = state.get_block_ids(candidate.request.request_id)
         assert block_ids is not None
-        self._outbox.captures.append(Capture(candidate.hinted.request, tuple(block_ids[0])))
+        capture_id = self._held.hold(block_ids[0])
+        self._completed.append(Capture(candidate.hinted.request, tuple(block_ids[0]), capture_id))
 
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' verdicts, and free what they have captured."""
@@ -261,7 +268,7 @@ class Translations:
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
-        self._outbox.captures = [one for one in self._outbox.captures if one.capture_id is None]
+        self._outbox.captures, self._completed = [], []
         self.lanes.tails.give_up()
         self.lanes.bases.give_up()
         self._held.give_up()

@@ -101,8 +101,7 @@ class WorkerSide:
         if self._learner:
             self._learn_from_step(self._learner, orders)
         for capture in orders.captures:
-            if capture.capture_id is not None:
-                self._reports.captured[capture.capture_id] = 1
+            self._reports.captured[capture.capture_id] = 1
         for query in orders.queries:
             self._reports.verdicts[query.request.request_id] = self._verdict(query)
 
