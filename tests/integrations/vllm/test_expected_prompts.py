@@ -21,6 +21,7 @@ from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E4
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     FACTS,
     HOLES,
+    LENGTH,
     ONE,
     OTHER,
     PARTS,
@@ -105,6 +106,7 @@ def test_what_was_known_is_not_translated_again(
     output = ask(engine, ONE)
     assert list(output.outputs[0].token_ids) == answers[ONE]
     assert receipt(output)["tokens"]["computed"] == sum(map(len, HOLES))
+    assert receipt(output)["preassembled"] == (LENGTH if segments == WHOLE else 171)
     assert translated == left and not len(prepared(engine)) and not prepared(engine).nbytes
 
 

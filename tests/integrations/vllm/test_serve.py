@@ -89,6 +89,8 @@ def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client, 
             assert not (answered <= 4 and counts["translated"]), "there are too few anchors yet"
         if sum(one["receipt"]["tokens"]["translated"] > 0 for one in agents[:-1]) >= 3:
             assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "a judge is never translated"
+            later = [one for number in range(3) for one in run(http, f"Ann{number}", 20 + number)]
+            assert any(one["receipt"]["preassembled"] for one in later), "prompts are prepared while others answer"
             return
         while served.engine.inspect()["requests"]["base_prefills"]:
             time.sleep(0.05)

@@ -40,7 +40,7 @@ def test_an_idle_engine_waits_a_moment_and_computes_a_piece_at_a_time() -> None:
     now = [0.0]
     share = BaseShare(0.5, times(), lambda: now[0])
     assert share.idle(1000) == 25, "of 2 ms each"
-    share.beside(0, 64)
+    share.computes()
     assert share.idle(1000) == 0
     now[0] = GRACE
     assert share.idle(1000) == 25 and share.idle(3) == 3

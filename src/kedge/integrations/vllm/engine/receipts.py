@@ -25,7 +25,8 @@ def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: 
     if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
         misses = (ALL_COMPUTED,)
     spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
-    return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, misses), parts_ms)
+    reasons = with_reasons(request, spans, misses)
+    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
 
 
 def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:

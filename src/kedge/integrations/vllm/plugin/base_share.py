@@ -25,6 +25,10 @@ class BaseShare:
         self._share, self._times, self._clock = share, times, clock
         self._passed, self._computed = 0, -math.inf
 
+    def computes(self) -> None:
+        """Note that a step computes something for requests."""
+        self._computed = self._clock()
+
     def idle(self, most: int) -> int:
         """Return the tokens for base prefills in a step without requests, at most `most`."""
         if self._clock() - self._computed < GRACE:
@@ -33,7 +37,6 @@ class BaseShare:
 
     def beside(self, prefill: int, most: int) -> int:
         """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
-        self._computed = self._clock()
         if prefill and self._passed < PATIENCE:
             self._passed += 1
             return 0

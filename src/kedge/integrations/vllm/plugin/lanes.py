@@ -94,6 +94,8 @@ class GapLanes:
         """Grant lanes, and leave their tokens and rows to them."""
         running = len(self.running) + self.num_waiting_for_streaming_input
         rows = self.scheduler_config.max_num_seqs
+        if self.requests:
+            self._base_share.computes()
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
         is_paused = self.pause_state is not PauseState.UNPAUSED
         tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))

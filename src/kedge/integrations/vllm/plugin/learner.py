@@ -120,7 +120,8 @@ class Learner:
                 dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
             )
         self.writes.put(request.request_id, PlannedWrite(plan, head, ready, seconds + time.monotonic() - began))
-        return TranslationVerdict(holes, misses, wanted, self._lanes)
+        stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
+        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=max(stops, default=0))
 
     def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
         """Plan a prompt, going on from what was prepared of it. Returns that, too, and the seconds that it took."""

@@ -82,6 +82,8 @@ class TranslationVerdict:
     """Why this prompt has one hole at most, if that is for want of lanes"""
     awaits: tuple[Tokens, ...] = ()
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
+    ready: int = 0
+    """Leading tokens of which what is translated was so before the request arrived"""
     is_lesson: bool = False
     """Whether its KV is worth learning from if all of it is computed"""
     is_declined: bool = False
@@ -102,6 +104,7 @@ class TranslationVerdict:
             self.needs or other.needs,
             self.lanes or other.lanes,
             self.awaits or other.awaits,
+            min(self.ready, other.ready),
             self.is_lesson or other.is_lesson,
             self.is_declined and other.is_declined,
         )

@@ -10,8 +10,10 @@ from kedge.reuse.plan import spans_of
 from kedge.types import Miss, Receipt, Source, Tokens
 
 
-def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...]) -> Receipt:
-    """Return the receipt of a request. `misses` give the reasons why tokens were not translated."""
+def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...], ready: int = 0) -> Receipt:
+    """Return the receipt of a request. `misses` give the reasons why tokens were not translated; of the first `ready`
+    tokens, what is translated was so before the request arrived.
+    """
     total = tracked.request.num_prompt_tokens
     device = min(tracked.device, total)
     sources = [Source.HOST if i in tracked.load.tokens else Source.DEVICE for i in range(device)]
@@ -19,7 +21,8 @@ def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...]) -> Receipt:
     for span in tracked.translated:
         sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
     request = tracked.hinted.request
-    return Receipt(request.request_id, request.reuse, spans_of(sources), misses)
+    preassembled = ready if tracked.translated else 0
+    return Receipt(request.request_id, request.reuse, spans_of(sources), misses, preassembled=preassembled)
 
 
 def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens], lanes: str | None) -> dict[str, Any]:
@@ -30,6 +33,7 @@ def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens], lanes: str | None
         "mode": receipt.mode.value,
         "tokens": {source.value: receipt.tokens(source) for source in Source},
         "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
+        "preassembled": receipt.preassembled,
         "lanes": lanes,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
         "base": [list(tokens) for tokens in needs],

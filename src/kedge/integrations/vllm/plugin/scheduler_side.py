@@ -161,7 +161,7 @@ class SchedulerSide:
     def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:
         request = tracked.request
         outcome = self.translations.take_outcome(request.request_id)
-        receipt = receipt_of(tracked, outcome.misses)
+        receipt = receipt_of(tracked, outcome.misses, outcome.ready)
         self._translated_tokens += receipt.translated
         data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
         if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:

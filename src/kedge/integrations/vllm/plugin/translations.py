@@ -39,6 +39,8 @@ class TranslationOutcome:
     """Prompts whose prefill would give missing base KV, where the scheduler computes none by itself"""
     lanes: str | None = None
     """Why nothing in the middle of the prompt could be computed"""
+    ready: int = 0
+    """Leading tokens of which what is translated was so before the request arrived"""
 
 
 @dataclass(slots=True)
@@ -193,7 +195,7 @@ class Translations:
             return TranslationOutcome(candidate.declined or ())
         lanes = verdict.lanes or (None if self.lanes.max_lanes else NO_LANES)
         needs = () if self.lanes.bases.is_open else verdict.needs
-        return TranslationOutcome(verdict.misses, needs, lanes)
+        return TranslationOutcome(verdict.misses, needs, lanes, verdict.ready)
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
