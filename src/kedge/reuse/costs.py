@@ -107,6 +107,11 @@ class EngineCosts:
         """Record that matching, blending and writing `tokens` tokens of `segments` segments took `seconds`."""
         self._translations.observe((segments, tokens), seconds)
 
+    @property
+    def is_by_cost(self) -> bool:
+        """Whether what takes longer than computing is not to be done."""
+        return self._by_cost
+
     def pass_seconds(self, tokens: int, sequences: int) -> float:
         """Return the expected seconds of a pass."""
         return self._passes.of((1.0, tokens, sequences))

@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin.declined_agents import SKIPS  # noqa: E402
+from kedge.integrations.vllm.plugin.losing_workflows import LOSING  # noqa: E402
 from kedge.reuse.costs import LinearCost  # noqa: E402
 from kedge.reuse.planner import CHEAPER  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import ONE, SETTINGS, ask, hints, lane_engine, tokens  # noqa: E402
+from tests.integrations.vllm.lane_prompts import ONE, OTHER, SETTINGS, ask, hints, lane_engine, tokens  # noqa: E402
 
 DEAR, CHEAP = LinearCost((1.0, 1.0)), LinearCost((1e-9, 1e-9))
 
@@ -75,3 +76,14 @@ def test_translation_comes_back_when_it_pays_again(engine: Driver) -> None:
         engine.reset()
         found.append(bool(receipt(ask(engine, ONE))["tokens"]["translated"]))
     assert found == [False] * SKIPS + [True]
+
+
+def test_a_workflow_that_loses_time_is_left_alone_run_by_run(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    price(engine, CHEAP)
+    monkeypatch.setattr(engine.worker._learner._balances, "is_losing", lambda _: True)
+    engine.reset()
+    assert receipt(ask(engine, ONE))["tokens"]["translated"], "the first to hear of it"
+    for _ in range(2):
+        engine.reset()
+        steps, found = steps_until_admitted(engine, OTHER)
+        assert steps == 1 and [miss["reason"] for miss in found["misses"]] == [LOSING]

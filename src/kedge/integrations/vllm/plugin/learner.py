@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
@@ -17,6 +17,7 @@ from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
 from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
+from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.holes import Holes
@@ -74,7 +75,8 @@ class Learner:
         self._expected = ExpectedPrompts(
             self._runtime, pages, self._exact_at_hand, settings.anchors.max_base_bytes // EXPECTED_SHARE
         )
-        self.writes = PlannedWrites(pages, costs)
+        self._costs, self._balances = costs, Balances()
+        self.writes = PlannedWrites(pages, costs, self._balances)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
@@ -84,8 +86,17 @@ class Learner:
 
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed, and which base KV would help."""
+        began = time.monotonic()
+        self._balances.request(query.request)
+        verdict = self._judged(query)
+        if verdict.tokens == query.request.prompt_tokens:
+            self._balances.spend(query.request, time.monotonic() - began)
+        is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
+        return replace(verdict, is_losing=is_losing)
+
+    def _judged(self, query: TranslationQuery) -> TranslationVerdict:
         request = query.request
-        wanted = () if query.has_waited else self._note(self._runtime.needs(request))
+        wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
         if self._refusal:
             misses = (Miss("*", self._refusal),)
             is_lesson = self._refusal is UNCHECKED
@@ -94,15 +105,17 @@ class Learner:
             return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
         return self._planned(query, wanted)
 
-    def _note(self, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
+    def _note(self, request: GenerateRequest, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
         """Keep needed base prefills until they are captured. Returns their prompts."""
-        needs = list(needs)
-        self._needs.update({(need.namespace, need.tokens): need for need in needs})
-        return tuple(need.tokens for need in needs)
+        by_prompt = {(need.namespace, need.tokens): need for need in needs}
+        new = by_prompt.keys() - self._needs.keys()
+        self._balances.spend(request, sum(self._costs.added_seconds(len(tokens), 1) for _, tokens in new))
+        self._needs.update(by_prompt)
+        return tuple(tokens for _, tokens in by_prompt)
 
     def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
         exact = max(query.exact, self._exact_at_hand(query.request))
-        return self._note(self._runtime.prerequisites(query.request, exact, of_later_readers=True))
+        return self._note(query.request, self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
@@ -119,7 +132,8 @@ class Learner:
             return TranslationVerdict(
                 dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
             )
-        self.writes.put(request.request_id, PlannedWrite(plan, head, ready, seconds + time.monotonic() - began))
+        seconds += time.monotonic() - began
+        self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
         return TranslationVerdict(holes, misses, wanted, self._lanes, ready=max(stops, default=0))
 
@@ -162,8 +176,10 @@ class Learner:
         request, table = order.request, self._pages.table(order.blocks)
         start = request.prompt_tokens
         if order.response:
+            began = time.monotonic()
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
+            self._balances.spend(request, time.monotonic() - began)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self._pages.read(table, cut.start, cut.stop))
@@ -250,6 +266,7 @@ class Learner:
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
         self._expected.clear()
+        self._balances.clear()
         self._runtime.clear()
         self._captured.clear()
 

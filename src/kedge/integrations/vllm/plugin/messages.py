@@ -86,6 +86,8 @@ class TranslationVerdict:
     """Leading tokens of which what is translated was so before the request arrived"""
     is_lesson: bool = False
     """Whether its KV is worth learning from if all of it is computed"""
+    is_losing: bool = False
+    """Whether translating its workflow takes more time than it saves"""
     is_declined: bool = False
     """Whether all of it is computed because that takes less time than translating it"""
 
@@ -106,6 +108,7 @@ class TranslationVerdict:
             self.awaits or other.awaits,
             min(self.ready, other.ready),
             self.is_lesson or other.is_lesson,
+            self.is_losing and other.is_losing,
             self.is_declined and other.is_declined,
         )
 

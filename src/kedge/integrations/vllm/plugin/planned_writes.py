@@ -12,15 +12,17 @@ from kedge.integrations.vllm.plugin.messages import TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
+from kedge.policies.balance import Balances
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import ReusePlan
-from kedge.types import RequestId
+from kedge.types import GenerateRequest, RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWrite:
     """The KV to be written for a request that can be translated."""
 
+    request: GenerateRequest
     plan: ReusePlan
     head: KVSegment | None
     """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
@@ -33,9 +35,9 @@ class PlannedWrite:
 class PlannedWrites:
     """The planned writes of one rank, until their requests are admitted."""
 
-    def __init__(self, pages: Pages, costs: EngineCosts) -> None:
-        """`costs` observes what translations take."""
-        self._pages, self._costs, self._translator = pages, costs, Translator(pages)
+    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances) -> None:
+        """`costs` observes what translations take, `balances` what they take and save."""
+        self._pages, self._costs, self._balances, self._translator = pages, costs, balances, Translator(pages)
         self._planned: dict[RequestId, PlannedWrite] = {}
 
     def __len__(self) -> int:
@@ -57,7 +59,10 @@ class PlannedWrites:
         if planned.head is not None and start < planned.head.tokens:
             self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
         count, tokens = self._translate(planned, table, range(start, stop))
-        self._costs.observe_translation(count, tokens, planned.seconds + time.monotonic() - began)
+        seconds = planned.seconds + time.monotonic() - began
+        self._costs.observe_translation(count, tokens, seconds)
+        self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))
+        self._balances.spend(planned.request, seconds)
 
     def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
         """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""

@@ -20,6 +20,7 @@ from kedge.integrations.vllm.plugin.declined_agents import DeclinedAgents
 from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
+from kedge.integrations.vllm.plugin.losing_workflows import LOSING, LosingWorkflows
 from kedge.integrations.vllm.plugin.messages import Capture, Orders, Reports, TranslationQuery, TranslationWrite
 from kedge.reuse.holes import Holes
 from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens
@@ -76,7 +77,7 @@ class Translations:
         self._held = HeldBlocks(ranks)
         tails, bases = AnswerTails(self._held, self._order), BaseJobs(self._held, self._order)
         self.lanes = LaneGrants(self._candidates, tails, bases)
-        self._declined = DeclinedAgents()
+        self._declined, self._losing = DeclinedAgents(), LosingWorkflows()
         self._is_learning = False
         self._completed: list[Capture] = []
         """Prompts to be captured in the next step; their blocks are held"""
@@ -110,6 +111,8 @@ class Translations:
     def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
         """Take a new request."""
         refusal = self._refusal or request_refusal(request)
+        if hinted.request.reuse is ReuseMode.TRANSLATE and self._losing.leaves_alone(hinted.request):
+            refusal = refusal or LOSING
         candidate = self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
         if candidate.is_asked_about:
             candidate.declined = self._declined.take(hinted.request)
@@ -244,6 +247,7 @@ class Translations:
             if candidate := self._candidates.get(request_id):
                 candidate.take_verdict(verdict, self.lanes.max_lanes)
                 self._declined.put(candidate.hinted.request, verdict)
+                self._losing.report(candidate.hinted.request, is_losing=verdict.is_losing)
                 self._need(candidate.hinted.request.namespace, verdict.needs)
                 self._await(candidate, verdict.awaits)
         for capture_id, ranks in reports.captured.items():

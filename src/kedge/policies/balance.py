@@ -1,0 +1,61 @@
+"""Whether reuse has saved a workflow more time than it has taken.
+
+Whether one segment pays is decided by its own costs. Beside them stand others, which no segment has to itself: matching
+what is then computed, reading answers that are then not used, base KV for few readers. So what translation takes and
+saves is added up for each workflow, and where it loses it can stand aside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, Namespace, WorkflowId
+
+MAX_WORKFLOWS = 1024
+LEAST = 64
+"""Requests from the first that was translated on, before a balance counts"""
+FORGET = 0.98
+"""Factor on all sums with every request"""
+
+
+@dataclass(slots=True)
+class _Balance:
+    requests: int = 0
+    spent: float = 0.0
+    saved: float = 0.0
+
+
+class Balances:
+    """The seconds that translation has taken and saved, by workflow. Nothing counts before the first that it saves."""
+
+    def __init__(self) -> None:
+        self._balances: BoundedDict[tuple[Namespace, WorkflowId], _Balance] = BoundedDict(MAX_WORKFLOWS)
+
+    def request(self, request: GenerateRequest) -> None:
+        """Count a request about which it was asked what can be translated."""
+        if found := self._balances.get(_workflow(request)):
+            found.requests += 1
+            found.spent, found.saved = FORGET * found.spent, FORGET * found.saved
+
+    def spend(self, request: GenerateRequest, seconds: float) -> None:
+        """Add time that translation has taken."""
+        if found := self._balances.get(_workflow(request)):
+            found.spent += seconds
+
+    def save(self, request: GenerateRequest, seconds: float) -> None:
+        """Add time that computing what was translated would have taken."""
+        self._balances.use(_workflow(request), _Balance).saved += seconds
+
+    def is_losing(self, request: GenerateRequest) -> bool:
+        """Return whether translating the request's workflow takes more time than it saves."""
+        found = self._balances.get(_workflow(request))
+        return found is not None and found.requests >= LEAST and found.spent > found.saved
+
+    def clear(self) -> None:
+        """Forget all balances."""
+        self._balances.clear()
+
+
+def _workflow(request: GenerateRequest) -> tuple[Namespace, WorkflowId]:
+    return request.namespace, request.workflow

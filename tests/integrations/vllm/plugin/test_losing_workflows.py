@@ -1,0 +1,38 @@
+"""Workflows that translation makes slower: which of their runs are left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.losing_workflows import TRIED, LosingWorkflows
+from kedge.types import GenerateRequest, RunId, Segment, WorkflowId
+
+
+def request(run: str, workflow: str = "w") -> GenerateRequest:
+    return GenerateRequest((Segment((5,), "p0"),), run=RunId(run), workflow=WorkflowId(workflow))
+
+
+def test_one_in_so_many_runs_is_tried_as_a_whole() -> None:
+    losing = LosingWorkflows()
+    assert not losing.leaves_alone(request("r0"))
+    losing.report(request("r0"), is_losing=True)
+    found = [[losing.leaves_alone(request(f"r{at}")) for _ in range(3)] for at in range(1, 2 * TRIED + 1)]
+    assert found == 2 * ([3 * [True]] * (TRIED - 1) + [3 * [False]])
+
+
+def test_requests_without_a_run_are_tried_one_by_one() -> None:
+    losing = LosingWorkflows()
+    losing.report(request(""), is_losing=True)
+    assert [losing.leaves_alone(request("")) for _ in range(2 * TRIED)] == 2 * ([True] * (TRIED - 1) + [False])
+
+
+def test_a_workflow_that_wins_again_is_left_alone_no_longer() -> None:
+    losing = LosingWorkflows()
+    losing.report(request("r0"), is_losing=True)
+    assert losing.leaves_alone(request("r1")) and not losing.leaves_alone(request("r1", "other"))
+    losing.report(request("r0"), is_losing=True)
+    assert losing.leaves_alone(request("r1")), "what is reported again changes nothing"
+    losing.report(request("r0"), is_losing=False)
+    assert not losing.leaves_alone(request("r2"))
