@@ -11,11 +11,13 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.integrations.vllm.plugin.translations import MAX_WAITS  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
+from kedge.reuse.lanes import LaneBudget  # noqa: E402
 from kedge.types import Namespace  # noqa: E402
 from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import (
-    PARTS,  # noqa: E402
+from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+    PARTS,
     PLAIN,
     SCHEDULER,
     SETTINGS,
@@ -125,7 +127,7 @@ def test_beside_requests_they_take_their_share_of_a_step(
 def test_a_full_pool_drops_the_one_under_way(engine: Driver, stock_answers: dict[Any, list[int]]) -> None:
     bases = engine.side.translations.lanes.bases
     bases.add(Namespace("default"), tuple(prompt(400, 31)))
-    engine.step()
+    engine.run(until=lambda: bool(bases._begun))
     assert bases._begun
     held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
     name = engine.add(PLAIN[0], 40)
@@ -146,7 +148,7 @@ def test_what_the_model_cannot_compute_is_refused(engine: Driver) -> None:
 def test_emptying_the_cache_gives_them_up(engine: Driver) -> None:
     bases = engine.side.translations.lanes.bases
     bases.add(Namespace("default"), tuple(prompt(400, 31)))
-    engine.step()
+    engine.run(until=lambda: bool(bases._begun))
     assert engine.scheduler.reset_prefix_cache()
     assert not bases
 
@@ -181,3 +183,20 @@ def test_a_busy_engine_computes_base_kv_before_the_prompts_that_read_it(
     assert receipt(engine.finished[stranger])["tokens"]["translated"] == 0
     assert receipt(engine.finished[reader])["tokens"]["translated"] > 200
     assert len(captured.prompts) >= 2 and neighbour in engine.finished
+
+
+def test_a_request_waits_for_base_kv_for_so_many_steps_and_no_more(
+    engine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translations, learner = engine.side.translations, engine.worker._learner
+    neighbour = engine.add(tokens(0), 2 * MAX_WAITS, hints(0))
+    engine.run(until=lambda: bool(engine.scheduler.running))
+    monkeypatch.setattr(learner, "_refusal", None)
+    monkeypatch.setattr(learner, "_prerequisites", lambda _: (tuple(prompt(50, 41)),))
+    monkeypatch.setattr(translations.lanes.bases, "grant", lambda *_, **__: LaneBudget(0, 0))
+    name = engine.add(tokens(5), 4, hints(5))
+    candidate = [*translations._candidates.values()][-1]
+    engine.run(until=lambda: name in engine.finished)
+    assert candidate.waits == MAX_WAITS + 1 and neighbour not in engine.finished
+    translations.lanes.bases.give_up()
+    monkeypatch.undo()

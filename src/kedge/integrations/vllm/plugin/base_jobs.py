@@ -100,6 +100,11 @@ class BaseJobs:
             self._wanted.pop(key, None)
             self._awaited[key] = None
 
+    @property
+    def awaited(self) -> int:
+        """Number of prefills that requests wait for."""
+        return len(self._awaited)
+
     def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
         """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
         return (namespace, tokens) in self._awaited

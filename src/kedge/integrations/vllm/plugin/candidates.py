@@ -32,6 +32,8 @@ class TranslationCandidate:
     verdict: TranslationVerdict | None = None
     awaits: tuple[Tokens, ...] | None = None
     """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
+    waits: int = 0
+    """Steps in which it has waited for that"""
     declined: tuple[Miss, ...] | None = None
     """The misses of its agent's last request, where the workers are not asked because translating does not pay"""
     holes: Holes = ()

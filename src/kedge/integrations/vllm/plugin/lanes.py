@@ -109,14 +109,16 @@ class GapLanes:
         self.max_num_active_reqs = min(self.max_num_active_reqs, left.rows + running)
 
     def _grant_base(self, lanes: LaneGrants, left: LaneBudget, demand: int) -> LaneBudget:
-        """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions."""
+        """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
+        a request waits for a base prefill.
+        """
         if self.pause_state is not PauseState.UNPAUSED:
             lanes.bases.stop()
         if not lanes.bases:
             return LaneBudget(0, 0)
         first = next(iter(self.waiting), None) if self.waiting else None
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if self.waiting else 0)
+        budget = left.less(demand, 1 if self.waiting and not lanes.bases.awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)

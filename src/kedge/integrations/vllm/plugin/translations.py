@@ -30,6 +30,9 @@ BasePrompt = tuple[str, Tokens]
 MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
 
+MAX_WAITS = 64
+"""Steps for which a request waits for base KV; then it goes on without"""
+
 
 @dataclass(frozen=True, slots=True)
 class TranslationOutcome:
@@ -156,7 +159,9 @@ class Translations:
     def _awaits_base(self, candidate: TranslationCandidate) -> bool:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
         namespace = candidate.hinted.request.namespace
-        if any(self.lanes.bases.is_awaited(namespace, tokens) for tokens in candidate.awaits or ()):
+        candidate.waits += 1
+        is_awaited = any(self.lanes.bases.is_awaited(namespace, tokens) for tokens in candidate.awaits or ())
+        if is_awaited and candidate.waits <= MAX_WAITS:
             return True
         candidate.withdraw()
         candidate.awaits, candidate.queries = (), 0
