@@ -125,8 +125,8 @@ def tables() -> Iterator[tuple[str, FittingTable]]:
         yield "bench sessions", table
     yield "bench vllm", bench_tables.vllm_team(stored("vllm-team.json")["team"])
     yield "bench vllm, accuracy", bench_tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"])
-    for name, clients in stored("vllm-load-nano.json")["load"].items():
-        yield f"bench vllm, load, {name}", bench_tables.load(name, 15.0, clients, "engine")
+    for name, clients in stored("vllm-load.json")["load"].items():
+        yield f"bench vllm, load, {name}", bench_tables.load(name, 120.0, clients, "engine")
     yield from stored_tables()
 
 
