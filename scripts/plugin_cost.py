@@ -115,7 +115,9 @@ class Engine:
         self._pool.free_blocks(reversed(blocks))
 
     def _orders(self) -> None:
-        output: Any = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={}, preempted_req_ids=None)
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=1, num_scheduled_tokens={}, scheduled_new_reqs=(), preempted_req_ids=None
+        )
         with self.clock.on("step"):
             orders = self._side.build_orders(output)
         done = {copy.copy_id: CopyResult(1, True, 1e-6) for copy in orders.copies}
