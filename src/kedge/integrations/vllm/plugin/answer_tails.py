@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request, RequestStatus
 
-from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks, HeldLane
+from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks, HeldLane, HeldLanes
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Tokens
@@ -54,16 +54,16 @@ class EndedAnswer:
         return self.tokens + trail if fits else self.tokens
 
 
-class AnswerTails:
+class AnswerTails(HeldLanes):
     """The ends of answers of one scheduler. Before `open`, none is computed."""
 
     def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
         """`order` takes the captures for the step that is being scheduled, or for the next one."""
+        super().__init__()
         self._held, self._order = held, order
         self._limit = self._vocabulary = self._block_size = 0
         self._ended: dict[int, EndedAnswer] = {}
         """Answers that ended since the last step, by the ids of their captures"""
-        self._granted: list[HeldLane] = []
 
     def open(self, limit: int, vocabulary: int, block_size: int) -> None:
         """Let ends be computed by a model with `limit` positions and `vocabulary` tokens."""
@@ -110,16 +110,6 @@ class AnswerTails:
         else:
             self._held.free(capture_id)
         return None
-
-    @property
-    def taken(self) -> LaneBudget:
-        """What the lanes of this step take of it."""
-        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
-
-    def take_granted(self) -> list[HeldLane]:
-        """Return the lanes of this step."""
-        granted, self._granted = self._granted, []
-        return granted
 
     def give_up(self) -> None:
         """Forget the answers that have ended since the last step, whose blocks are freed by the caller."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks, HeldLane
+from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks, HeldLane, HeldLanes
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.structures.bounded import BoundedDict
@@ -50,11 +50,12 @@ class _BegunPrefill:
     computed: int = 0
 
 
-class BaseJobs:
+class BaseJobs(HeldLanes):
     """The base prefills of one scheduler. Before `open`, it takes none."""
 
     def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
         """`order` takes the captures for the step that is being scheduled."""
+        super().__init__()
         self._held, self._order = held, order
         self._model: PassLimits | None = None
         self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
@@ -63,7 +64,6 @@ class BaseJobs:
         """Those that a request waits for, oldest first"""
         self._begun: dict[BaseKey, _BegunPrefill] = {}
         self._counts: Counter[str] = Counter()
-        self._granted: list[HeldLane] = []
 
     def open(self, model: PassLimits, most: int) -> None:
         """Compute base prefills from now on. At most `most` are queued that no request waits for."""
@@ -186,16 +186,6 @@ class BaseJobs:
         self._begun.pop(key, None)
         self._awaited.pop(key, None)
         self._wanted.pop(key, None)
-
-    @property
-    def taken(self) -> LaneBudget:
-        """What the lanes of this step take of it."""
-        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
-
-    def take_granted(self) -> list[HeldLane]:
-        """Return the lanes of this step."""
-        granted, self._granted = self._granted, []
-        return granted
 
     def stop(self) -> None:
         """Drop all base prefills: nothing may be computed."""

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from kedge.reuse.lanes import LaneBudget
+
 
 class HeldLane(NamedTuple):
     """Positions to be computed by a lane in held blocks."""
@@ -16,6 +18,23 @@ class HeldLane(NamedTuple):
     """All tokens before and in the lane, and one more, so that the runner draws none"""
     blocks: list[int]
     span: range
+
+
+class HeldLanes:
+    """A source of lanes in held blocks, granted step by step."""
+
+    def __init__(self) -> None:
+        self._granted: list[HeldLane] = []
+
+    @property
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it."""
+        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
+
+    def take_granted(self) -> list[HeldLane]:
+        """Return the lanes of this step."""
+        granted, self._granted = self._granted, []
+        return granted
 
 
 class HeldBlocks:

@@ -121,7 +121,7 @@ class Learner:
         """Plan a prompt, and keep the plan for its write where something is translated."""
         began = time.monotonic()
         request, head = query.request, self._head(query.request)
-        exact = max(query.exact, self._exact_at_hand(request))
+        exact = max(query.exact, head.tokens if head else 0)
         plan, ready, seconds = self._plan(request, exact)
         holes, misses = plan.holes, plan.misses
         if plan.translates and self._lanes is not None:
