@@ -93,6 +93,14 @@ class RunKey(NamedTuple):
         return f"{self.client_id}/{self.run_id}" if self.client_id else self.run_id
 
 
+class WorkflowAgent(NamedTuple):
+    """One agent in all runs of its workflow."""
+
+    namespace: Namespace
+    workflow: WorkflowId
+    agent: AgentId
+
+
 class AgentKey(NamedTuple):
     """One agent in one run of one client: the key of a label in the cache."""
 
@@ -243,6 +251,11 @@ class GenerateRequest:
     def agent_key(self) -> AgentKey:
         """The agent that asks, in its run."""
         return AgentKey(*self.run_key, self.agent)
+
+    @property
+    def workflow_agent(self) -> WorkflowAgent:
+        """The agent that asks, in whichever run."""
+        return WorkflowAgent(self.namespace, self.workflow, self.agent)
 
     @property
     def tokens(self) -> Tokens:

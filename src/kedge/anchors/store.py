@@ -81,10 +81,10 @@ class AnchorStore:
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
-    def has_enough(self, site: PlaceholderSite, pool: PoolKey) -> bool:
-        """Return whether a site has as many anchors as a translation needs."""
+    def anchors_missing(self, site: PlaceholderSite, pool: PoolKey) -> int:
+        """Return how many anchors a site lacks for a translation."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        return offsets is not None and len(offsets.holders) >= self._config.min_anchors
+        return max(0, self._config.min_anchors - (len(offsets.holders) if offsets else 0))
 
     def is_saturated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
         """Return whether a site has observed so many values that one more hardly changes its estimates."""

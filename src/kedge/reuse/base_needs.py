@@ -56,7 +56,16 @@ class BaseNeeds:
             return True
         pool = pool_of(request, placed)
         was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
-        return was_read and self._anchors.has_enough(PlaceholderSite(key, placed.index), pool)
+        return was_read and not self._anchors.anchors_missing(PlaceholderSite(key, placed.index), pool)
+
+    def lessons_missing(self, request: GenerateRequest, exact_tokens: int) -> int:
+        """Return how many prompts of its agent have to be learned from until all values behind its first `exact_tokens`
+        have enough anchors.
+        """
+        key, values = template_key(request), self.worth_translating(request, layout(request))
+        wanted = (one for one in values if one.stop > exact_tokens)
+        sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in wanted)
+        return max((self._anchors.anchors_missing(*site) for site in sites), default=0)
 
     def worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""

@@ -117,6 +117,12 @@ class Runtime:
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
 
+    def lessons_missing(self, request: GenerateRequest, exact_tokens: int) -> int:
+        """Return how many prompts of the request's agent have to be learned from until all values behind its first
+        `exact_tokens` can be translated.
+        """
+        return self._needs.lessons_missing(request, exact_tokens) if self.learns(request) else 0
+
     def observe(self, request: GenerateRequest, read: ReadKV) -> Iterator[Placed]:
         """Measure the offsets of a densely prefilled prompt and feed the anchor pools.
 

@@ -145,14 +145,15 @@ class RunLoop:
         return self.workflow.needs(step) <= self.results.keys()
 
     def _submit(self, step: Step) -> Stream:
+        """Submit a step's request, after the forecast, which an engine may pass on with it."""
         request = self._request(step)
+        self.engine.forecast(self.progress.started(step.agent, time.monotonic()))
         try:
             stream = self.engine.submit(request)
         except KedgeError as error:
             add_place(error, step)
             raise
         self.in_flight[step] = request.request_id
-        self.engine.forecast(self.progress.started(step.agent, time.monotonic()))
         return stream
 
     def _request(self, step: Step) -> GenerateRequest:

@@ -69,12 +69,12 @@ class Captured:
         learner = engine.worker._learner
         capture = learner.capture
 
-        def capturing(order: Any) -> None:
+        def capturing(order: Any, *seconds: float) -> None:
             if (order.request.namespace, order.request.tokens) in learner._needs:
                 table = learner._pages.table(order.blocks)
                 kv = learner._pages.read(table, 0, order.request.prompt_tokens)
                 self.prompts.append((list(order.request.tokens), kv))
-            capture(order)
+            capture(order, *seconds)
 
         patched.setattr(learner, "capture", capturing)
 

@@ -23,11 +23,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.integrations.vllm.engine.base_prefills import BasePrefills
+from kedge.integrations.vllm.engine.held_forecasts import HeldForecasts
 from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, Tokens, WorkflowId
+from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
 
 logger = logging.getLogger(__name__)
 MAX_AGENTS = 4096
@@ -74,8 +75,11 @@ class Driver:
         self._receipts: dict[RequestId, asyncio.Future[ReceiptData]] = {}
         """Receipts that may come without an output"""
         self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
+        self._outgoing = HeldForecasts(
+            self._messages.put_nowait, lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call)
+        )
         self._numbers = itertools.count()
-        self._translated: BoundedDict[tuple[Namespace, WorkflowId, AgentId], bool] = BoundedDict(MAX_AGENTS)
+        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(MAX_AGENTS)
         """Whether an agent's last prompt was translated"""
         self.bases = BasePrefills(self._prefill_base)
 
@@ -94,6 +98,9 @@ class Driver:
     def begin(self, response: StreamedResponse) -> None:
         """Submit a request. Its stream always ends, with a completion or an error."""
         self.bases.pause()
+        if self._plugged:
+            hints = response.params.extra_args["kv_transfer_params"]["kedge"]
+            hints.update(self._outgoing.take(response.request.namespace, hints))
         generating = asyncio.create_task(self._generate(response))
         self._generating[response.request.request_id] = generating
         self._waiting.add(response.request.request_id)
@@ -143,7 +150,7 @@ class Driver:
         error = None if generating.cancelled() else generating.exception()
         receipt = None if error else await self._receipt(response, generating, later)
         if receipt:
-            self._translated[_agent(response.request)] = bool(receipt["tokens"]["translated"])
+            self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
         del self._receipts[request_id], self._generating[request_id]
         _end(response, error, receipt)
         self._stop_waiting(request_id)
@@ -162,7 +169,7 @@ class Driver:
 
     def translates(self, request: GenerateRequest) -> bool:
         """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
-        return self._translated.get(_agent(request), False)
+        return self._translated.get(request.workflow_agent, False)
 
     def on_base_needs(self, prompts: Iterable[tuple[str, Tokens]]) -> None:
         """Take prompts whose prefill would give missing base KV, with the text forms of their namespaces."""
@@ -182,7 +189,7 @@ class Driver:
     def send(self, messages: Iterable[PluginMessage]) -> None:
         """Send messages to the plug-in in this order, unless vLLM has died."""
         for message in messages if not self.is_dead else ():
-            self._messages.put_nowait(message)
+            self._outgoing.pass_on(message)
 
     async def _send_messages(self) -> None:
         """Send messages as `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt."""
@@ -267,10 +274,6 @@ def _params(hints: Mapping[str, Any]) -> SamplingParams:
 async def _within(future: asyncio.Future[ReceiptData], seconds: float) -> ReceiptData | None:
     done, _ = await asyncio.wait([future], timeout=seconds)
     return future.result() if done else None
-
-
-def _agent(request: GenerateRequest) -> tuple[Namespace, WorkflowId, AgentId]:
-    return request.namespace, request.workflow, request.agent
 
 
 def _end(response: StreamedResponse, error: BaseException | None, receipt: ReceiptData | None) -> None:

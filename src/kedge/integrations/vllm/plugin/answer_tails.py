@@ -78,9 +78,9 @@ class AnswerTails(HeldLanes):
         elif answer.computed:
             self._capture(self._held.hold(block_ids), answer, answer.tokens[: answer.computed])
 
-    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens) -> None:
+    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens, end: int = 0) -> None:
         blocks = tuple(self._held.blocks_of(capture_id))
-        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact))
+        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact, end))
 
     def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
         """Order the captures of all answers that have ended, and lanes for the ends that fit a step.
@@ -102,7 +102,7 @@ class AnswerTails(HeldLanes):
         span = range(len(answer.prompt) + answer.computed, len(answer.prompt) + len(kept))
         has_room = len(span) <= left.tokens and left.rows > 0 and span.stop < self._limit
         if span and has_room and self._held.grow(capture_id, -(-span.stop // self._block_size), spare):
-            self._capture(capture_id, answer, kept)
+            self._capture(capture_id, answer, kept, len(span))
             tokens = [*answer.prompt, *kept, kept[-1]]
             return HeldLane(tokens, self._held.blocks_of(capture_id)[: -(-span.stop // self._block_size)], span)
         if answer.computed:

@@ -95,6 +95,10 @@ class BaseJobs(HeldLanes):
     def add_awaited(self, namespace: Namespace, tokens: Tokens) -> None:
         """Queue a base prefill that a request waits for, before those that none does."""
         self.add(namespace, tokens)
+        self.hurry(namespace, tokens)
+
+    def hurry(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Compute a base prefill, if it is queued, before those that no request waits for."""
         key = namespace, tokens
         if key in self._wanted or key in self._begun:
             self._wanted.pop(key, None)

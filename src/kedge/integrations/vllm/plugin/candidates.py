@@ -30,6 +30,8 @@ class TranslationCandidate:
     is_pending: bool = False
     """Whether a query has not been answered yet"""
     verdict: TranslationVerdict | None = None
+    needs: tuple[Tokens, ...] = ()
+    """Prompts whose prefill would give missing base KV, by its first verdict"""
     awaits: tuple[Tokens, ...] | None = None
     """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
     waits: int = 0
@@ -38,6 +40,8 @@ class TranslationCandidate:
     """The misses of its agent's last request, where the workers are not asked because translating does not pay"""
     holes: Holes = ()
     """Positions to be computed by the verdict, until the request is admitted"""
+    lesson_waits: int = 0
+    """Steps in which it has waited for lessons of its agent"""
     refusals: int = 0
     """Steps in which it was held back for want of room for its lanes"""
     preemptions: int = 0
@@ -69,6 +73,16 @@ class TranslationCandidate:
         """Whether some of its blocks hold translated KV, or will."""
         return bool(self.written)
 
+    @property
+    def lessons(self) -> int:
+        """How many prompts of its agent have to be learned from until it can be translated; itself may be one."""
+        return self.verdict.lessons if self.verdict and self.verdict.is_lesson else 0
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether it has waited since it was asked about, for base KV or for lessons."""
+        return self.awaits == () or self.lesson_waits > 0
+
     def is_outdated(self, computed: int) -> bool:
         """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
         return self.preemptions != self.request.num_preemptions or computed < self.exact
@@ -76,11 +90,17 @@ class TranslationCandidate:
     def take_verdict(self, verdict: TranslationVerdict, max_lanes: int) -> None:
         """Take the workers' verdict; the holes are merged to what `max_lanes` lanes can compute."""
         self.verdict, self.is_pending, self.refusals = verdict, False, 0
+        self.needs = self.needs or verdict.needs
         self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), max_lanes + 1)
 
     def withdraw(self) -> None:
         """Forget the verdict."""
         self.verdict, self.holes = None, ()
+
+    def ask_again(self) -> None:
+        """Forget the verdict, since the workers know more now."""
+        self.withdraw()
+        self.queries = 0
 
     def plan(self, holes: Holes, computed: int) -> int:
         """Plan to compute `holes`, and to translate what is between them behind the first `computed` tokens.

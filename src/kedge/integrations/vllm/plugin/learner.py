@@ -36,6 +36,7 @@ from kedge.types import (
     Span,
     Tokens,
     ValueKind,
+    WorkflowAgent,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class Learner:
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
+        self.lessons: tuple[WorkflowAgent, ...] = ()
+        """Agents of which requests wait until a prompt has been learned from"""
+        self._taught: list[WorkflowAgent] = []
         self._refusal: str | None = UNCHECKED
 
     # before a request is admitted -------------------------------------------------------------------------------
@@ -92,7 +96,8 @@ class Learner:
         if verdict.tokens == query.request.prompt_tokens:
             self._balances.spend(query.request, time.monotonic() - began)
         is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
-        return replace(verdict, is_losing=is_losing)
+        lessons = self._runtime.lessons_missing(query.request, query.exact) if verdict.is_lesson else 0
+        return replace(verdict, is_losing=is_losing, lessons=lessons)
 
     def _judged(self, query: TranslationQuery) -> TranslationVerdict:
         request = query.request
@@ -171,15 +176,17 @@ class Learner:
 
     # around a pass ----------------------------------------------------------------------------------------------
 
-    def capture(self, order: Capture) -> None:
-        """Read the KV of a prompt after its pass, or of a response."""
+    def capture(self, order: Capture, seconds: float = 0.0) -> None:
+        """Read the KV of a prompt after its pass, or of a response. `seconds` were taken by computing what no request
+        needed.
+        """
         request, table = order.request, self._pages.table(order.blocks)
         start = request.prompt_tokens
         if order.response:
             began = time.monotonic()
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
-            self._balances.spend(request, time.monotonic() - began)
+            self._balances.spend(request, seconds + time.monotonic() - began)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self._pages.read(table, cut.start, cut.stop))
@@ -213,22 +220,39 @@ class Learner:
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
         return prompt.steps is not None or not self._runtime.needs(prompt.request)
 
-    def learn(self) -> bool:
-        """Prepare one value of an expected prompt, or measure the offsets of one segment of one captured prompt, unless
-        a write is planned.
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a prompt is to be learned from for which requests wait."""
+        return not self.writes and self._lesson() is not None
+
+    def _lesson(self) -> _CapturedPrompt | None:
+        awaited = (one for one in self._captured if one.request.workflow_agent in self.lessons)
+        return next(filter(self._is_ready, awaited), None) if self.lessons else None
+
+    def learn(self, urgent_only: bool = False) -> bool:
+        """Measure the offsets of one segment of a prompt for which requests wait, or else prepare one value of an
+        expected prompt or measure offsets of another captured prompt, unless `urgent_only`. No offsets are measured
+        while a write is planned.
 
         Returns False if there is nothing of this to be done now.
         """
-        if self._prepare():
-            return True
-        prompt = next((one for one in self._captured if self._is_ready(one)), None)
+        lesson = None if self.writes else self._lesson()
+        if lesson is None and (urgent_only or self._prepare()):
+            return not urgent_only
+        prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
         if not self._observe(prompt):
             self._captured.remove(prompt)
+            self._taught.append(prompt.request.workflow_agent)
             self._forget_ended_runs()
         return True
+
+    def take_taught(self) -> tuple[WorkflowAgent, ...]:
+        """Return the agent of each prompt that has been learned from since the last call."""
+        taught, self._taught = self._taught, []
+        return tuple(taught)
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""

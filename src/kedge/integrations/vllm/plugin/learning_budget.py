@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 MAX_CREDIT = 0.25
 """Most seconds of learning that passes may save up"""
@@ -28,21 +29,23 @@ class LearningBudget:
         """Note the time at which a step begins."""
         self._began = self._clock()
 
-    def spend(self, learn: Callable[[], bool], *, idle: bool, is_awaited: bool) -> None:
-        """Learn piece after piece after a pass, within what passes have earned. `learn` returns False if none is left.
+    def spend(self, learn: Callable[[bool], bool], *, idle: bool, is_awaited: bool, is_urgent: bool = False) -> None:
+        """Learn piece after piece after a pass, within what passes have earned.
 
         An `idle` step, without a pass, is for one piece: a request that arrives meanwhile does not wait for more. While
-        a first token is computed or a verdict `is_awaited`, nothing is learned in most steps.
+        a first token is computed or a verdict `is_awaited`, nothing is learned in most steps, but for what requests
+        wait for, if there is something of that (`is_urgent`). `learn(urgent_only)` returns False if none is left.
         """
         if not idle:
             self._earn()
         self._passed = self._passed + 1 if is_awaited and self._passed < PATIENCE else 0
-        if self._passed:
+        if self._passed and not is_urgent:
             return
-        if self._share is None or (idle and self._clock() - self._computed >= GRACE):
-            learn()
+        one = partial(learn, self._passed > 0)
+        if self._share is None or (idle and (is_urgent or self._clock() - self._computed >= GRACE)):
+            one()
         elif not idle:
-            self._spend(learn)
+            self._spend(one)
 
     def _earn(self) -> None:
         self._computed = self._clock()

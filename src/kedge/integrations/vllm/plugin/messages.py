@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kedge.cache import Copied, Copy
 from kedge.reuse.holes import Holes, joined
-from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens
+from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens, WorkflowAgent
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class TranslationQuery:
     may_wait: bool = False
     """Whether the request may wait for base KV"""
     has_waited: bool = False
-    """Whether it has waited for base KV, which it was asked about then"""
+    """Whether it was asked about before, and has waited since, for base KV or for lessons"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Capture:
     """Generated tokens whose KV is there"""
     exact: bool = True
     """Whether no token of the prompt was translated"""
+    end: int = 0
+    """Number of its last positions that the pass of this step computes for the capture alone"""
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Orders(KVConnectorMetadata):
     """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()
     """Runs whose agents' shared KV may be evicted"""
+    lessons: tuple[WorkflowAgent, ...] = ()
+    """Agents of which requests wait until a prompt has been learned from"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class TranslationVerdict:
     """Leading tokens of which what is translated was so before the request arrived"""
     is_lesson: bool = False
     """Whether its KV is worth learning from if all of it is computed"""
+    lessons: int = 0
+    """Number of prompts of its agent that have to be learned from before one can be translated"""
     is_losing: bool = False
     """Whether translating its workflow takes more time than it saves"""
     is_declined: bool = False
@@ -108,6 +114,7 @@ class TranslationVerdict:
             self.awaits or other.awaits,
             min(self.ready, other.ready),
             self.is_lesson or other.is_lesson,
+            max(self.lessons, other.lessons),
             self.is_losing and other.is_losing,
             self.is_declined and other.is_declined,
         )
@@ -147,11 +154,13 @@ class Reports(KVConnectorWorkerMetadata):
     """Tokens and seconds of a pass that was long enough for a measurement"""
     learning: bool = False
     """Whether a captured prompt is still being learned from"""
+    taught: tuple[WorkflowAgent, ...] = ()
+    """The agent of each prompt that has been learned from"""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.copies or self.verdicts or self.captured or self.computed[0] or self.learning)
+        return not (self.copies or self.verdicts or self.captured or self.computed[0] or self.learning or self.taught)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
         """Merge another rank's reports into these."""
@@ -164,5 +173,6 @@ class Reports(KVConnectorWorkerMetadata):
         for capture_id, ranks in other.captured.items():
             self.captured[capture_id] = self.captured.get(capture_id, 0) + ranks
         self.learning = self.learning or other.learning
+        self.taught = max(self.taught, other.taught, key=len)
         self.computed = max(self.computed, other.computed, key=lambda pass_: pass_[1])
         return self

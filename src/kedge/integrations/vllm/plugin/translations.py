@@ -20,10 +20,11 @@ from kedge.integrations.vllm.plugin.declined_agents import DeclinedAgents
 from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
+from kedge.integrations.vllm.plugin.lessons import Lessons
 from kedge.integrations.vllm.plugin.losing_workflows import LOSING, LosingWorkflows
 from kedge.integrations.vllm.plugin.messages import Capture, Orders, Reports, TranslationQuery, TranslationWrite
 from kedge.reuse.holes import Holes
-from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens
+from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowAgent
 
 BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
@@ -81,6 +82,7 @@ class Translations:
         tails, bases = AnswerTails(self._held, self._order), BaseJobs(self._held, self._order)
         self.lanes = LaneGrants(self._candidates, tails, bases)
         self._declined, self._losing = DeclinedAgents(), LosingWorkflows()
+        self._lessons = Lessons(bases.hurry)
         self._is_learning = False
         self._completed: list[Capture] = []
         """Prompts to be captured in the next step; their blocks are held"""
@@ -137,6 +139,8 @@ class Translations:
             return None
         if candidate.verdict and candidate.is_outdated(computed):
             self._drop(candidate)
+        if candidate.verdict and self._lessons.must_wait(candidate):
+            return None
         if candidate.verdict is None:
             return self._query(candidate, computed)
         holes = self.lanes.holes_of(candidate)
@@ -152,7 +156,7 @@ class Translations:
         candidate.exact, candidate.preemptions = computed, candidate.request.num_preemptions
         candidate.is_pending = True
         may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
-        query = TranslationQuery(candidate.hinted.request, computed, may_wait, has_waited=candidate.awaits == ())
+        query = TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
         self._outbox.queries.append(query)
         return None
 
@@ -176,6 +180,7 @@ class Translations:
         """Order the translation of an admitted request before this step's pass. Returns the positions to be written."""
         candidate = self._candidates[request.request_id]
         self.lanes.admit(candidate)
+        self._lessons.admit(candidate)
         if candidate.written:
             self._outbox.writes.append(TranslationWrite(candidate.request_id, blocks, candidate.written))
         elif candidate.verdict:
@@ -195,6 +200,7 @@ class Translations:
     def take_outcome(self, request_id: str) -> TranslationOutcome:
         """Return the outcome of a finished request, and forget the request."""
         candidate = self._candidates.pop(request_id)
+        self._lessons.drop(candidate)
         if candidate.hinted.request.reuse is not ReuseMode.TRANSLATE or not candidate.has_placeholders:
             return TranslationOutcome()
         if candidate.refusal:
@@ -202,7 +208,7 @@ class Translations:
         if (verdict := candidate.verdict) is None:
             return TranslationOutcome(candidate.declined or ())
         lanes = verdict.lanes or (None if self.lanes.max_lanes else NO_LANES)
-        needs = () if self.lanes.bases.is_open else verdict.needs
+        needs = () if self.lanes.bases.is_open else candidate.needs
         return TranslationOutcome(verdict.misses, needs, lanes, verdict.ready)
 
     def end_run(self, run: RunKey) -> None:
@@ -225,6 +231,7 @@ class Translations:
         orders, self._outbox = self._outbox.to_orders(), _Outbox()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
+        orders.lessons = self._lessons.awaited
         orders.scheduled = output.total_num_scheduled_tokens + tokens
         orders.rows = len(output.num_scheduled_tokens) + rows
         orders.prefills = bool(output.scheduled_new_reqs) or output.total_num_scheduled_tokens > len(
@@ -248,6 +255,8 @@ class Translations:
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' verdicts, and free what they have captured."""
         self._is_learning = reports.learning
+        for agent in reports.taught:
+            self._teach(agent)
         for request_id, verdict in reports.verdicts.items():
             if candidate := self._candidates.get(request_id):
                 candidate.take_verdict(verdict, self.lanes.max_lanes)
@@ -257,6 +266,13 @@ class Translations:
                 self._await(candidate, verdict.awaits)
         for capture_id, ranks in reports.captured.items():
             self._held.on_captured(capture_id, ranks)
+
+    def _teach(self, agent: WorkflowAgent) -> None:
+        """Ask the workers again about requests of an agent that they have learned from."""
+        self._lessons.taught(agent)
+        for candidate in self._candidates.values():
+            if candidate.lesson_waits and candidate.lessons and candidate.hinted.request.workflow_agent == agent:
+                candidate.ask_again()
 
     def _need(self, namespace: Namespace, prompts: Iterable[Tokens]) -> None:
         """Queue base prefills, or pass them on to a client where the scheduler computes none."""

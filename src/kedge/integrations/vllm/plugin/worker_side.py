@@ -95,11 +95,12 @@ class WorkerSide:
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
+        seconds = time.monotonic() - self._began - self._not_computing
         if self._costs and orders.scheduled:
-            self._measure(self._costs, orders, time.monotonic() - self._began - self._not_computing)
+            self._measure(self._costs, orders, seconds)
         self._submit(orders, Direction.OFFLOAD)
         if self._learner:
-            self._learn_from_step(self._learner, orders)
+            self._learn_from_step(self._learner, orders, self._end_seconds(orders, seconds))
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
         for query in orders.queries:
@@ -110,19 +111,31 @@ class WorkerSide:
         if orders.scheduled >= MIN_MEASURED:
             self._reports.computed = (orders.scheduled, seconds)
 
-    def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
+    def _end_seconds(self, orders: Orders, seconds: float) -> float:
+        """Return the seconds that each position of the ends of answers took in a pass of `seconds`: all of a pass over
+        nothing else, which would not have taken place without them.
+        """
+        ends = [capture.end for capture in orders.captures if capture.end]
+        if not ends or not self._costs:
+            return 0.0
+        if sum(ends) < orders.scheduled:
+            seconds = self._costs.added_seconds(sum(ends), len(ends))
+        return seconds / sum(ends)
+
+    def _learn_from_step(self, learner: Learner, orders: Orders, end_seconds: float) -> None:
         for request_id in orders.dropped:
             learner.writes.drop(request_id)
         for capture in orders.captures:
-            learner.capture(capture)
+            learner.capture(capture, end_seconds * capture.end)
         for prompt in orders.expected:
             learner.expect(prompt)
             self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
         for run in orders.ended_runs:
             learner.end_run(run)
+        learner.lessons = orders.lessons
         is_awaited = orders.prefills or bool(orders.queries)
-        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited)
-        self._reports.learning = learner.is_learning
+        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited, is_urgent=learner.is_urgent)
+        self._reports.learning, self._reports.taught = learner.is_learning, learner.take_taught()
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed: all of it where that cannot be found out."""
