@@ -68,6 +68,7 @@ from kedge.types import (
     TenantId,
     TokenDelta,
     TokenLogprob,
+    TurnHints,
     ValueKind,
     WorkflowId,
 )
@@ -160,6 +161,7 @@ __all__ = [
     "Tokenizer",
     "ToolError",
     "TranslationRefused",
+    "TurnHints",
     "Unauthenticated",
     "UnknownPlaceholder",
     "UnsupportedModel",

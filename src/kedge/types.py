@@ -209,6 +209,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnHints:
+    """What a client says of the session whose turn a request is. Advisory, and all optional."""
+
+    session: str = ""
+    """Id of the session, the same for all its requests; "": it is found by what its prompts begin with."""
+    parent: str = ""
+    """Session that started this one, as an agent does a sub-agent."""
+    returns_in: float | None = None
+    """Seconds from the answer to the session's next request."""
+    is_last: bool = False
+    """Whether the session ends with this request."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One agent's call: its prompt in segments, how to sample, and the tenant, run and agent that it belongs to."""
 
@@ -230,6 +244,7 @@ class GenerateRequest:
     fixed: int | None = None
     """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory; out-of-range
     values are ignored."""
+    turn: TurnHints = TurnHints()
     tool_mark: str = ""
     """Text that an answer with a tool call has in it, where that is known: it says what the session waits for next."""
     logprobs: int | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.hints import Hints
+from kedge.hints import Hints
 from kedge.settings import ServerSettings
 from tests.server.conftest import Served, serving
 

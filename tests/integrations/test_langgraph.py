@@ -16,8 +16,8 @@ from langgraph.func import entrypoint, task
 from langgraph.graph import START
 from langgraph.types import Command, interrupt
 
+from kedge.hints import Hints
 from kedge.integrations.langgraph import ChatOpenAI, attach, step_graph
-from kedge.server.hints import Hints
 from kedge.workflow.forecast import Ignored
 from kedge.workflow.step_graph import Node
 from tests.integrations.conftest import ReceivedHints

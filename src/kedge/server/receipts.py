@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kedge.server.hints import Hints
+from kedge.hints import Hints
 from kedge.types import Completion, Source
 
 
@@ -27,8 +27,11 @@ def receipt(completion: Completion) -> dict[str, Any]:
 
 
 def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, and the hints."""
-    return {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
+    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, and what
+    became of each of the client's actions.
+    """
+    field = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
+    return {**field, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else field
 
 
 def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:

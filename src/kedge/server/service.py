@@ -11,9 +11,9 @@ from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
+from kedge.hints import Hints, read_hints
 from kedge.server.calls import GenerationCall, submit_all
 from kedge.server.failures import CallFailure
-from kedge.server.hints import Hints, read_hints
 from kedge.server.meters import Meter, Ticket
 from kedge.server.telemetry.cache_metrics import CacheMetrics
 from kedge.server.telemetry.in_flight import InFlight

@@ -23,6 +23,7 @@ from kedge.types import (
     SamplingParams,
     Segment,
     TenantId,
+    TurnHints,
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey
@@ -59,6 +60,14 @@ def test_any_field_is_accepted_or_refused_by_name(key: str, value: object) -> No
         assert error.key == "prompt"
     except RequestError as error:
         assert error.key.startswith(key)
+
+
+@given(st.sampled_from(list(TurnHints.__dataclass_fields__)), ANYTHING)
+def test_any_hint_of_a_turn_is_accepted_or_refused_by_name(key: str, value: object) -> None:
+    try:
+        require_sensible(replace(GOOD, turn=replace(TurnHints(), **{key: value})))
+    except RequestError as error:
+        assert error.key == f"turn.{key}"
 
 
 @given(ANYTHING)

@@ -28,8 +28,6 @@ MODEL = kedge.models.nano.__path__[0]
 TRANSFER = {
     "kv_connector": "KedgeConnector",
     "kv_role": "kv_both",
-    "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector",
-    "kv_load_failure_policy": "fail",
     "kv_connector_extra_config": {
         "tiers": {"host_blocks": 100},
         "anchors": {"max_error": 50.0},

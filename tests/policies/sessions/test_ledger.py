@@ -9,17 +9,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.policies.sessions import SessionHints, SessionLedger, Turn, TurnEnd
-from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, WorkflowId
+from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, TurnHints, WorkflowId
 from tests.policies.sessions.test_links import HERE, chain
 
 
 def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> None:
     request = GenerateRequest(
-        (Segment((1, 2), "p0"),), tenant=TenantId("t"), workflow=WorkflowId("w"), run=RunId("r"), agent=AgentId("a")
+        (Segment((1, 2), "p0"),),
+        tenant=TenantId("t"),
+        workflow=WorkflowId("w"),
+        run=RunId("r"),
+        agent=AgentId("a"),
+        turn=TurnHints("s", "p", 2.5, is_last=True),
     )
     space = Namespace(TenantId("t"))
     agent = AgentKey(space, "", RunId("r"), AgentId("a"))
-    assert SessionHints.of(request, "s") == SessionHints("s", flow=(space, "w", "a"), agent=agent)
+    assert SessionHints.of(request) == SessionHints("s", True, 2.5, True, flow=(space, "w", "a"), agent=agent)
     assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
 
 
@@ -43,6 +48,18 @@ def test_a_turn_that_ends_is_idle_and_returns_when_it_is_known_to() -> None:
     assert (steps[cancelled.session] or (-1.0,))[0] > 0
     now = 1.0
     assert ledger.arrive(HERE, chain(1, 3, 4)).session == answered.session
+
+
+def test_what_a_request_says_of_its_end_counts_unless_the_engine_knows_better() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    turns = [ledger.arrive(HERE, chain(at), SessionHints(f"s{at}", returns_in=5.0)) for at in range(2)]
+    last = ledger.arrive(HERE, chain(2), SessionHints("s2", is_last=True))
+    ledger.answered(turns[0], chain(0, 10))
+    ledger.answered(turns[1], chain(1, 11), TurnEnd(returns_in=3.0))
+    ledger.answered(last, chain(2, 12))
+    steps = ledger.advance().steps
+    assert [steps[turn.session] for turn in (*turns, last)] == [(5.0, 1.0), (3.0, 1.0), None]
+    assert last.session not in ledger.steps.tracker
 
 
 def play(rounds: int) -> list[tuple[bool, bool]]:

@@ -11,7 +11,17 @@ from typing import Final
 
 from kedge.checks import MAX_COUNT, brief, is_number, is_unicode, require_integer, require_sampling, require_text
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SampleId, Segment, Tokens, ValueKind
+from kedge.types import (
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    SampleId,
+    Segment,
+    Tokens,
+    TurnHints,
+    ValueKind,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.steps import NextRun
 
@@ -34,6 +44,7 @@ def require_sensible(request: GenerateRequest, vocab_size: int | None = None) ->
             require_integer(key, getattr(request, key), 0, MAX_COUNT)
     if request.fixed is not None and type(request.fixed) is not int:
         raise RequestError("fixed", brief(request.fixed), "must be an integer or None")
+    _require_turn(request.turn)
     _require_segments(request.segments, vocab_size)
     _require_tokens("trail", request.trail, vocab_size)
     if not any(segment.tokens for segment in request.segments):
@@ -54,6 +65,15 @@ def sensible_hints(
     Never raises: a hint is never an error.
     """
     return _usable_changes(changes), _usable_prompts(prompts)
+
+
+def _require_turn(turn: TurnHints) -> None:
+    if not isinstance(turn, TurnHints):
+        raise RequestError("turn", brief(turn), "must be a TurnHints")
+    for key in ("session", "parent"):
+        require_text(f"turn.{key}", getattr(turn, key), may_be_empty=True)
+    if turn.returns_in is not None and not (is_number(turn.returns_in) and turn.returns_in >= 0):
+        raise RequestError("turn.returns_in", brief(turn.returns_in), "must be a number of seconds from 0 on, or None")
 
 
 # requests -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.hint_values import read_text
+from kedge.hints.values import read_text
 from kedge.types import AgentId, Namespace, RunId, TenantId, WorkflowId
 from kedge.workflow.forecast import RunKey
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kedge.policies.forecast_record import ForecastRecord
@@ -29,6 +29,12 @@ class Turn:
     """Seconds"""
     chain: Chain
     """Prefix hashes of the full blocks of its prompt"""
+    hints: SessionHints = NO_HINTS
+
+    def end(self, end: TurnEnd) -> TurnEnd:
+        """Return its end, with what its request has said of that."""
+        returns_in = self.hints.returns_in if end.returns_in is None else end.returns_in
+        return replace(end, returns_in=returns_in, is_last=end.is_last or self.hints.is_last)
 
 
 class LedgerChanges(NamedTuple):
@@ -58,7 +64,7 @@ class SessionLedger:
             self._record.called(hints.agent)
         key = self.steps.arrive(namespace, chain, now, hints, next(self._arrivals))
         self._swaps_policy ^= self.guard.access(key, chain)
-        return Turn(key, now, chain)
+        return Turn(key, now, chain, hints)
 
     def waiting(self, turns: Iterable[Turn]) -> None:
         """Set the places of turns that wait to their places in the order of service: the last is needed last.
@@ -72,7 +78,7 @@ class SessionLedger:
         """End a turn with an answer; `chain` is what its session is found by next."""
         now, key = self._clock(), turn.session
         self.steps.observe_call(key, now - turn.began)
-        self.steps.answered(key, chain, now, end)
+        self.steps.answered(key, chain, now, turn.end(end))
         if len(chain) > len(turn.chain):
             self.guard.own(key, chain)
 

@@ -116,6 +116,9 @@ class SessionTracker:
         session = self._sessions.get(key)
         if session is None:
             return
+        if end.is_last:
+            self.end(key)
+            return
         if not session.blocks:
             session.shared = self._links.begin(key.namespace, chain)
         self._links.put(key, key.namespace, chain, session.shared or session.blocks or len(chain) - 1)

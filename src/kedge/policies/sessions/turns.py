@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -32,18 +32,24 @@ class SessionHints:
     session: str = ""
     """Id of the session, the same for all its requests"""
     sub_agent: bool = False
+    returns_in: float | None = None
+    """Seconds from the answer to the session's next request"""
+    is_last: bool = False
+    """Whether the session ends with this request"""
     flow: Hashable = None
     """The agent of a workflow that asks, the same in all runs, where it is known"""
     agent: AgentKey | None = None
     """The same agent in its run, as forecasts name it"""
 
     @classmethod
-    def of(cls, request: GenerateRequest, session: str = "") -> SessionHints:
-        """Return what a request says of its session, whose id is `session` if that is known."""
+    def of(cls, request: GenerateRequest) -> SessionHints:
+        """Return what a request says of its session."""
+        turn = request.turn
+        own = cls(turn.session, bool(turn.parent), turn.returns_in, turn.is_last)
         if not request.agent:
-            return cls(session)
+            return own
         flow = request.namespace, request.workflow, request.agent
-        return cls(session, flow=flow, agent=request.agent_key)
+        return replace(own, flow=flow, agent=request.agent_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class TurnEnd:
     """Name of what the answer calls"""
     returns_in: float | None = None
     """Seconds until the session's next request"""
+    is_last: bool = False
+    """Whether there is none"""
 
 
 NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
+from kedge.hints import Hints
 from kedge.server.calls import GenerationCall
-from kedge.server.hints import Hints
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import GenerationBody
 from kedge.server.openai.tool_calls import TOOL_MARKS
@@ -28,6 +28,7 @@ from kedge.types import (
     SampleId,
     SamplingParams,
     Segment,
+    TurnHints,
     ValueKind,
 )
 from kedge.workflow.graph import Step
@@ -126,6 +127,7 @@ class GenerationJob:
             produces=self._produces() if choice == 0 else None,
             trail=self.registered.prompts[self.step.agent].trail if self.registered and self.step else (),
             fixed=self._fixed(segments),
+            turn=TurnHints(hints.session, hints.parent, hints.returns_in, is_last=hints.final),
             tool_mark=TOOL_MARKS.get(tools, "") if (tools := self.context.service.settings.tool_call_parser) else "",
             logprobs=self.body.top_logprobs_count,
             prompt_logprobs=self.body.prompt_logprobs_count,

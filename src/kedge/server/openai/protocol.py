@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's completion routes.
 
-Fields that a body does not list are hints (`kedge.server.hints`) or parameters that the engine does not support; those
+Fields that a body does not list are hints (`kedge.hints`) or parameters that the engine does not support; those
 are refused by name unless their value has no effect. `UNSUPPORTED` applies to fields that a body does not list: `echo`
 is refused in chats, `tools` in text completions.
 """

@@ -9,8 +9,8 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from kedge.errors import KedgeError
+from kedge.hints import Hints
 from kedge.server.calls import GenerationCall
-from kedge.server.hints import Hints
 from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, failure_of, problem_of
 from kedge.server.http.media_types import TypedRoute
 from kedge.server.http.sse import DONE, EventStream, JSONAnswer, event

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from kedge.server.hints import IgnoredHints
+from kedge.hints import IgnoredHints
 from kedge.types import Completion, ReuseMode, Source, TenantId
 from kedge.workflow.forecast import Ignored
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from kedge.engine.base import Engine
 from kedge.errors import LimitReached
+from kedge.hints import Hints
 from kedge.runner.prompts import fixed_prompts
-from kedge.server.hints import Hints
 from kedge.server.workflows.lookahead import Lookahead
 from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.run_memory import ClientRun

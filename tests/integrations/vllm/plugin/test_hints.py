@@ -10,13 +10,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints
-from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, ReuseMode, RunId, SampleId, Segment, TenantId
+from kedge.types import (
+    AgentId,
+    AgentKey,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    RunId,
+    SampleId,
+    Segment,
+    TenantId,
+    TurnHints,
+)
 from kedge.workflow.steps import NextRun
 
 TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
-    *("base", "session", "unheard", "base_context", "name", "length"),
+    *("base", "session", "parent", "returns_in", "unheard", "base_context", "name", "length"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -36,6 +47,7 @@ def test_all_hints_are_read() -> None:
         {
             "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 3, "steps": {"a": 0, "b": None},
             "fixed_tokens": 2, "final": True, "reuse": "exact", "produces": "a@0", "base": True, "session": "s",
+            "parent": "p", "returns_in": 1.5,
         },
         salt="tenant",
     )  # fmt: skip
@@ -44,7 +56,9 @@ def test_all_hints_are_read() -> None:
     assert request.workflow == "w"
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
     assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
-    assert call.final and call.is_base and call.session == "s" and not call.ignored
+    assert (
+        call.final and call.is_base and call.request.turn == TurnHints("s", "p", 1.5, is_last=True) and not call.ignored
+    )
     assert request.segments == (Segment(TOKENS, "p0"),)
 
 

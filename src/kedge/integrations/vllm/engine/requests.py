@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.hint_values import MAX_NAME_LENGTH
+from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.hints import segment_hints
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
@@ -43,6 +43,10 @@ def request_hints(request: GenerateRequest) -> Hints:
         "produces": short(str(request.produces or "")),
         "trail": list(request.trail) if request.produces is not None else None,
         "fixed_tokens": _fixed(request),
+        "session": short(request.turn.session),
+        "parent": short(request.turn.parent),
+        "returns_in": request.turn.returns_in,
+        "final": request.turn.is_last or None,
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE else None,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}

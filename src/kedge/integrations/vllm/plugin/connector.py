@@ -1,7 +1,6 @@
 """Kedge as a KV connector of unmodified vLLM: workflow-aware caching and translation.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KedgeConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector", "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"tiers": {"host_memory": "8GiB"}}}'
 
 vLLM creates one connector in its scheduler and one in every worker.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kedge.hint_values import MAX_HINT_AGENTS, read_text, read_whole
+from kedge.hints.values import MAX_HINT_AGENTS, read_seconds, read_text, read_whole
 from kedge.types import (
     AgentId,
     ClientId,
@@ -24,6 +24,7 @@ from kedge.types import (
     SampleId,
     Segment,
     Tokens,
+    TurnHints,
     WorkflowId,
 )
 from kedge.workflow.forecast import AgentKey, RunKey
@@ -39,8 +40,6 @@ class HintedRequest:
     """A request with what its hints say."""
 
     request: GenerateRequest
-    session: str = ""
-    """The session whose turn it is, the same in all its requests; "": it is found by the hashes of its blocks"""
     steps: Mapping[AgentId, NextRun] | None = None
     """The forecast of its run"""
     seq: int | None = None
@@ -78,6 +77,7 @@ def read_hints(
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
     namespace = Namespace.parse(salt or "default")
     segments = reader.take("segments", lambda value: _segments(value, tokens), None)
+    final = reader.take("final", _flag, False)
     request = GenerateRequest(
         segments=segments or (Segment(tokens, "p0"),),
         reuse=reader.take("reuse", ReuseMode, reuse),
@@ -91,13 +91,13 @@ def read_hints(
         produces=reader.take("produces", _sample, None),
         fixed=reader.take("fixed_tokens", read_whole, None),
         trail=reader.take("trail", _trail, ()),
+        turn=_turn(reader, final),
     )
     return HintedRequest(
         request,
-        session=reader.take("session", read_text, ""),
         steps=reader.take("steps", _steps, None),
         seq=reader.take("seq", read_whole, None),
-        final=reader.take("final", _flag, False),
+        final=final,
         is_base=reader.take("base", _flag, False),
         is_ahead=reader.take("ahead", _flag, False),
         ignored=reader.ignored + len(reader.left),
@@ -119,6 +119,11 @@ class _Reader:
         except ValueError:
             self.ignored += 1
             return default
+
+
+def _turn(reader: _Reader, final: bool) -> TurnHints:
+    session, parent = reader.take("session", read_text, ""), reader.take("parent", read_text, "")
+    return TurnHints(session, parent, reader.take("returns_in", read_seconds, None), is_last=final)
 
 
 def _sample(value: Any) -> SampleId | None:

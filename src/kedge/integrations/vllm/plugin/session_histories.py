@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
+from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
@@ -74,7 +75,9 @@ class SessionHistories:
         if self._device is None:
             return None
         namespace = Namespace.parse(request.cache_salt or "default")
-        hints = SessionHints.of(hinted.request, hinted.session) if hinted else NO_HINTS
+        hints = SessionHints.of(hinted.request) if hinted else NO_HINTS
+        if request.session_id and not hints.session:
+            hints = replace(hints, session=request.session_id[:MAX_NAME_LENGTH])
         turn = self.ledger.arrive(namespace, request.block_hashes, hints)
         self._turns[request.request_id] = SessionTurn(turn, request)
         is_known = self._queues[0].has_step(turn.session)

@@ -17,6 +17,13 @@ def read_text(value: Any) -> str:
     return value
 
 
+def read_seconds(value: Any) -> float:
+    """Return a time."""
+    if type(value) not in (int, float) or not 0 <= value < 2**63:
+        raise ValueError
+    return float(value)
+
+
 def read_whole(value: Any) -> int:
     """Return a number of tokens or messages."""
     if type(value) is not int or not 0 <= value < 2**63:

@@ -1,0 +1,22 @@
+"""What vLLM calls in each of its processes where Kedge is installed (entry point `vllm.general_plugins`).
+
+It makes the connector known by its name, so that the flag
+
+    --kv-transfer-config '{"kv_connector": "KedgeConnector", "kv_role": "kv_both"}'
+
+is all that the plug-in needs.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+NAME, MODULE = "KedgeConnector", "kedge.integrations.vllm.plugin.connector"
+
+
+def register() -> None:
+    """Make `KedgeConnector` known to vLLM; nothing is imported before a server uses it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with suppress(ValueError):  # vLLM may call this more than once
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)

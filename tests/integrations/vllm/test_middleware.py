@@ -1,0 +1,192 @@
+"""Hints in any dialect reach the plug-in through vLLM's own server, and nothing else of a request changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.integrations.vllm import middleware
+from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
+from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.types import ReuseMode, TurnHints
+
+CHAT = PATHS[0]
+CLAUDE_CODE = {
+    "user-agent": "claude-cli/2.1.0 (external, cli)",
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+    "x-app": "cli",
+    "x-claude-code-session-id": "3f6c2a9e-0b57-4a3d-9b1e-6a1f7f0c2d11",
+    "x-claude-code-agent-id": "agent-7",
+}
+CLAUDE_CODE_BODY = {
+    "model": "claude-sonnet",
+    "max_tokens": 32000,
+    "stream": True,
+    "system": [{"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "Fix the test."}]}],
+    "tools": [{"name": "Bash", "description": "Run a command", "input_schema": {"type": "object"}}],
+    "metadata": {"user_id": "user_1_account__session_2"},
+}
+CODEX = {"user-agent": "codex_cli_rs/0.50.0", "thread-id": "t-1", "x-codex-parent-thread-id": "t-0"}
+CODEX_BODY = {
+    "model": "gpt-5-codex",
+    "instructions": "You are Codex.",
+    "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix the test."}]}],
+    "store": False,
+    "stream": True,
+    "prompt_cache_key": "t-1",
+}
+"""Both written by hand, in the form of these clients' public protocols"""
+
+
+class Upstream:
+    """vLLM's application: it records what reaches it."""
+
+    def __init__(self) -> None:
+        self.body, self.headers = b"", dict[str, str]()
+        self.after: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        message = await receive()
+        self.body = message.get("body", b"")
+        while message.get("more_body"):
+            message = await receive()
+            self.body += message.get("body", b"")
+        self.after = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def passed(
+    body: bytes, headers: Mapping[str, str] | None = None, path: str = CHAT, *, pieces: int = 1, method: str = "POST"
+) -> Upstream:
+    """Return what vLLM gets of a request that comes in so many pieces."""
+    upstream = Upstream()
+    sent = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": raw}
+    size = -(-len(body) // pieces) or 1
+    chunks = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": at + 1 < len(chunks)} for at, chunk in enumerate(chunks)
+    ]
+    left = iter([*messages, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(left)
+
+    async def send(_: Any) -> None:
+        pass
+
+    asyncio.run(KedgeMiddleware(upstream)(scope, receive, send))
+    assert int(upstream.headers["content-length"]) == len(upstream.body)
+    assert upstream.after == {"type": "http.disconnect"}
+    return upstream
+
+
+def hints_of(upstream: Upstream) -> Any:
+    return json.loads(upstream.body)["kv_transfer_params"]["kedge"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "expected"),
+    [
+        (PATHS[3], CLAUDE_CODE_BODY, CLAUDE_CODE, TurnHints("agent-7", CLAUDE_CODE["x-claude-code-session-id"])),
+        (PATHS[2], CODEX_BODY, CODEX, TurnHints("t-1", "t-0")),
+        (CHAT, {"session_id": "s"}, {"x-dynamo-session-final": "true"}, TurnHints("s", is_last=True)),
+        (CHAT, {"agent_hints": {"agent_id": "a", "expected_tool_duration_ms": 900}}, {}, TurnHints(returns_in=0.9)),
+    ],
+    ids=["claude code", "codex", "dynamo", "sglang"],
+)
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_the_plugin_reads_what_clients_send(
+    path: str, body: dict[str, Any], headers: dict[str, str], expected: TurnHints, pieces: int
+) -> None:
+    upstream = passed(json.dumps(body).encode(), headers, path, pieces=pieces)
+    call = read_hints("r", [1, 2], None, json.loads(upstream.body)["kv_transfer_params"], ReuseMode.EXACT)
+    assert call and not call.ignored and call.request.turn == expected
+    assert {key: value for key, value in json.loads(upstream.body).items() if key != "kv_transfer_params"} == body
+
+
+def test_all_hints_of_the_kedge_field_are_passed_on() -> None:
+    kedge = {
+        "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 4, "steps": {"a": 0, "b": None},
+        "fixed_tokens": 3, "reuse": "exact", "session": "s", "parent": "p", "returns_in": 2, "final": True,
+    }  # fmt: skip
+    assert hints_of(passed(json.dumps({"kedge": kedge}).encode())) == kedge
+
+
+def test_what_a_client_sends_for_the_plugin_itself_wins() -> None:
+    given = {"kedge": {"agent": "mine", "segments": []}, "do_remote_prefill": False}
+    body = json.dumps({"session_id": "s", "kv_transfer_params": given}).encode()
+    passed_on = json.loads(passed(body).body)["kv_transfer_params"]
+    merged = {"agent": "mine", "segments": [], "session": "s", "run": "s"}
+    assert passed_on == {"kedge": merged, "do_remote_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "path", "method"),
+    [
+        (b'{"prompt":  "x"}', {}, CHAT, "POST"),
+        (b'{"session_id": ', {}, CHAT, "POST"),
+        (b"\xff\xfe", {}, CHAT, "POST"),
+        (b"[" * 100_000, {}, CHAT, "POST"),
+        (b'["session_id"]', {"x-session-id": "s"}, CHAT, "POST"),
+        (b'{"session_id": "s", "kv_transfer_params": 5}', {}, CHAT, "POST"),
+        (b'{"session_id": "s", "kv_transfer_params": {"kedge": 5}}', {}, CHAT, "POST"),
+        (b'{"kedge": {"reuse": "fast"}}', {}, CHAT, "POST"),
+        (b'{"session_id": "s"}', {}, "/v1/embeddings", "POST"),
+        (b'{"session_id": "s"}', {}, CHAT, "PUT"),
+        (b'{"session_id": "s"}', {"content-encoding": "gzip"}, CHAT, "POST"),
+        (b'{"session_id": "s"}', {"content-type": "text/plain"}, CHAT, "POST"),
+        (b"", {}, CHAT, "POST"),
+    ],
+)
+def test_what_has_no_hints_or_cannot_be_read_is_passed_on_byte_for_byte(
+    body: bytes, headers: dict[str, str], path: str, method: str
+) -> None:
+    assert passed(body, headers, path, method=method).body == body
+
+
+def test_a_body_that_is_too_long_is_passed_on_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 10)
+    body = json.dumps({"session_id": "s", "prompt": "x" * 100}).encode()
+    assert passed(body, pieces=9).body == body
+
+
+def test_other_protocols_are_left_alone() -> None:
+    seen = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        seen.append(scope)
+
+    asyncio.run(KedgeMiddleware(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    assert seen == [{"type": "lifespan"}]
+
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["kedge", "session_id", "nvext", "agent_hints", "x", "steps"]), inner, max_size=4
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@given(JSON, st.dictionaries(st.sampled_from(["x-session-id", "thread-id", "x-dynamo-session-final"]), st.text(
+    st.characters(min_codepoint=32, max_codepoint=126), max_size=9)))  # fmt: skip
+def test_no_body_fails_or_loses_anything(body: Any, headers: dict[str, str]) -> None:
+    passed_on = json.loads(passed(json.dumps(body).encode(), headers).body)
+    if isinstance(body, dict):
+        passed_on = {key: value for key, value in passed_on.items() if key != "kv_transfer_params"}
+    assert passed_on == body
