@@ -67,6 +67,7 @@ BENCH_MAY_IMPORT = {
     "engine.local.sequence.LocalStream",
     "engine.local.sequence.Sequence",
     "engine.local.sessions.SessionCaching",
+    "engine.local.sessions.chain_of",
     "reuse.contracts.PoolKey",
     "reuse.contracts.SampleView",
     "reuse.contracts.PlaceholderSite",

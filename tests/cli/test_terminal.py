@@ -123,6 +123,10 @@ def tables() -> Iterator[tuple[str, FittingTable]]:
     yield "bench cache", bench_tables.cache("blocks", CACHE, GROWTH)
     for table in bench_tables.sessions(SESSIONS):
         yield "bench sessions", table
+    yield (
+        "bench plain",
+        bench_tables.links({"mooncake_conversation": {"requests": 6000, "right": 0.99, "wrong": 0.006}}),
+    )
     yield "bench vllm", bench_tables.vllm_team(stored("vllm-team.json")["team"])
     yield "bench vllm, accuracy", bench_tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"])
     for name, clients in stored("vllm-load.json")["load"].items():

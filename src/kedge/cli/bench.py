@@ -11,6 +11,7 @@ from rich.console import Console
 from kedge.cli import bench_tables as tables
 from kedge.cli.bench_lab import add_to
 from kedge.cli.bench_load import load
+from kedge.cli.bench_plain import plain
 from kedge.cli.bench_sessions import sessions
 from kedge.cli.bench_vllm import vllm
 from kedge.cli.bench_workflow import workflow
@@ -37,6 +38,7 @@ bench.command()(load)
 add_to(bench)
 bench.command()(vllm)
 bench.command()(sessions)
+bench.command()(plain)
 
 
 @bench.command()

@@ -251,6 +251,20 @@ def session_cost(cost: Row) -> str:
     return f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"
 
 
+def links(traces: Mapping[str, Row]) -> FittingTable:
+    """Return the table of requests that were given to the right session, another's, or one too many."""
+    rows = [
+        [name, f"{row['requests']}", *(f"{100 * share:.1f}" for share in _shares_of_links(row))]
+        for name, row in traces.items()
+    ]
+    headings = ("trace", "requests", "right %", "wrong %", "not linked %")
+    return FittingTable("sessions found without ids", headings, rows)
+
+
+def _shares_of_links(row: Row) -> tuple[float, float, float]:
+    return row["right"], row["wrong"], 1 - row["right"] - row["wrong"]
+
+
 def study(title: str, rows: Sequence[Row]) -> FittingTable:
     """Return the table of a study's means and spreads; columns without floats identify the row."""
     from kedge.bench.lab.studies.report import shown

@@ -28,6 +28,16 @@ def test_a_growing_prompt_is_one_session_and_another_prompt_another() -> None:
     assert len(tracker) == 2
 
 
+def test_a_request_beside_a_turn_that_has_not_ended_is_of_another_session() -> None:
+    tracker = SessionTracker()
+    first = turn(tracker, [1, 2], 0.0)
+    assert tracker.arrive(HERE, chain(1, 2, 3), 1.0) == first
+    beside = tracker.arrive(HERE, chain(1, 2, 3), 1.5)
+    assert beside != first
+    tracker.answered(first, chain(1, 2, 3), 2.0)
+    assert tracker.arrive(HERE, chain(1, 2, 3, 4), 3.0) == first
+
+
 def test_a_given_id_is_the_session_whatever_the_prompt() -> None:
     tracker, hints = SessionTracker(), SessionHints(session="x")
     first = tracker.arrive(HERE, chain(1, 2), 0.0, hints)

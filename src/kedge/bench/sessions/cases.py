@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kedge.bench.sessions.composing import Arrival, as_recorded, compose, distinct_blocks, is_traffic, working_set
 from kedge.bench.sessions.reading import read_trace
+from kedge.bench.sessions.records import BLOCK
 from kedge.bench.sessions.turns import Conversation, conversations
 from kedge.errors import ConfigError
 
@@ -57,14 +58,17 @@ class Traffic:
         return max(1, int(self.working_set * share))
 
 
-def load_traces(files: Sequence[Path]) -> list[SessionTrace]:
-    """Read traces. Raises `ConfigError` for a bad line, two files of one name, or prompts that are all too long."""
+def load_traces(files: Sequence[Path], *, as_recorded: bool = False) -> list[SessionTrace]:
+    """Read traces, in blocks of `BLOCK` tokens or `as_recorded`.
+
+    Raises `ConfigError` for a bad line, two files of one name, or prompts that are all too long."""
     traces: dict[str, SessionTrace] = {}
     for file in files:
         name = file.name.removesuffix(".gz").removesuffix(".jsonl")
         if name in traces:
             raise ConfigError("trace", str(file), f"is the second trace named {name}; names must differ")
-        found = conversations(read_trace(file))
+        records = read_trace(file)
+        found = conversations(records, block=min(one.block_size for one in records) if as_recorded else BLOCK)
         if not found:
             raise ConfigError("trace", str(file), "has no conversation whose prompts are all short enough")
         traces[name] = SessionTrace(name, found)

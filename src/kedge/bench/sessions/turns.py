@@ -27,8 +27,10 @@ class TraceTurn:
 Conversation = Sequence[TraceTurn]
 
 
-def conversations(records: Iterable[TraceRecord], max_tokens: int | None = MAX_TOKENS) -> list[Conversation]:
-    """Group a trace by conversation, in order of their first requests.
+def conversations(
+    records: Iterable[TraceRecord], max_tokens: int | None = MAX_TOKENS, block: int = BLOCK
+) -> list[Conversation]:
+    """Group a trace by conversation, in order of their first requests, in blocks of `block` tokens.
 
     The id of a coarse block is that of its last fine one, which is exact since ids are hashes of whole prefixes. Ids of
     different conversations never match, except: tool definitions of the same size are assumed to be the same text, and
@@ -39,17 +41,17 @@ def conversations(records: Iterable[TraceRecord], max_tokens: int | None = MAX_T
         groups.setdefault(record.conversation, []).append(record)
     kept = [one for one in groups.values() if max_tokens is None or max(r.tokens for r in one) <= max_tokens]
     numbers: dict[Hashable, int] = {}
-    found: list[Conversation] = [list(_turns(one, numbers)) for one in kept]
+    found: list[Conversation] = [list(_turns(one, numbers, block)) for one in kept]
     return _with_common_prompts(found) if found and found[0][0].record.is_shared else found
 
 
-def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int]) -> Iterator[TraceTurn]:
+def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int], block_size: int) -> Iterator[TraceTurn]:
     """Yield the turns of a conversation; `numbers` has the integers of all blocks so far."""
     space = None if records[0].is_shared else records[0].conversation
     fixed: dict[int, Hashable] = {}
     for record in records:
         fixed.update(_fixed_keys(record))
-        coarse = list(record.ids(BLOCK // record.block_size))
+        coarse = list(record.ids(block_size // record.block_size))
         chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
         yield TraceTurn(record, chain, sum(block in fixed for block in coarse))
 

@@ -140,9 +140,13 @@ class SessionTracker:
     def _of(self, namespace: Namespace, continued: Hashable, hints: SessionHints) -> _Session:
         self._numbers += 1
         key = SessionKey(namespace, hints.session or self._numbers)
-        if not hints.session and isinstance(continued, SessionKey):
+        if not hints.session and isinstance(continued, SessionKey) and not self._is_in_flight(continued):
             key = continued
         return self._sessions.use(key, lambda: _Session(key, hints))
+
+    def _is_in_flight(self, key: SessionKey) -> bool:
+        """Return whether a session has a turn that has not ended: another request at once is another session's."""
+        return key in self._sessions and self._sessions[key].in_flight > 0
 
     def _ended(self, session: _Session, now: float) -> None:
         session.in_flight = max(0, session.in_flight - 1)
