@@ -1,4 +1,4 @@
-"""The plug-in under vLLM's own server, on two tensor-parallel or data-parallel ranks: hints and receipts over HTTP."""
+"""The plug-in under vLLM's own server, by its flag and with the middleware, on two tensor- or data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ class Server:
             "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, "kv_transfer_params": {"kedge": kedge},
         }  # fmt: skip
-        headers = {"content-type": "application/json"}
-        if rank is not None:
-            headers["X-data-parallel-rank"] = str(rank)
-        request = urllib.request.Request(self._url + "/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            data = json.load(answer)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        data = self.post("/v1/completions", body, headers)
         return data["choices"][0]["token_ids"], data["kv_transfer_params"]["kedge"]
+
+    def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+        data, sent = json.dumps(body).encode(), {"content-type": "application/json", **headers}
+        with urllib.request.urlopen(urllib.request.Request(self._url + path, data, sent), timeout=60) as answer:
+            return json.load(answer)
 
     def wait(self, process: subprocess.Popen[bytes], seconds: float = 480.0) -> None:
         deadline = time.monotonic() + seconds
@@ -122,7 +123,7 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
-    with serving("-tp", "2") as built:
+    with serving("-tp", "2", "--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware") as built:
         yield built
 
 
@@ -149,6 +150,22 @@ def test_learned_values_are_translated_on_all_ranks(server: Server) -> None:
     for value, answer in zip(values, answers, strict=True):
         again, found = server.complete(HEAD + value + TAIL, hints(value), 12)
         assert again == answer and found["tokens"]["computed"] == 1 and found["tokens"]["translated"] > 0
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_the_middleware_passes_headers_of_clients_on(server: Server, path: str) -> None:
+    body = {"model": MODEL, **CALLS[path]}
+    assert not server.post(path, body, {}).get("kv_transfer_params")
+    found = server.post(path, body, {"x-claude-code-session-id": "s"})
+    assert found["kv_transfer_params"]["kedge"]["tokens"]
 
 
 def hints(value: list[int]) -> dict[str, Any]:
