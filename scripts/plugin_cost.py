@@ -160,7 +160,7 @@ class Sessions:
 class Request:
     """What the plug-in reads of vLLM's request."""
 
-    kv_transfer_params = cache_salt = stop_reason = prompt_token_ids = None
+    kv_transfer_params = cache_salt = stop_reason = prompt_token_ids = session_id = None
     abort_immediately = False
     status, num_computed_tokens = RequestStatus.WAITING, 0
 

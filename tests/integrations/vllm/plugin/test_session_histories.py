@@ -43,13 +43,13 @@ class Engine:
         self.running: dict[str, tuple[Any, list[Any]]] = {}
         self._count = 0
 
-    def request(self, hashes: list[BlockHash]) -> Any:
+    def request(self, hashes: list[BlockHash], session_id: str | None = None) -> Any:
         """Return a new request that waits."""
         self._count += 1
         tokens = SIZE * len(hashes)
         asked = SimpleNamespace(
             request_id=f"r{self._count}", block_hashes=hashes, cache_salt=None, status=RequestStatus.WAITING,
-            stop_reason=None, num_computed_tokens=0, num_prompt_tokens=tokens,
+            stop_reason=None, num_computed_tokens=0, num_prompt_tokens=tokens, session_id=session_id,
         )  # fmt: skip
         self.sessions.arrive(asked, None)
         return asked
@@ -89,6 +89,15 @@ class Engine:
     def owned(self) -> int:
         """Return how many blocks have an owner."""
         return sum(bool(self.queue._owners.set_of[block.block_id].owners) for block in self.pool.blocks)
+
+
+def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
+    engine = Engine()
+    for hashes, name in ((chain("a", 4), "mine"), (chain("b", 3), "mine"), (chain("b", 5), None)):
+        asked = engine.request(hashes, name)
+        engine.admit(asked)
+        engine.end(asked.request_id)
+    assert [key.name for key in engine.sessions.ledger.steps.tracker._sessions] == ["mine"], "b continues it"
 
 
 def test_prompts_that_continue_one_another_are_one_session() -> None:
