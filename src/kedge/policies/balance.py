@@ -2,7 +2,7 @@
 
 Whether one segment pays is decided by its own costs. Beside them stand others, which no segment has to itself: matching
 what is then computed, reading answers that are then not used, base KV for few readers. So what translation takes and
-saves is added up for each workflow, and where it loses it can stand aside.
+saves, learning included, is added up for each workflow, and where it loses it can stand aside.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,29 @@ def test_translation_comes_back_when_it_pays_again(engine: Driver) -> None:
         engine.reset()
         found.append(bool(receipt(ask(engine, ONE))["tokens"]["translated"]))
     assert found == [False] * SKIPS + [True]
+
+
+def test_all_that_is_done_for_a_workflow_counts_in_its_balance(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, spent = engine.worker._learner, Counter[str]()
+
+    def at_work(name: str) -> None:
+        inner = getattr(learner, name)
+
+        def counted(*args: Any) -> Any:
+            before = sum(spent.values())
+            found = inner(*args)
+            assert sum(spent.values()) > before, f"{name} was not charged"
+            spent[name] += 1
+            return found
+
+        monkeypatch.setattr(learner, name, counted)
+
+    monkeypatch.setattr(learner._balances, "spend", lambda *_: spent.update(charged=1))
+    for name in ("capture", "_observe"):
+        at_work(name)
+    engine.reset()
+    engine.ask(tokens(0), 4, hints(0, agent="pupil", produces="pupil@0"))
+    assert spent["capture"] >= 2 and spent["_observe"] == 3, "a prompt with two values, and an answer"
 
 
 def test_a_workflow_that_loses_time_is_left_alone_run_by_run(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

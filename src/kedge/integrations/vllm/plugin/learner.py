@@ -180,13 +180,11 @@ class Learner:
         """Read the KV of a prompt after its pass, or of a response. `seconds` were taken by computing what no request
         needed.
         """
-        request, table = order.request, self._pages.table(order.blocks)
+        began, request, table = time.monotonic(), order.request, self._pages.table(order.blocks)
         start = request.prompt_tokens
         if order.response:
-            began = time.monotonic()
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
-            self._balances.spend(request, seconds + time.monotonic() - began)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self._pages.read(table, cut.start, cut.stop))
@@ -195,6 +193,7 @@ class Learner:
             self._check_rotation(request.tokens, kv)
             self._keep_head(request, kv)
             self._captured.append(_CapturedPrompt(request, kv))
+        self._balances.spend(request, seconds + time.monotonic() - began)
 
     def _keep_head(self, request: GenerateRequest, kv: KVSegment) -> None:
         first = request.segments[0]
@@ -265,15 +264,17 @@ class Learner:
             logger.exception("a prompt was not prepared")
             return True
 
-    @staticmethod
-    def _observe(prompt: _CapturedPrompt) -> bool:
+    def _observe(self, prompt: _CapturedPrompt) -> bool:
         """Return False where no segment is left, or where offsets cannot be kept (which changes no pool)."""
         assert prompt.steps is not None
+        began = time.monotonic()
         try:
             return next(prompt.steps, None) is not None
         except TranslationRefused as refusal:
             logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
             return False
+        finally:
+            self._balances.spend(prompt.request, time.monotonic() - began)
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
