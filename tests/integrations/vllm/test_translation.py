@@ -72,7 +72,7 @@ def test_a_prompt_is_read_after_its_first_token(taught: Driver, monkeypatch: pyt
     drawn: list[int] = []
     learner = taught.worker._learner
 
-    def capture(_: object) -> None:
+    def capture(*_: object) -> None:
         drawn.append(len(request.output_token_ids))
 
     monkeypatch.setattr(learner, "capture", capture)
