@@ -55,10 +55,19 @@ def test_the_kedge_field_rides_in_what_other_servers_pass_through(carrier: str) 
         ({"metadata": {"workflow_name": "w", "group_id": "g"}}, {}, Hints(workflow="w", run="g")),
         ({}, {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}, Hints(session="s", run="s", parent="p")),
         ({}, {"x-dynamo-session-final": "true"}, Hints(final=True)),
+        (
+            {"kedge": {"run": "r"}},
+            {"x-dynamo-session-id": "part", "x-dynamo-session-final": "true"},
+            Hints(run="r", session="part"),
+        ),
         ({}, {"x-claude-code-session-id": "s"}, Hints(session="s", run="s")),
         ({"conversation": "s"}, {}, Hints(session="s", run="s")),
         ({"conversation": {"id": "s"}}, {}, Hints(session="s", run="s")),
-        ({}, {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, Hints(session="a", run="s", parent="s")),
+        (
+            {},
+            {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
+            Hints(session="s/a", run="s", parent="s"),
+        ),
         (
             {},
             {
@@ -66,7 +75,7 @@ def test_the_kedge_field_rides_in_what_other_servers_pass_through(carrier: str) 
                 "x-claude-code-agent-id": "a",
                 "x-claude-code-parent-agent-id": "p",
             },
-            Hints(session="a", run="s", parent="p"),
+            Hints(session="s/a", run="s", parent="s/p"),
         ),
         ({}, {"thread-id": "t", "x-codex-parent-thread-id": "p"}, Hints(session="t", run="t", parent="p")),
         (

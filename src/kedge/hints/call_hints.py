@@ -91,17 +91,23 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             ignored[rule.dialect, IgnoredReason.BAD_VALUE] += 1
         else:
             given.setdefault(rule.field, parsed)
-    _complete(given, headers)
+    _complete(given, headers, ends_run=body["kedge"].get("final") is True)
     _count_unknown(body, ignored)
     given["actions"] = read_actions(body.get("kv_hints"))
     return Hints(reuse=_reuse(body["kedge"]), bindings=_bindings(body["kedge"]), **given), ignored
 
 
-def _complete(given: dict[str, Any], headers: Mapping[str, str]) -> None:
-    """Add what follows from other hints: a session without a run is one, and a sub-agent's parent is its run."""
-    given["run"] = given.get("run") or given.get("session", "")
-    if "x-claude-code-agent-id" in headers and given["run"] != given.get("session"):
-        given.setdefault("parent", given["run"])
+def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
+    """Add what follows from other hints: a session without a run is one, a sub-agent's id is unique only in its run,
+    and the end of a session that is a part of a run does not end the run.
+    """
+    session = given.get("session", "")
+    run = given["run"] = given.get("run") or session
+    if "x-claude-code-agent-id" in headers and session and run != session:
+        given["session"] = f"{run}/{session}"
+        given["parent"] = f"{run}/{given['parent']}" if "parent" in given else run
+    if not ends_run and session and run != session:
+        given.pop("final", None)
 
 
 def _finite(steps: float) -> float | None:

@@ -25,6 +25,7 @@ CLAUDE_CODE = {
     "x-claude-code-session-id": "3f6c2a9e-0b57-4a3d-9b1e-6a1f7f0c2d11",
     "x-claude-code-agent-id": "agent-7",
 }
+SESSION = CLAUDE_CODE["x-claude-code-session-id"]
 CLAUDE_CODE_BODY = {
     "model": "claude-sonnet",
     "max_tokens": 32000,
@@ -98,7 +99,7 @@ def hints_of(upstream: Upstream) -> Any:
 @pytest.mark.parametrize(
     ("path", "body", "headers", "expected"),
     [
-        (PATHS[3], CLAUDE_CODE_BODY, CLAUDE_CODE, TurnHints("agent-7", CLAUDE_CODE["x-claude-code-session-id"])),
+        (PATHS[3], CLAUDE_CODE_BODY, CLAUDE_CODE, TurnHints(f"{SESSION}/agent-7", SESSION)),
         (PATHS[2], CODEX_BODY, CODEX, TurnHints("t-1", "t-0")),
         (CHAT, {"session_id": "s"}, {"x-dynamo-session-final": "true"}, TurnHints("s", is_last=True)),
         (CHAT, {"agent_hints": {"agent_id": "a", "expected_tool_duration_ms": 900}}, {}, TurnHints(returns_in=0.9)),
@@ -125,7 +126,7 @@ def test_all_hints_of_the_kedge_field_are_passed_on() -> None:
 
 def test_what_a_client_sends_for_the_plugin_itself_wins() -> None:
     given = {"kedge": {"agent": "mine", "segments": []}, "do_remote_prefill": False}
-    body = json.dumps({"session_id": "s", "kv_transfer_params": given}).encode()
+    body = json.dumps({"session_id": "s", "kedge": {"agent": "other"}, "kv_transfer_params": given}).encode()
     passed_on = json.loads(passed(body).body)["kv_transfer_params"]
     merged = {"agent": "mine", "segments": [], "session": "s", "run": "s"}
     assert passed_on == {"kedge": merged, "do_remote_prefill": False}
@@ -158,7 +159,7 @@ def test_what_has_no_hints_or_cannot_be_read_is_passed_on_byte_for_byte(
 def test_a_body_that_is_too_long_is_passed_on_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 10)
     body = json.dumps({"session_id": "s", "prompt": "x" * 100}).encode()
-    assert passed(body, pieces=9).body == body
+    assert [passed(body, pieces=pieces).body for pieces in (1, 9)] == [body, body]
 
 
 def test_other_protocols_are_left_alone() -> None:

@@ -18,8 +18,8 @@ from kedge.errors import RequestError
 from kedge.hints import Hints, read_hints
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-MAX_BODY_BYTES = 64 << 20
-"""Bodies that are longer are passed on unread"""
+MAX_BODY_BYTES = 4 << 20
+"""Bodies that are longer are passed on unread: they are read before vLLM checks the caller's key, in its event loop"""
 FIELDS = ("workflow", "run", "agent", "client", "seq", "fixed_tokens", "reuse", "session", "parent", "returns_in")
 """Hints that have the same name and form in the plug-in"""
 
@@ -58,13 +58,13 @@ async def _with_hints(scope: MutableMapping[str, Any], receive: Receive) -> tupl
     messages, size = [await receive()], 0
     while messages[-1]["type"] == "http.request":
         size += len(messages[-1].get("body", b""))
+        if size > MAX_BODY_BYTES:
+            break
         if not messages[-1].get("more_body", False):
             body = b"".join(one.get("body", b"") for one in messages)
             passed_on = add_hints(body, _headers(scope))
             if passed_on is not None:
                 return _resized(scope, len(passed_on)), _replayed([{**messages[-1], "body": passed_on}], receive)
-            break
-        if size > MAX_BODY_BYTES:
             break
         messages.append(await receive())
     return scope, _replayed(messages, receive)
