@@ -17,7 +17,7 @@ FLOORS = (
     ("policies", "workflow"),
     ("cache", "kv", "models"),
     ("reuse", "workloads"),
-    ("anchors",),
+    ("anchors", "discovery"),
     ("engine",),
     ("runner",),
     ("server", "integrations", "bench"),
@@ -35,7 +35,13 @@ NO_TORCH = (
     "kedge.settings",
     "kedge.cli.main",
 )
-STDLIB_ONLY = {"workflow": {"yaml", "pydantic"}, "cache": set[str](), "structures": set[str](), "policies": set[str]()}
+STDLIB_ONLY = {
+    "workflow": {"yaml", "pydantic"},
+    "cache": set[str](),
+    "structures": set[str](),
+    "policies": set[str](),
+    "discovery": set[str](),
+}
 """Rooms that need nothing but Python, with what they may import all the same."""
 MODULES = [module for module in GRAPH.files if len(module) > 1]
 
@@ -67,7 +73,6 @@ BENCH_MAY_IMPORT = {
     "engine.local.sequence.LocalStream",
     "engine.local.sequence.Sequence",
     "engine.local.sessions.SessionCaching",
-    "engine.local.sessions.chain_of",
     "reuse.contracts.PoolKey",
     "reuse.contracts.SampleView",
     "reuse.contracts.PlaceholderSite",

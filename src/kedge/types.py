@@ -245,6 +245,8 @@ class GenerateRequest:
     """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory; out-of-range
     values are ignored."""
     turn: TurnHints = TurnHints()
+    is_plain: bool = False
+    """Whether its client left open what its prompt is made of and how far KV is reused, so that Kedge may find out."""
     tool_mark: str = ""
     """Text that an answer with a tool call has in it, where that is known: it says what the session waits for next."""
     logprobs: int | None = None

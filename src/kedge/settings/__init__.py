@@ -20,6 +20,7 @@ Every bad value raises a `ConfigError` that names its key and the value.
 """
 
 from kedge.settings.anchors import AnchorSettings, estimator_settings
+from kedge.settings.discovery import DiscoveryMode, DiscoverySettings
 from kedge.settings.engine import EngineSettings
 from kedge.settings.learning import LearningSettings
 from kedge.settings.planner import PlannerSettings
@@ -31,6 +32,8 @@ from kedge.settings.vllm import VllmSettings
 
 __all__ = [
     "AnchorSettings",
+    "DiscoveryMode",
+    "DiscoverySettings",
     "EngineSettings",
     "LearningSettings",
     "LimitSettings",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from kedge.settings.anchors import AnchorSettings
+from kedge.settings.discovery import DiscoverySettings
 from kedge.settings.learning import LearningSettings
 from kedge.settings.planner import PlannerSettings
 from kedge.settings.section import Bytes, SettingsSection
@@ -46,4 +47,5 @@ class EngineSettings(SettingsSection):
     planner: PlannerSettings = PlannerSettings()
     learning: LearningSettings = LearningSettings()
     tiers: TierSettings = TierSettings()
+    discovery: DiscoverySettings = DiscoverySettings()
     vllm: VllmSettings = VllmSettings()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar, overload
 
@@ -74,3 +74,14 @@ def common_length(one: Packed, other: Packed) -> int:
         else:
             end = middle - 1
     return same
+
+
+def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
+    """Return the prefix hashes of the full blocks of `tokens`; `known` are those of what they begin with, or more."""
+    chain = list(known[: len(tokens) // block_size])
+    before = chain[-1] if chain else 0
+    rest = iter(tokens[len(chain) * block_size :])
+    for block in zip(*[rest] * block_size, strict=False):
+        before = hash((before, block))
+        chain.append(before)
+    return chain

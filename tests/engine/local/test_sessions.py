@@ -10,10 +10,11 @@ import pytest
 
 from kedge.cache import CacheManager
 from kedge.engine.local import sessions
-from kedge.engine.local.sessions import SessionCaching, chain_of, stop_reason
+from kedge.engine.local.sessions import SessionCaching, stop_reason
 from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import StopReason, TurnEnd
 from kedge.settings import TierSettings
+from kedge.structures.prefixes import chain_of
 from kedge.types import (
     AgentId,
     AgentKey,

@@ -12,7 +12,7 @@ from typing import Any
 
 from kedge.bench.plain.links import LinkResult, measure_links
 from kedge.bench.sessions.cases import SessionBenchSettings, SessionTrace, load_traces, traffic_of
-from kedge.engine.local.sessions import chain_of
+from kedge.structures.prefixes import chain_of
 
 PROMPT_TOKENS, BLOCK_TOKENS, REPEATS = 20_000, 16, 9
 """Size of the prompt whose hashing is timed, and how often"""

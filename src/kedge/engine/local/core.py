@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Changes
+from kedge.discovery import PlainRequests
 from kedge.engine.base import Quota
 from kedge.engine.local.admission import Admission
 from kedge.engine.local.answers import Answers
@@ -68,12 +69,13 @@ class EngineCore:
         self._carriers, self._assembler, self._costs = carriers, assembler, costs
         self._sessions = SessionCaching(cache, is_on=config.tiers.policy == "sessions")
         self._fixed = FixedPrompts(cache, self._sessions)
+        self.plain = PlainRequests(config.discovery)
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
         jobs: deque[BaseJob] = deque()
         ahead: deque[PreparedPrompt] = deque()
         writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
-        self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions)
+        self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions, self.plain)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
             cache, runtime, loading, assembler, self._preassembly, self._learning, costs, requests.preempt, requests.end
@@ -86,7 +88,7 @@ class EngineCore:
         requests.scheduler, requests.learning = self.scheduler, self._learning
         self._loading = loading
         self.inspection = Inspection(
-            self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime, storage
+            self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime, storage, self.plain
         )
 
     # requests and hints ---------------------------------------------------------------------------------------
@@ -256,6 +258,7 @@ class EngineCore:
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV; running requests go on."""
         self._preassembly.clear()
+        self.plain.clear()
         self._cache.clear_all()
         self._runtime.clear()
 

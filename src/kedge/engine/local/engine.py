@@ -132,6 +132,7 @@ class LocalEngine:
     def _submit(self, sequence: RequestSequence) -> None:
         """Pass a request to the core; if that fails, end the request with the error."""
         try:
+            sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)

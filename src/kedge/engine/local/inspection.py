@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import CacheManager
+from kedge.discovery import PlainRequests
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
@@ -30,6 +31,7 @@ class Inspection:
     costs: EngineCosts
     runtime: Runtime
     storage: PagedStorage
+    plain: PlainRequests
 
     @property
     def learned(self) -> tuple[AnchorStore, BaseStore]:
@@ -51,6 +53,7 @@ class Inspection:
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
             "preassembly": self.preassembly.stats(),
+            "discovery": self.plain.stats(),
             **self.runtime.stats(),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from kedge.cache import CacheManager
+from kedge.discovery import PlainRequests
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
@@ -25,10 +26,16 @@ class Requests:
     learning: Learning
 
     def __init__(
-        self, cache: CacheManager, loading: Loading, preassembly: PromptPreassembler, sessions: SessionCaching
+        self,
+        cache: CacheManager,
+        loading: Loading,
+        preassembly: PromptPreassembler,
+        sessions: SessionCaching,
+        plain: PlainRequests,
     ) -> None:
         """Start empty. The scheduler and learning, which free and end requests themselves, are set later."""
         self._cache, self._loading, self._preassembly, self._sessions = cache, loading, preassembly, sessions
+        self._plain = plain
 
     @property
     def sequences(self) -> list[RequestSequence]:
@@ -75,6 +82,8 @@ class Requests:
         if sequence.turn and sequence.finish:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
             self._sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
+        if sequence.finish:
+            self._plain.answered(sequence.namespace, sequence.request.request_id, sequence.response)
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
@@ -85,6 +94,7 @@ class Requests:
         self.learning.forget(sequence)
         if sequence.turn:
             self._sessions.cancelled(sequence.turn)
+        self._plain.cancelled(sequence.namespace, sequence.request.request_id)
         if sequence.admitted:
             self._cache.abort(sequence.key)
             self._preassembly.wake()

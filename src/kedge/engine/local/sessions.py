@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.policies.eviction import lru
 from kedge.policies.sessions import SessionHints, SessionLedger, StopReason, Turn, TurnEnd
+from kedge.structures.prefixes import chain_of
 from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode
 
 
@@ -78,14 +79,3 @@ def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:
     if not tool_mark or finish is not FinishReason.STOP:
         return StopReason.UNKNOWN
     return StopReason.TOOL if tool_mark in text else StopReason.USER
-
-
-def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
-    """Return the prefix hashes of the full blocks of `tokens`; `known` are those of what they begin with, or more."""
-    chain = list(known[: len(tokens) // block_size])
-    before = chain[-1] if chain else 0
-    rest = iter(tokens[len(chain) * block_size :])
-    for block in zip(*[rest] * block_size, strict=False):
-        before = hash((before, block))
-        chain.append(before)
-    return chain

@@ -127,6 +127,7 @@ class GenerationJob:
             produces=self._produces() if choice == 0 else None,
             trail=self.registered.prompts[self.step.agent].trail if self.registered and self.step else (),
             fixed=self._fixed(segments),
+            is_plain=self.step is None and hints.reuse is None,
             turn=TurnHints(hints.session, hints.parent, hints.returns_in, is_last=hints.final),
             tool_mark=TOOL_MARKS.get(tools, "") if (tools := self.context.service.settings.tool_call_parser) else "",
             logprobs=self.body.top_logprobs_count,

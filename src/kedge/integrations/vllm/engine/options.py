@@ -24,6 +24,8 @@ RESERVED = {*OWN, "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "
 
 _USE_OWN = "vLLM has its own: set engine.vllm.{}"
 _NO_EFFECT = "has no effect with vLLM"
+SECTIONS = ("tiers", "anchors", "planner", "learning", "discovery")
+"""Sections of `engine` that the plug-in has too"""
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {
         "device": "vLLM runs on what it was built for",
@@ -58,7 +60,7 @@ def refuse_foreign(config: EngineSettings) -> None:
 
 def plugin_settings(config: EngineSettings) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
-    sections = {name: getattr(config, name).model_dump() for name in ("tiers", "anchors", "planner", "learning")}
+    sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
     return {**sections, "max_captures": config.vllm.max_captures, "max_lanes": config.vllm.max_lanes}
 
 

@@ -35,7 +35,8 @@ class PluginMessage:
 def request_hints(request: GenerateRequest) -> Hints:
     """Return the hints for a request: its run and agent, and the parts of its prompt. Empty values are left out."""
     hints = {
-        "reuse": request.reuse.value,
+        "reuse": None if request.is_plain else request.reuse.value,
+        "plain": request.is_plain or None,
         "workflow": short(request.workflow),
         "run": short(request.run),
         "client": short(request.client),
@@ -47,7 +48,7 @@ def request_hints(request: GenerateRequest) -> Hints:
         "parent": short(request.turn.parent),
         "returns_in": request.turn.returns_in,
         "final": request.turn.is_last or None,
-        "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE else None,
+        "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE and not request.is_plain else None,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kedge.hints.values import MAX_HINT_AGENTS, read_seconds, read_text, read_whole
@@ -73,17 +73,16 @@ def read_hints(
     hints = params.get("kedge") if params else None
     if hints is None:
         return None
-    tokens = tuple(prompt)
+    plain = plain_request(request_id, prompt, salt, reuse)
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
-    namespace = Namespace.parse(salt or "default")
-    segments = reader.take("segments", lambda value: _segments(value, tokens), None)
-    final = reader.take("final", _flag, False)
-    request = GenerateRequest(
-        segments=segments or (Segment(tokens, "p0"),),
-        reuse=reader.take("reuse", ReuseMode, reuse),
-        request_id=RequestId(request_id),
-        tenant=namespace.tenant,
-        partition=namespace.partition,
+    segments = reader.take("segments", lambda value: _segments(value, plain.tokens), None)
+    given, final = reader.take("reuse", ReuseMode, None), reader.take("final", _flag, False)
+    is_base, is_ahead = reader.take("base", _flag, False), reader.take("ahead", _flag, False)
+    is_plain = given is None and segments is None and not is_base and not is_ahead
+    request = replace(
+        plain,
+        segments=segments or plain.segments,
+        reuse=given or reuse,
         client=ClientId(reader.take("client", read_text, "")),
         workflow=WorkflowId(reader.take("workflow", read_text, "")),
         run=RunId(reader.take("run", read_text, "")),
@@ -92,15 +91,29 @@ def read_hints(
         fixed=reader.take("fixed_tokens", read_whole, None),
         trail=reader.take("trail", _trail, ()),
         turn=_turn(reader, final),
+        is_plain=reader.take("plain", _flag, is_plain),
     )
     return HintedRequest(
         request,
         steps=reader.take("steps", _steps, None),
         seq=reader.take("seq", read_whole, None),
         final=final,
-        is_base=reader.take("base", _flag, False),
-        is_ahead=reader.take("ahead", _flag, False),
+        is_base=is_base,
+        is_ahead=is_ahead,
         ignored=reader.ignored + len(reader.left),
+    )
+
+
+def plain_request(request_id: str, prompt: Sequence[int], salt: str | None, reuse: ReuseMode) -> GenerateRequest:
+    """Return a request without hints; the arguments are those of `read_hints`."""
+    namespace = Namespace.parse(salt or "default")
+    return GenerateRequest(
+        (Segment(tuple(prompt), "p0"),),
+        reuse=reuse,
+        request_id=RequestId(request_id),
+        tenant=namespace.tenant,
+        partition=namespace.partition,
+        is_plain=True,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,21 +18,22 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kedge.discovery import PlainRequests
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
+from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
-from kedge.integrations.vllm.plugin.session_histories import SessionHistories
+from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedRequest
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
-from kedge.types import ReuseMode
+from kedge.types import Namespace, RequestId, ReuseMode
 
 
 class SchedulerSide:
@@ -43,6 +45,7 @@ class SchedulerSide:
         self.translations = translations
         self.sessions = SessionHistories()
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
+        self.plain = PlainRequests(settings.discovery)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}
@@ -76,12 +79,23 @@ class SchedulerSide:
         """Read a new request's hints, if it has any, and find the session that it continues."""
         tokens, params = request.prompt_token_ids or (), request.kv_transfer_params
         default = self._settings.reuse
-        hinted = read_hints(request.request_id, tokens, request.cache_salt, params, default)
+        hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
         if hinted is not None:
             self._on_hints(hinted, request)
         mode = hinted.request.reuse if hinted else default
         if mode is not ReuseMode.OFF and not request.abort_immediately and not (hinted and hinted.is_base):
             self._begin_turn(hinted, request)
+
+    def _completed(self, hinted: HintedRequest | None, request: Request) -> HintedRequest | None:
+        """Return a request with what its hints say and what was found out about it; None where that is nothing."""
+        if request.abort_immediately or not _is_text(request):
+            return hinted
+        tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
+        given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
+        found = self.plain.arrived(given)
+        if found is given:
+            return hinted
+        return replace(hinted, request=found) if hinted else HintedRequest(found)
 
     def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
         self._ignored_hints += hinted.ignored
@@ -134,6 +148,7 @@ class SchedulerSide:
         block_ids = blocks[0] if blocks else []
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
+        self._end_plain(request)
         tracked = self._requests.pop(request.request_id, None)
         hinted = tracked.hinted if tracked else None
         if hinted is not None:
@@ -148,6 +163,13 @@ class SchedulerSide:
             self.prompts.end_run(hinted.run)
             self.translations.end_run(hinted.run)
         return self._receipt(tracked)
+
+    def _end_plain(self, request: Request) -> None:
+        namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
+        if request.status in UNANSWERED:
+            self.plain.cancelled(namespace, request_id)
+        else:
+            self.plain.answered(namespace, request_id, request.output_token_ids)
 
     def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
@@ -246,6 +268,11 @@ class SchedulerSide:
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
+
+
+def _is_text(request: Request) -> bool:
+    """Return whether a prompt's KV follows from its tokens alone."""
+    return request.prompt_embeds is None and not request.mm_features and request.lora_request is None
 
 
 def _by_kind(queue: StepFreeQueue) -> Counter[str]:

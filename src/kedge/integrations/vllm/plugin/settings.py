@@ -8,7 +8,14 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, LearningSettings, PlannerSettings, SettingsSection, TierSettings
+from kedge.settings import (
+    AnchorSettings,
+    DiscoverySettings,
+    LearningSettings,
+    PlannerSettings,
+    SettingsSection,
+    TierSettings,
+)
 from kedge.settings.vllm import DEFAULT_CAPTURES, DEFAULT_LANES
 from kedge.types import ReuseMode
 
@@ -19,7 +26,7 @@ SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 class PluginSettings(SettingsSection):
     """`{"reuse": "translate", "forecast_ttl": 600, "tiers": {…}, "anchors": {…}, …}`, all optional.
 
-    The sections `tiers`, `anchors`, `planner` and `learning` are those of `kedge.toml`.
+    The sections `tiers`, `anchors`, `planner`, `learning` and `discovery` are those of `kedge.toml`.
     """
 
     section = "kv_connector_extra_config"
@@ -35,6 +42,7 @@ class PluginSettings(SettingsSection):
     """Without lanes only `min_translated` and `by_cost` count: nothing in the middle of a prompt is computed then."""
     learning: LearningSettings = LearningSettings()
     """`max_captures` takes the place of `max_pending`."""
+    discovery: DiscoverySettings = DiscoverySettings()
     max_captures: PositiveInt = DEFAULT_CAPTURES
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     max_lanes: NonNegativeInt = DEFAULT_LANES

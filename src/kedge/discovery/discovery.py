@@ -1,0 +1,259 @@
+"""What is found out about plain requests: which agent asks, and which of its prompt's text others have or will read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+
+from kedge.discovery import token_bytes
+from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
+from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.templates import Example, Filled, PromptTemplate, Slot, learn
+from kedge.structures.bounded import BoundedDict
+from kedge.structures.prefixes import chain_of, common_prefix
+from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+
+EXAMPLES = 3
+"""Prompts that a template is learned from"""
+MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 128, 1 << 23
+"""Prompts, and their bytes, that are kept as examples; the oldest is forgotten first"""
+MAX_AGENTS, MAX_TEMPLATES = 1024, 4
+"""Agents, and templates of one of them, that are remembered"""
+MAX_LABELS = 1 << 16
+"""Kinds of values that are remembered"""
+MAX_ENDS = 8192
+"""Prompts that another may continue"""
+MAX_ASKED = 4096
+"""Requests without an answer yet"""
+MAX_VALUES = 8192
+"""Values of which it is remembered that they were read"""
+CONTEXT_START, CONTEXT_END = 4, 12
+"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
+MAX_TRAIL = 4
+"""Tokens behind a value of which it is known whether they follow it everywhere"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found out about a request. Everything in it follows from the tokens of one namespace."""
+
+    agent: AgentId
+    team: WorkflowId
+    """Agents that read each other's texts"""
+    segments: tuple[Segment, ...]
+    """The prompt, cut into fixed text and values"""
+    produces: SampleId | None
+    """The answer, where other agents of the team read such answers"""
+    shared: int
+    """Tokens of values that others had or read before"""
+
+
+@dataclass(eq=False, slots=True)
+class _Agent:
+    id: AgentId
+    team: WorkflowId
+    head: int
+    """Tokens of the beginning that it is known by"""
+    templates: list[PromptTemplate] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Label:
+    """What all values with one label have in common. It is decided when the label is first seen, but for its trail."""
+
+    context: Tokens
+    """Tokens before a value in its base KV"""
+    stand_in: Tokens
+    """Tokens that stand for a value in the template itself"""
+    trail: Tokens
+    """Tokens that follow a value in all templates"""
+
+
+@dataclass(eq=False, slots=True)
+class _Asker:
+    """A request, until it is answered or no longer needed as an example."""
+
+    prompt: bytes
+    chain: tuple[Hashable, ...]
+    agent: _Agent | None = None
+    produces: SampleId | None = None
+
+
+class Discovery:
+    """Finds agents, their templates and the text that they share in the requests of one namespace. One thread owns it.
+
+    What is not sure is not used: a prompt has an agent and values only where it follows a template exactly, and a
+    template is learned from prompts that differ. Memory is bounded by the limits of this module.
+    """
+
+    def __init__(self) -> None:
+        self._heads, self.texts = SharedHeads(), KnownTexts()
+        self._agents: BoundedDict[Hashable, _Agent] = BoundedDict(MAX_AGENTS)
+        self._examples: deque[_Asker] = deque()
+        self._example_bytes = 0
+        self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
+        self._ends: BoundedDict[Hashable, None] = BoundedDict(MAX_ENDS)
+        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
+        self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
+
+    def arrive(self, request_id: RequestId, tokens: Sequence[int]) -> Found | None:
+        """Return what is found out about a request that arrives; None for a session's next turn, and for what is
+        unknown.
+        """
+        chain = tuple(chain_of(tokens, BLOCK_TOKENS))
+        asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
+        if not chain or self._continues(chain):
+            return None
+        self._ends[chain[-1]] = None
+        self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
+        filled = self._fill(asked) or self._learn(asked)
+        return self._found(request_id, asked, filled) if filled and asked.agent else None
+
+    def answered(self, request_id: RequestId, tokens: Sequence[int]) -> None:
+        """Take the answer to a request: others may read it."""
+        asked = self._asked.pop(request_id, None)
+        if asked is not None and tokens:
+            answer = token_bytes.pack(tokens)
+            sample = asked.produces or _answer_of(AgentId("?"), request_id)
+            self.texts.put(KnownText(answer, partial(self._label_of, asked), sample))
+
+    def cancelled(self, request_id: RequestId) -> None:
+        """Forget a request that is not answered."""
+        self._asked.pop(request_id, None)
+
+    # agents ---------------------------------------------------------------------------------------------------
+
+    def _continues(self, chain: Sequence[Hashable]) -> bool:
+        """Return whether a prompt goes on where an earlier one ended."""
+        return any(block in self._ends and not self._heads.is_head(block) for block in chain[:-1])
+
+    def _fill(self, asked: _Asker) -> list[Filled] | None:
+        """Return how a prompt fills a template of the agent with the longest beginning that it has."""
+        for block in reversed(asked.chain):
+            agent = self._agents.get(block)
+            for template in agent.templates if agent else ():
+                if filled := template.fill(asked.prompt):
+                    asked.agent = agent
+                    self._agents.move_to_end(block)
+                    return filled
+        return None
+
+    def _label_of(self, asked: _Asker) -> str:
+        """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""
+        if asked.agent is None:
+            self._fill(asked)
+        return f"answer.{asked.agent.id}" if asked.agent else ""
+
+    def _learn(self, asked: _Asker) -> list[Filled] | None:
+        """Keep a prompt that follows no template, and learn one from it and others as soon as there are enough."""
+        self._keep(asked)
+        at = self._heads.find(asked.chain)
+        if at is None:
+            return None
+        alike = {one.prompt: one for one in self._examples if len(one.chain) > at and one.chain[at] == asked.chain[at]}
+        examples = list(alike.values())[-EXAMPLES:]
+        if len(examples) < EXAMPLES:
+            return None
+        head = (at + 1) * BLOCK_TOKENS
+        template = learn([Example(one.prompt, self.texts.find(one.prompt, head)) for one in examples])
+        if template is None:
+            return None
+        self._add(asked.chain[at], head, template, examples)
+        return self._fill(asked)
+
+    def _keep(self, asked: _Asker) -> None:
+        self._examples.append(asked)
+        self._example_bytes += len(asked.prompt)
+        while len(self._examples) > MAX_EXAMPLES or self._example_bytes > MAX_EXAMPLE_BYTES:
+            self._example_bytes -= len(self._examples.popleft().prompt)
+
+    def _add(self, block: Hashable, head: int, template: PromptTemplate, examples: Sequence[_Asker]) -> None:
+        """Remember a template, and what fills its slots."""
+        agent = self._agents.get(block) or self._new_agent(template, head)
+        self._agents[block] = agent
+        agent.templates = [_named(template, agent), *agent.templates[: MAX_TEMPLATES - 1]]
+        self._learn_labels(agent.templates[0])
+        for one in examples:
+            self._examples.remove(one)
+            self._example_bytes -= len(one.prompt)
+            for filled in agent.templates[0].fill(one.prompt) or ():
+                self._keep_value(one.prompt, filled)
+
+    def _learn_labels(self, template: PromptTemplate) -> None:
+        """Take note of what stands around the slots of a new template."""
+        start, before = token_bytes.unpack(template.head)[:CONTEXT_START], template.head
+        for slot in template.slots:
+            after = token_bytes.unpack(slot.after)[:MAX_TRAIL]
+            context = start + token_bytes.unpack(before)[-CONTEXT_END:]
+            label = self._labels.use(slot.label, lambda: _Label(context, _stand_in(slot), after))  # noqa: B023
+            label.trail = common_prefix((label.trail, after))
+            before = slot.after
+
+    def _new_agent(self, template: PromptTemplate, head: int) -> _Agent:
+        name = blake2b(token_bytes.cut(template.head, 0, head), digest_size=4).hexdigest()
+        sources = {slot.label.removeprefix("answer.").partition(".")[0] for slot in template.slots}
+        teams = [one.team for one in self._agents.values() if one.id in sources]
+        return _Agent(AgentId(name), min(teams, default=WorkflowId(f"team-{name}")), head)
+
+    # what it says ---------------------------------------------------------------------------------------------
+
+    def _found(self, request_id: RequestId, asked: _Asker, filled: Sequence[Filled]) -> Found:
+        agent = asked.agent
+        assert agent is not None
+        shared = sum(one.stop - one.start for one in filled if self._keep_value(asked.prompt, one))
+        if f"answer.{agent.id}" in self._labels:
+            asked.produces = _answer_of(agent.id, request_id)
+        return Found(agent.id, agent.team, self._segments(asked.prompt, filled), asked.produces, shared)
+
+    def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
+        """Take note of a value that is read. Returns whether others had or read it before."""
+        value = token_bytes.cut(prompt, filled.start, filled.stop)
+        known = value in self._read or self.texts.answer(value) is not None
+        self._read[value] = None
+        label = filled.slot.label
+        if not label.startswith("answer."):
+            self.texts.put(KnownText(value, lambda: label))
+        return known
+
+    def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:
+        """Return a prompt in segments, in which a label that comes again has its number."""
+        segments, at, names = [], 0, set[str]()
+        for number, one in enumerate(filled):
+            if one.start > at:
+                segments.append(Segment(_tokens(prompt, at, one.start), f"p{number}"))
+            name = one.slot.label if one.slot.label not in names else f"{one.slot.label}#{number}"
+            names.add(name)
+            segments.append(self._value(prompt, one, name))
+            at = one.stop
+        if at < token_bytes.size(prompt):
+            segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))
+        return tuple(segments)
+
+    def _value(self, prompt: bytes, filled: Filled, name: str) -> Segment:
+        value = token_bytes.cut(prompt, filled.start, filled.stop)
+        sample = self.texts.answer(value)
+        if sample is None:
+            sample = SampleId(ValueKind.INPUT, filled.slot.label, 0, blake2b(value, digest_size=8).hexdigest())
+        label = self._labels[filled.slot.label]
+        return Segment(token_bytes.unpack(value), name, sample, label.context, label.stand_in, label.trail)
+
+
+def _named(template: PromptTemplate, agent: _Agent) -> PromptTemplate:
+    """Return a template of which every slot has a label: those without one are the agent's own."""
+    slots = (slot.labelled(slot.label or f"{agent.id}.{at}") for at, slot in enumerate(template.slots))
+    return PromptTemplate(template.head, tuple(slots))
+
+
+def _stand_in(slot: Slot) -> Tokens:
+    return token_bytes.unpack(slot.first)[:CONTEXT_START]
+
+
+def _answer_of(agent: AgentId, request_id: RequestId) -> SampleId:
+    return SampleId(ValueKind.AGENT, agent, 0, blake2b(request_id.encode(), digest_size=8).hexdigest())
+
+
+def _tokens(prompt: bytes, start: int, stop: int) -> Tokens:
+    return token_bytes.unpack(token_bytes.cut(prompt, start, stop))

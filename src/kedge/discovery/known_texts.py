@@ -1,0 +1,106 @@
+"""Texts that may be read again: agents' answers, and what fills slots of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kedge.discovery import token_bytes
+from kedge.discovery.templates import Occurrence
+from kedge.structures.bounded import BoundedDict
+from kedge.types import SampleId
+
+MAX_TEXTS = 512
+"""Texts that are remembered; the oldest is forgotten first"""
+MAX_TEXT_BYTES = 1 << 22
+"""Bytes of texts that are remembered"""
+LEAST = 8
+"""Tokens of a text that is looked for in prompts"""
+LOOSE_HEAD, LOOSE_TAIL = 1, 2
+"""Tokens at a text's two ends that a tokenizer may have joined with what is around it"""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """A text, packed."""
+
+    tokens: bytes
+    label: Callable[[], str]
+    """What it is, the same for all texts of its kind; "" where that is not known yet"""
+    sample: SampleId | None = None
+    """The answer that it is"""
+
+
+class KnownTexts:
+    """The texts of one namespace, found by their content or inside of prompts. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._texts: BoundedDict[bytes, KnownText] = BoundedDict(MAX_TEXTS, lambda _, text: self._drop(text))
+        self._answers: dict[bytes, SampleId] = {}
+        self.nbytes = 0
+        """Bytes of the texts"""
+
+    def __len__(self) -> int:
+        """Return how many texts are remembered."""
+        return len(self._texts)
+
+    def put(self, text: KnownText) -> None:
+        """Remember a text, as what it was known as first."""
+        if token_bytes.size(text.tokens) < LEAST:
+            return
+        if text.tokens not in self._texts:
+            self.nbytes += len(text.tokens)
+        if text.sample or text.tokens not in self._texts:
+            self._texts[text.tokens] = text
+        for head in _beginnings(text):
+            self._answers[head] = text.sample  # type: ignore[assignment] # only answers have beginnings
+        while self.nbytes > MAX_TEXT_BYTES:
+            self._drop(self._texts.popitem(last=False)[1])
+
+    def answer(self, tokens: bytes) -> SampleId | None:
+        """Return the answer that these tokens are, but for the last few."""
+        return self._answers.get(tokens)
+
+    def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
+        """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
+
+        They do not overlap, and are ordered by position. O(prompt x texts), at the speed of memory.
+        """
+        found: list[Occurrence] = []
+        for one in sorted(self._occurrences(prompt, start), key=lambda one: one.start - one.stop):
+            if all(one.stop <= other.start or other.stop <= one.start for other in found):
+                found.append(one)
+        return tuple(sorted(found))
+
+    def _occurrences(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
+        for text in self._texts.values():
+            size = token_bytes.size(text.tokens)
+            core = token_bytes.cut(text.tokens, LOOSE_HEAD, size - LOOSE_TAIL)
+            at = token_bytes.find(prompt, core, start + LOOSE_HEAD)
+            if at >= 0 and (label := text.label()):
+                yield Occurrence(*_whole(prompt, text.tokens, at), label)
+
+    def _drop(self, text: KnownText) -> None:
+        self.nbytes -= len(text.tokens)
+        for head in _beginnings(text):
+            if self._answers.get(head) == text.sample:
+                del self._answers[head]
+
+
+def _beginnings(text: KnownText) -> Iterator[bytes]:
+    """Yield what an answer may be in a prompt: all of it, or without its last tokens."""
+    size = token_bytes.size(text.tokens)
+    for less in range(LOOSE_TAIL + 1) if text.sample else ():
+        yield token_bytes.cut(text.tokens, 0, size - less)
+
+
+def _whole(prompt: bytes, text: bytes, at: int) -> tuple[int, int]:
+    """Return how much of a text is in a prompt: its tokens from the second on are at token `at`."""
+    size = token_bytes.size(text)
+    start = at - LOOSE_HEAD
+    if token_bytes.cut(prompt, start, at) != token_bytes.cut(text, 0, LOOSE_HEAD):
+        start = at
+    stop = at - LOOSE_HEAD + size - LOOSE_TAIL
+    end = at - LOOSE_HEAD + size
+    same = token_bytes.common_head([token_bytes.cut(prompt, stop, end), token_bytes.cut(text, size - LOOSE_TAIL, size)])
+    return start, stop + same

@@ -1,0 +1,95 @@
+"""Plain requests of all namespaces, completed by what was found out about them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from kedge.discovery.discovery import Discovery, Found
+from kedge.settings import DiscoveryMode, DiscoverySettings
+from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
+
+logger = logging.getLogger(__name__)
+MAX_NAMESPACES = 64
+"""Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
+
+
+@dataclass(slots=True)
+class PlainTotals:
+    """What was found out about plain requests since the start."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    known_agents: int = 0
+    """Requests whose agent was known"""
+    shared_tokens: int = 0
+    """Tokens of values that others had or read before"""
+    failures: int = 0
+    """Requests about which nothing was found out because of an error in Kedge"""
+
+
+class PlainRequests:
+    """Looks at plain requests, and completes them as far as the settings allow. One thread owns it.
+
+    An error in here costs a request what was found out about it, and nothing else.
+    """
+
+    def __init__(self, settings: DiscoverySettings) -> None:
+        self._mode = settings.mode
+        self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(MAX_NAMESPACES)
+        self.totals = PlainTotals()
+
+    def arrived(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request as it is served. What its client said of it stays."""
+        if not request.is_plain or self._mode is DiscoveryMode.OFF or request.reuse is ReuseMode.OFF:
+            return request
+        try:
+            found = self._find(request)
+        except Exception:
+            logger.exception("request %s is served as it is", request.request_id)
+            self.totals.failures += 1
+            return request
+        return request if found is None else self._completed(request, found)
+
+    def answered(self, namespace: Namespace, request_id: RequestId, answer: Sequence[int]) -> None:
+        """Take the answer to a request; one that was not looked at is ignored."""
+        if discovery := self._namespaces.get(namespace):
+            discovery.answered(request_id, answer)
+
+    def cancelled(self, namespace: Namespace, request_id: RequestId) -> None:
+        """Take the end of a request without an answer; one that was not looked at is ignored."""
+        if discovery := self._namespaces.get(namespace):
+            discovery.cancelled(request_id)
+
+    def clear(self) -> None:
+        """Forget everything but the totals."""
+        self._namespaces.clear()
+
+    def stats(self) -> dict[str, object]:
+        """Return the totals, and the mode."""
+        return {"mode": self._mode.value, **asdict(self.totals)}
+
+    def _find(self, request: GenerateRequest) -> Found | None:
+        discovery = self._namespaces.use(request.namespace, Discovery)
+        self.totals.requests += 1
+        self.totals.prompt_tokens += request.prompt_tokens
+        found = discovery.arrive(request.request_id, request.tokens)
+        if found is not None:
+            self.totals.known_agents += 1
+            self.totals.shared_tokens += found.shared
+        return found
+
+    def _completed(self, request: GenerateRequest, found: Found) -> GenerateRequest:
+        if self._mode is not DiscoveryMode.TRANSLATE:
+            return request
+        return replace(
+            request,
+            segments=found.segments,
+            reuse=ReuseMode.TRANSLATE,
+            workflow=request.workflow or found.team,
+            agent=request.agent or found.agent,
+            produces=found.produces,
+            fixed=len(found.segments[0].tokens) if request.fixed is None else request.fixed,
+        )

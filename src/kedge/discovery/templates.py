@@ -1,0 +1,190 @@
+"""Templates of agents' prompts, found by laying some of their prompts side by side.
+
+What all of them have at the same place is fixed text. In between are *slots*. A text that is known from elsewhere, such
+as another agent's answer, makes a slot by itself; else a slot is what differs between two stretches of fixed text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kedge.discovery import token_bytes
+
+MIN_FIXED = 2
+"""Tokens of fixed text between two slots, at least: what is shorter would be found inside of values"""
+WINDOW = 8
+"""Tokens that all prompts have once inside of what differs, from which on they are fixed text"""
+MAX_WINDOWS = 512
+"""Places in what differs where fixed text is looked for"""
+
+
+class Occurrence(NamedTuple):
+    """A known text in a prompt: tokens [start, stop)."""
+
+    start: int
+    stop: int
+    label: str
+    """What the text is, the same in all prompts of an agent"""
+
+
+class Example(NamedTuple):
+    """A prompt, packed, with the known texts in it by position. They do not overlap."""
+
+    prompt: bytes
+    known: tuple[Occurrence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that every prompt fills, and the fixed text after it."""
+
+    label: str
+    """What fills it; "" where that is known from nowhere else"""
+    first: bytes
+    """What filled it in the first example"""
+    after: bytes = b""
+    """The fixed text between it and the next slot, or the end of the prompt"""
+
+    def labelled(self, label: str) -> Slot:
+        """Return the slot with another label."""
+        return replace(self, label=label)
+
+
+class Filled(NamedTuple):
+    """A slot that a prompt fills with tokens [start, stop)."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """The fixed text that every prompt begins with, packed, and the slots after it."""
+
+    head: bytes
+    slots: tuple[Slot, ...]
+
+    def fill(self, prompt: bytes) -> list[Filled] | None:
+        """Return what fills the slots in a packed prompt; None where it does not follow the template."""
+        if not prompt.startswith(self.head):
+            return None
+        at, filled = token_bytes.size(self.head), []
+        for slot in self.slots:
+            stop = _end(prompt, slot.after) if slot is self.slots[-1] else token_bytes.find(prompt, slot.after, at + 1)
+            if stop <= at:
+                return None
+            filled.append(Filled(slot, at, stop))
+            at = stop + token_bytes.size(slot.after)
+        return filled
+
+
+def _end(prompt: bytes, after: bytes) -> int:
+    """Return where the last slot ends; -1 where the prompt does not end with the fixed text after it."""
+    return token_bytes.size(prompt) - token_bytes.size(after) if prompt.endswith(after) else -1
+
+
+def learn(examples: Sequence[Example]) -> PromptTemplate | None:
+    """Return the template that examples follow; None where they are equal or begin with nothing in common."""
+    labels = _common_labels([[one.label for one in example.known] for example in examples])
+    rows = [_split(example, labels) for example in examples]
+    parts: list[_Part] = []
+    for column in zip(*rows, strict=True):
+        known = [one for one in column if isinstance(one, Slot)]
+        parts += [known[0]] if known else _aligned([one for one in column if isinstance(one, bytes)])
+    return _template(_merged(parts))
+
+
+_Part = bytes | Slot
+"""Fixed text, or a slot"""
+
+
+def _template(parts: Sequence[_Part]) -> PromptTemplate | None:
+    """Return the template of parts in which fixed text and slots take turns; None unless it begins with fixed text."""
+    head, *rest = parts
+    if not rest or not isinstance(head, bytes):
+        return None
+    fixed = [one for one in rest if isinstance(one, bytes)]
+    slots = [one for one in rest if isinstance(one, Slot)]
+    after = (*fixed, b"")
+    return PromptTemplate(head, tuple(replace(slot, after=after[at]) for at, slot in enumerate(slots)))
+
+
+def _common_labels(sequences: Sequence[Sequence[str]]) -> list[str]:
+    """Return the labels that all sequences have once, as far as all have them in the same order."""
+    in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
+    orders = [[one for one in each if one in in_all] for each in sequences]
+    return [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
+
+
+def _split(example: Example, labels: Sequence[str]) -> list[_Part]:
+    """Return a prompt cut at the texts with these labels: other text and slots in turn."""
+    parts: list[_Part] = []
+    at = 0
+    for one in example.known:
+        if one.label in labels:
+            parts.append(token_bytes.cut(example.prompt, at, one.start))
+            parts.append(Slot(one.label, token_bytes.cut(example.prompt, one.start, one.stop)))
+            at = one.stop
+    parts.append(token_bytes.cut(example.prompt, at, token_bytes.size(example.prompt)))
+    return parts
+
+
+def _aligned(texts: Sequence[bytes]) -> Iterator[_Part]:
+    """Yield the fixed text and the slots of texts that are at the same place of all prompts."""
+    if len(set(texts)) == 1:
+        yield texts[0]
+        return
+    shortest = min(map(token_bytes.size, texts))
+    head = token_bytes.common_head(texts)
+    tail = min(token_bytes.common_tail(texts), shortest - head)
+    if head + tail == shortest:  # one of them has nothing in between: a token of fixed text becomes its value
+        head, tail = (head, tail - 1) if tail else (max(0, head - 1), 0)
+    yield token_bytes.cut(texts[0], 0, head)
+    yield from _between([token_bytes.cut(text, head, token_bytes.size(text) - tail) for text in texts])
+    yield token_bytes.cut(texts[0], token_bytes.size(texts[0]) - tail, token_bytes.size(texts[0]))
+
+
+def _between(texts: Sequence[bytes]) -> Iterator[_Part]:
+    """Yield a slot, or several with the fixed text between them."""
+    places = _common_window(texts)
+    if places is None:
+        yield Slot("", texts[0])
+        return
+    pairs = list(zip(texts, places, strict=True))
+    yield from _aligned([token_bytes.cut(text, 0, at) for text, at in pairs])
+    yield from _aligned([token_bytes.cut(text, at, token_bytes.size(text)) for text, at in pairs])
+
+
+def _common_window(texts: Sequence[bytes]) -> list[int] | None:
+    """Return where in each text `WINDOW` tokens are that all have once, behind the first; None: there are none."""
+    shortest = min(texts, key=len)
+    ends = max(0, token_bytes.size(shortest) - WINDOW + 1)
+    for at in range(1, ends, 1 + ends // MAX_WINDOWS):
+        window = token_bytes.cut(shortest, at, at + WINDOW)
+        places = [token_bytes.find_once(text, window) for text in texts]
+        if min(places) > 0:
+            return places
+    return None
+
+
+def _merged(parts: Iterable[_Part]) -> list[_Part]:
+    """Join fixed text with fixed text, and slots with too little between them; the first label is kept."""
+    merged: list[_Part] = []
+    for part in parts:
+        before = merged[-1] if merged else b""
+        if isinstance(part, bytes):
+            merged[-1:] = [before + part] if isinstance(before, bytes) else [before, part]
+        elif isinstance(before, Slot):
+            merged[-1] = _joined(before, b"", part)
+        elif token_bytes.size(before) < MIN_FIXED and len(merged) > 1 and isinstance(slot := merged[-2], Slot):
+            merged[-2:] = [_joined(slot, before, part)]
+        else:
+            merged.append(part)
+    return [one for one in merged if one]
+
+
+def _joined(slot: Slot, between: bytes, other: Slot) -> Slot:
+    return Slot(slot.label or other.label, slot.first + between + other.first)

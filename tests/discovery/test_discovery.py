@@ -1,0 +1,182 @@
+"""Agents, templates and shared text are found in plain prompts, and only in those of one's own namespace."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kedge.discovery import Discovery, Found, discovery, token_bytes
+from kedge.types import RequestId, Tokens, ValueKind
+from tests.discovery.teams import judge, solver, words
+
+
+class Team:
+    """A team, with the discovery that sees its requests."""
+
+    def __init__(self, found: Discovery, name: str = "team") -> None:
+        self.found, self.name = found, name
+        self._ids = (RequestId(f"{name}-{number}") for number in range(10**9))
+
+    def ask(self, prompt: Tokens, answer: Tokens = ()) -> Found | None:
+        request_id = next(self._ids)
+        found = self.found.arrive(request_id, prompt)
+        self.found.answered(request_id, answer)
+        return found
+
+    def solver(self, question: Tokens) -> Tokens:
+        return solver(question, self.name)
+
+    def judge(self, question: Tokens, answer: Tokens) -> Tokens:
+        return judge(question, answer, self.name)
+
+    def run(self, number: int) -> tuple[Found | None, Found | None]:
+        question, answer = words((self.name, "q", number), 60), words((self.name, "a", number), 25)
+        solved = self.ask(self.solver(question), answer)
+        return solved, self.ask(self.judge(question, answer), words((self.name, "verdict", number), 9))
+
+
+def whole(found: Found) -> Tokens:
+    return sum((one.tokens for one in found.segments), ())
+
+
+def test_a_team_is_found_after_three_runs() -> None:
+    team = Team(Discovery())
+    assert [team.run(number) for number in range(2)] == [(None, None)] * 2
+    team.run(2)
+    solved, judged = team.run(3)
+    assert solved and judged and solved.agent != judged.agent and solved.team == judged.team
+    question, answer = words(("team", "q", 3), 60), words(("team", "a", 3), 25)
+    assert [one.tokens for one in judged.segments[1::2]] == [question, answer]
+    assert [one.is_placeholder for one in judged.segments] == [False, True, False, True, False]
+    read, written = judged.segments[1], judged.segments[3]
+    assert solved.segments[1].name == read.name and solved.segments[1].sample == read.sample
+    assert solved.segments[1].base_context == read.base_context != ()
+    assert written.sample == solved.produces and written.sample.kind is ValueKind.AGENT
+    assert judged.produces is None
+    assert (solved.shared, judged.shared) == (0, 60 + 25)
+    assert whole(judged) == team.judge(question, answer)
+
+
+def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> None:
+    team = Team(Discovery())
+    judged = None
+    for number in range(5):
+        question, answer = words(("q", number), 60), words(("a", number), 25)
+        solved = team.ask(team.solver(question), answer)
+        judged = team.ask(team.judge(question, (*answer[:-1], 7)))
+    assert judged and solved and judged.segments[3].tokens == answer[:-1]
+    assert judged.segments[3].sample == solved.produces
+
+
+def test_names_and_contexts_stay_when_others_join() -> None:
+    found = Discovery()
+    team = Team(found)
+    for number in range(4):
+        team.run(number)
+    before = team.run(4)
+    third = Team(found, "third")
+    for number in range(4):
+        question = words(("team", "q", number), 60)
+        third.ask((*words("reader", 40), *question, *words("end", 9)))
+    after = team.run(4)
+    for one, other in zip(before, after, strict=True):
+        assert (
+            one
+            and other
+            and [(s.name, s.base_context) for s in one.segments] == [(s.name, s.base_context) for s in other.segments]
+        )
+    asked = third.ask((*words("reader", 40), *words(("team", "q", 9), 60), *words("end", 9)))
+    assert asked and before[0] and asked.segments[1].name == before[0].segments[1].name
+    assert asked.team == before[0].team
+
+
+def test_the_next_turn_of_a_session_is_left_alone() -> None:
+    team = Team(Discovery())
+    for number in range(4):
+        team.run(number)
+    prompt = team.solver(words("question", 60))
+    assert team.ask(prompt, words("answer", 30))
+    assert team.ask((*prompt, *words("answer", 30), *words("next", 40))) is None
+
+
+def test_prompts_that_begin_alike_and_go_on_in_no_common_way_have_no_values() -> None:
+    found = Discovery()
+    team = Team(found)
+    for number in range(20):
+        asked = team.ask((*words("head", 48), *words(("all", number), 50)))
+    assert asked and [one.is_placeholder for one in asked.segments] == [False, True]
+    assert asked.shared == 0
+
+
+def test_interleaved_runs_of_one_team_are_told_apart_by_what_they_read() -> None:
+    team = Team(Discovery())
+    for number in range(4):
+        team.run(number)
+    rng, judged = Random(0), {}
+    questions = {number: words(("q2", number), 60) for number in range(32)}
+    solved = {n: team.ask(team.solver(questions[n]), words(("a2", n), 25)) for n in rng.sample(range(32), 32)}
+    for number in rng.sample(range(32), 32):
+        judged[number] = team.ask(team.judge(questions[number], words(("a2", number), 25)))
+    for number in range(32):
+        first, second = solved[number], judged[number]
+        assert first and second and second.segments[3].sample == first.produces
+
+
+def test_templates_are_learned_again_when_the_application_changes_its_prompts() -> None:
+    team = Team(Discovery())
+    for number in range(5):
+        team.run(number)
+    changed = [team.ask((*words(("team", "solver"), 40), *words(("q", n), 60), *words("please", 11))) for n in range(4)]
+    assert changed[0] is None and changed[3] is not None
+    assert all(team.run(9))
+
+
+def test_an_unknown_request_or_one_that_ended_is_no_error() -> None:
+    found = Discovery()
+    found.answered(RequestId("unknown"), (1, 2, 3))
+    found.cancelled(RequestId("unknown"))
+    assert found.arrive(RequestId("a"), words("a", 40)) is None
+    found.cancelled(RequestId("a"))
+    found.answered(RequestId("a"), words("answer", 20))
+    assert len(found.texts) == 0
+    assert found.arrive(RequestId("short"), (1, 2)) is None
+
+
+def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "MAX_EXAMPLE_BYTES", 40_000)
+    found = Discovery()
+    team = Team(found)
+    for number in range(600):
+        team.ask(words(("prompt", number), 100), words(("answer", number), 50))
+    assert len(found.texts) <= 512 and found._example_bytes <= 40_000
+    assert found._example_bytes == sum(len(one.prompt) for one in found._examples)
+    assert not found._agents
+
+
+def prompts() -> st.SearchStrategy[list[Tokens]]:
+    pieces = st.integers(0, 5).map(lambda piece: words(piece, 20))
+    return st.lists(st.lists(pieces, min_size=1, max_size=5).map(lambda found: sum(found, ())), max_size=40)
+
+
+@settings(max_examples=60)
+@given(prompts())
+def test_whatever_is_found_the_segments_are_the_prompt(given_prompts: list[Tokens]) -> None:
+    team = Team(Discovery())
+    for number, prompt in enumerate(given_prompts):
+        found = team.ask(prompt, words(number % 7, 20))
+        if found is not None:
+            assert whole(found) == prompt
+            assert all(one.tokens for one in found.segments)
+            names = [one.name for one in found.segments]
+            assert len(set(names)) == len(names)
+
+
+def test_tokens_are_found_where_they_begin_and_not_in_the_middle_of_bytes() -> None:
+    data = token_bytes.pack([0, 256, 1 << 16, 256])
+    assert token_bytes.find(data, token_bytes.pack([1 << 16])) == 2
+    assert token_bytes.find(data, token_bytes.pack([1])) == -1
+    assert token_bytes.find(data, token_bytes.pack([256]), 2) == 3
+    assert token_bytes.find_once(data, token_bytes.pack([256])) == -1

@@ -1,0 +1,75 @@
+"""Known texts are found in prompts, as they are or with their ends joined with what is around them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.discovery import known_texts, token_bytes
+from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.templates import Occurrence
+from kedge.types import SampleId, ValueKind
+
+ANSWER = tuple(range(50, 62))
+SAMPLE = SampleId(ValueKind.AGENT, "a", 0, "01")
+
+
+def known(*tokens: int, label: str = "a", sample: SampleId | None = None) -> KnownText:
+    return KnownText(token_bytes.pack(tokens), lambda: label, sample)
+
+
+def found(texts: KnownTexts, *prompt: int, start: int = 0) -> tuple[Occurrence, ...]:
+    return texts.find(token_bytes.pack(prompt), start)
+
+
+def test_a_text_is_found_whole_or_without_its_ends() -> None:
+    texts = KnownTexts()
+    texts.put(known(*ANSWER))
+    assert found(texts, 1, 2, *ANSWER, 3) == (Occurrence(2, 14, "a"),)
+    assert found(texts, 1, 2, *ANSWER[:-1], 3) == (Occurrence(2, 13, "a"),)
+    assert found(texts, 1, 2, *ANSWER[1:-2], 3) == (Occurrence(2, 11, "a"),)
+    assert found(texts, 1, 2, *ANSWER[1:-3], 3, 4) == ()
+    assert found(texts, *ANSWER, start=5) == ()
+
+
+def test_the_longest_of_texts_that_overlap_is_found() -> None:
+    texts = KnownTexts()
+    texts.put(known(*ANSWER[:9], label="short"))
+    texts.put(known(*ANSWER, label="long"))
+    texts.put(known(*range(9), label="unrelated"))
+    assert [one.label for one in found(texts, *range(9), *ANSWER)] == ["unrelated", "long"]
+
+
+def test_a_text_without_a_name_yet_is_not_found_and_is_later() -> None:
+    texts, label = KnownTexts(), [""]
+    texts.put(KnownText(token_bytes.pack(ANSWER), lambda: label[0]))
+    assert found(texts, *ANSWER) == ()
+    label[0] = "named"
+    assert [one.label for one in found(texts, *ANSWER)] == ["named"]
+
+
+def test_an_answer_is_known_by_its_tokens_with_or_without_the_last() -> None:
+    texts = KnownTexts()
+    texts.put(known(*ANSWER, sample=SAMPLE))
+    texts.put(known(*range(20)))
+    for tokens, sample in ((ANSWER, SAMPLE), (ANSWER[:-2], SAMPLE), (ANSWER[:-3], None), (range(20), None)):
+        assert texts.answer(token_bytes.pack(tokens)) == sample
+
+
+def test_texts_that_are_too_short_are_not_kept() -> None:
+    texts = KnownTexts()
+    texts.put(known(*ANSWER[:7]))
+    assert len(texts) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(8, 40), st.booleans()), max_size=60))
+def test_memory_is_bounded_and_what_was_forgotten_is_no_answer(puts: list[tuple[int, int, bool]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_texts, "MAX_TEXT_BYTES", 400)
+        texts = KnownTexts()
+        for first, size, is_answer in puts:
+            texts.put(known(*range(first, first + size), sample=SAMPLE if is_answer else None))
+            assert texts.nbytes == sum(map(len, texts._texts)) <= 400
+            answers = [one for one in texts._texts.values() if one.sample]
+            assert len(texts._answers) <= 3 * len(answers)

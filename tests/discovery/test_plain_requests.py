@@ -1,0 +1,101 @@
+"""Plain requests are completed as far as the settings allow; what a client says stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kedge.discovery import Discovery, PlainRequests, plain_requests
+from kedge.settings import DiscoveryMode, DiscoverySettings
+from kedge.types import AgentId, GenerateRequest, ReuseMode, Segment, TenantId, Tokens, WorkflowId, new_request_id
+from tests.discovery.teams import judge, solver, words
+
+
+def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
+    return GenerateRequest((Segment(tokens, "p0"),), tenant=TenantId(tenant), is_plain=True)
+
+
+def run(requests: PlainRequests, number: int, tenant: str = "default") -> tuple[GenerateRequest, GenerateRequest]:
+    """Let the team answer a question; returns its requests as they are served."""
+    question, answer = words(("q", number), 60), words(("a", number), 25)
+    first = plain(solver(question), tenant)
+    solved = requests.arrived(first)
+    requests.answered(first.namespace, first.request_id, answer)
+    second = plain(judge(question, answer), tenant)
+    judged = requests.arrived(second)
+    requests.answered(second.namespace, second.request_id, ())
+    return solved, judged
+
+
+def learned(mode: DiscoveryMode, runs: int = 4) -> PlainRequests:
+    requests = PlainRequests(DiscoverySettings(mode=mode))
+    for number in range(runs):
+        run(requests, number)
+    return requests
+
+
+def test_with_translate_a_request_has_the_segments_and_names_that_were_found() -> None:
+    solved, judged = run(learned(DiscoveryMode.TRANSLATE), 9)
+    assert judged.reuse is ReuseMode.TRANSLATE and judged.agent and judged.workflow == solved.workflow
+    assert judged.tokens == judge(words(("q", 9), 60), words(("a", 9), 25))
+    assert judged.segments[3].sample == solved.produces
+    assert judged.fixed == 50
+
+
+@pytest.mark.parametrize("mode", [DiscoveryMode.OFF, DiscoveryMode.OBSERVE, DiscoveryMode.EXACT])
+def test_without_it_no_request_is_changed(mode: DiscoveryMode) -> None:
+    requests = learned(mode)
+    given = plain(solver(words("q", 60)))
+    assert requests.arrived(given) is given
+
+
+def test_what_could_be_saved_is_counted_without_being_used() -> None:
+    requests = learned(DiscoveryMode.OBSERVE)
+    before = requests.totals.shared_tokens
+    run(requests, 9)
+    assert requests.totals.shared_tokens - before == 60 + 25
+    assert (requests.totals.requests, requests.totals.known_agents) == (10, 6)
+
+
+def test_what_a_client_says_stays() -> None:
+    requests = learned(DiscoveryMode.TRANSLATE)
+    given = replace(plain(solver(words("q", 60))), agent=AgentId("mine"), workflow=WorkflowId("own"), fixed=3)
+    served = requests.arrived(given)
+    assert (served.agent, served.workflow, served.fixed) == ("mine", "own", 3)
+    assert [one.is_placeholder for one in served.segments] == [False, True, False]
+    for refused in (replace(given, is_plain=False), replace(given, reuse=ReuseMode.OFF)):
+        assert requests.arrived(refused) is refused
+
+
+def test_a_tenant_learns_nothing_from_another() -> None:
+    requests = learned(DiscoveryMode.TRANSLATE)
+    for number in range(2):
+        theirs = run(requests, number, tenant="other")
+        assert not any(one.agent or one.produces for one in theirs)
+    assert run(requests, 5)[1].agent
+
+
+def test_an_error_costs_a_request_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    requests = learned(DiscoveryMode.TRANSLATE)
+
+    def fails(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Discovery, "arrive", fails)
+    given = plain(solver(words("q", 60)))
+    assert requests.arrived(given) is given
+    assert requests.totals.failures == 1 and str(given.request_id) in caplog.text
+
+
+def test_namespaces_are_bounded_and_the_last_to_ask_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_requests, "MAX_NAMESPACES", 2)
+    requests = learned(DiscoveryMode.TRANSLATE)
+    for tenant in ("b", "default", "c"):
+        run(requests, 20, tenant)
+    assert run(requests, 21)[1].agent
+    unknown = plain(words("b", 40), "b")
+    requests.answered(unknown.namespace, new_request_id(), (1, 2))
+    requests.cancelled(unknown.namespace, unknown.request_id)
+    requests.clear()
+    assert not run(requests, 22)[1].agent

@@ -1,0 +1,81 @@
+"""Plain requests on vLLM, without a word of the client: what agents share is found, and translated if that is set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
+from tests.discovery.teams import judge, solver, words  # noqa: E402
+from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, receipt  # noqa: E402
+
+ANCHORS = {"min_anchors": 2, "max_error": 1e9, "gamma": 2.0, "weak_error": 1e9}
+ANSWER = 24
+
+
+def ask(engine: Driver, tokens: tuple[int, ...], **more: Any) -> Any:
+    return engine.ask([3 + token % (VOCABULARY - 3) for token in tokens], count=ANSWER, **more)
+
+
+def team(engine: Driver, number: int, **more: Any) -> tuple[Any, Any]:
+    question = words(("q", number), 60)
+    solved = ask(engine, solver(question), **more)
+    return solved, ask(engine, judge(question, tuple(solved.outputs[0].token_ids)), **more)
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_llama: Path) -> list[list[int]]:
+    """The judges' answers of stock vLLM."""
+    with driver(tiny_llama, plugged=False) as plain:
+        return [list(team(plain, number)[1].outputs[0].token_ids) for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def translating(tiny_llama: Path, stock: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time
+    extra = {"anchors": ANCHORS, "discovery": {"mode": "translate"}}
+    with driver(tiny_llama, extra=extra, scheduler_cls=SCHEDULER) as built:
+        yield built
+
+
+def test_by_default_answers_are_stock_vllms(tiny_llama: Path, stock: list[list[int]]) -> None:
+    with driver(tiny_llama, scheduler_cls=SCHEDULER) as observing:
+        outputs = [team(observing, number)[1] for number in range(6)]
+        assert [list(one.outputs[0].token_ids) for one in outputs] == stock
+        assert all(one.kv_transfer_params is None for one in outputs)
+        totals = observing.side.plain.totals
+        assert totals.known_agents > 0 and totals.shared_tokens > 0 and totals.failures == 0
+
+
+def test_shared_text_is_translated_once_a_team_is_known(translating: Driver) -> None:
+    for number in range(10):
+        judged = team(translating, number)[1]
+    assert receipt(judged)["tokens"]["translated"] >= 60
+    assert translating.side.plain.totals.failures == 0
+
+
+def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:
+    for number in range(2):
+        judged = team(translating, number, salt="other")[1]
+        assert judged.kv_transfer_params is None
+
+
+def test_what_a_client_says_itself_stays(translating: Driver) -> None:
+    for number in range(20, 24):
+        exact = team(translating, number, kedge={"reuse": "exact"})[1]
+        assert receipt(exact)["tokens"]["translated"] == 0
+    named = team(translating, 30, kedge={"agent": "mine", "workflow": "own"})[1]
+    assert receipt(named)["mode"] == "translate"
+
+
+def test_aborts_leave_nothing_behind(translating: Driver) -> None:
+    names = [translating.add([3 + t % 200 for t in solver(words(("q", n), 60))], ANSWER) for n in range(40, 60)]
+    translating.step()
+    translating.engine.abort_request(names[::2])
+    translating.run()
+    translating.reset()
+    assert not translating.side._requests
