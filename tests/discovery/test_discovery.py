@@ -18,12 +18,14 @@ class Team:
 
     def __init__(self, found: Discovery, name: str = "team") -> None:
         self.found, self.name = found, name
+        self.now = 0.0
         self._ids = (RequestId(f"{name}-{number}") for number in range(10**9))
 
     def ask(self, prompt: Tokens, answer: Tokens = ()) -> Found | None:
         request_id = next(self._ids)
-        found = self.found.arrive(request_id, prompt)
-        self.found.answered(request_id, answer)
+        self.now += 1
+        found = self.found.arrive(request_id, prompt, self.now)
+        self.found.ended(request_id, answer, self.now + 0.5)
         return found
 
     def solver(self, question: Tokens) -> Tokens:
@@ -54,7 +56,7 @@ def test_a_team_is_found_after_three_runs() -> None:
     read, written = judged.segments[1], judged.segments[3]
     assert solved.segments[1].name == read.name and solved.segments[1].sample == read.sample
     assert solved.segments[1].base_context == read.base_context != ()
-    assert written.sample == solved.produces and written.sample.kind is ValueKind.AGENT
+    assert solved.produces and written.sample == solved.produces and solved.produces.kind is ValueKind.AGENT
     assert judged.produces is None
     assert (solved.shared, judged.shared) == (0, 60 + 25)
     assert whole(judged) == team.judge(question, answer)
@@ -111,6 +113,27 @@ def test_prompts_that_begin_alike_and_go_on_in_no_common_way_have_no_values() ->
     assert asked.shared == 0
 
 
+def test_agents_that_have_a_long_beginning_in_common_are_told_apart() -> None:
+    found = Discovery()
+    team, agents = Team(found), dict[str, set[str]]()
+    for number in range(12):
+        for role in ("planner", "writer", "critic"):
+            asked = team.ask((*words("rules", 200), *words(role, 100), *words(("q", number), 40), *words("now", 6)))
+            if asked and number >= 8:
+                agents.setdefault(role, set()).add(asked.agent)
+                assert [len(one.tokens) for one in asked.segments] == [300, 40, 6]
+    assert len(agents) == 3 and len(set.union(*agents.values())) == 3
+
+
+def test_examples_without_a_template_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[object]()
+    monkeypatch.setattr(discovery, "learn", tried.append)
+    team = Team(Discovery())
+    for number in range(102):
+        team.ask((*words("head", 48), *words(("all", number), 50)))
+    assert len(tried) == 7  # of the 100 that might
+
+
 def test_interleaved_runs_of_one_team_are_told_apart_by_what_they_read() -> None:
     team = Team(Discovery())
     for number in range(4):
@@ -136,13 +159,12 @@ def test_templates_are_learned_again_when_the_application_changes_its_prompts() 
 
 def test_an_unknown_request_or_one_that_ended_is_no_error() -> None:
     found = Discovery()
-    found.answered(RequestId("unknown"), (1, 2, 3))
-    found.cancelled(RequestId("unknown"))
-    assert found.arrive(RequestId("a"), words("a", 40)) is None
-    found.cancelled(RequestId("a"))
-    found.answered(RequestId("a"), words("answer", 20))
+    assert found.ended(RequestId("unknown"), (1, 2, 3), 0) is None
+    assert found.arrive(RequestId("a"), words("a", 40), 1) is None
+    assert found.ended(RequestId("a"), (), 2) is None
+    assert found.ended(RequestId("a"), words("answer", 20), 3) is None
     assert len(found.texts) == 0
-    assert found.arrive(RequestId("short"), (1, 2)) is None
+    assert found.arrive(RequestId("short"), (1, 2), 4) is None
 
 
 def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ from kedge.discovery.heads import VARIANTS, SharedHeads
 def test_the_last_block_with_three_continuations_is_the_end_of_the_fixed_prompt() -> None:
     heads = SharedHeads()
     for role in "xyz":
-        assert heads.find(["system", role]) is None or role == "z"
+        assert heads.find(["system", role]) == []
         for question in range(VARIANTS):
             heads.observe(["system", role, question], "end")
-    assert [heads.find(["system", role, 9]) for role in "xyz"] == [1, 1, 1]
-    assert heads.find(["system", "new"]) == 0
-    assert heads.find(["other"]) is None
+    assert [heads.find(["system", role, 9]) for role in "xyz"] == [[1, 0]] * 3
+    assert heads.find(["system", "new"]) == [0]
+    assert heads.find(["other"]) == []
 
 
 def test_prompts_that_are_repeated_or_continued_make_no_agent() -> None:
@@ -22,14 +22,14 @@ def test_prompts_that_are_repeated_or_continued_make_no_agent() -> None:
         heads.observe(["a", "b"], "end")
     for length in range(3, 9):
         heads.observe([*"abcdefgh"[:length]], "end")
-    assert heads.find([*"abcdefgh"]) is None
+    assert heads.find([*"abcdefgh"]) == []
 
 
 def test_a_prompt_that_ends_within_a_block_goes_on_in_its_own_way() -> None:
     heads = SharedHeads()
     for rest in range(VARIANTS):
         heads.observe(["a"], rest)
-    assert heads.find(["a"]) == 0
+    assert heads.find(["a"]) == [0]
 
 
 def test_memory_is_bounded() -> None:

@@ -21,10 +21,10 @@ def run(requests: PlainRequests, number: int, tenant: str = "default") -> tuple[
     question, answer = words(("q", number), 60), words(("a", number), 25)
     first = plain(solver(question), tenant)
     solved = requests.arrived(first)
-    requests.answered(first.namespace, first.request_id, answer)
+    requests.ended(first.namespace, first.request_id, answer)
     second = plain(judge(question, answer), tenant)
     judged = requests.arrived(second)
-    requests.answered(second.namespace, second.request_id, ())
+    requests.ended(second.namespace, second.request_id, ())
     return solved, judged
 
 
@@ -43,11 +43,25 @@ def test_with_translate_a_request_has_the_segments_and_names_that_were_found() -
     assert judged.fixed == 50
 
 
-@pytest.mark.parametrize("mode", [DiscoveryMode.OFF, DiscoveryMode.OBSERVE, DiscoveryMode.EXACT])
+@pytest.mark.parametrize("mode", [DiscoveryMode.OFF, DiscoveryMode.OBSERVE])
 def test_without_it_no_request_is_changed(mode: DiscoveryMode) -> None:
     requests = learned(mode)
     given = plain(solver(words("q", 60)))
     assert requests.arrived(given) is given
+    assert requests.forecasts.take() is None
+
+
+def test_with_exact_agents_and_runs_are_named_and_forecast_and_nothing_is_translated() -> None:
+    requests = learned(DiscoveryMode.EXACT, runs=7)
+    taken = requests.forecasts.take()
+    assert taken is not None and requests.forecasts.take() is None
+    solved, judged = run(requests, 9)
+    assert solved.run == judged.run and solved.agent != judged.agent and not judged.produces
+    assert judged.reuse is ReuseMode.EXACT and len(judged.segments) == 1
+    assert taken.prompts[solved.agent_key] == solver((), vocab=100_000)[:40]
+    assert taken.teams[judged.agent_key] == judged.workflow
+    changes = requests.forecasts.take()
+    assert changes and changes.next_runs[solved.agent_key] == (0, 1)
 
 
 def test_what_could_be_saved_is_counted_without_being_used() -> None:
@@ -95,7 +109,7 @@ def test_namespaces_are_bounded_and_the_last_to_ask_stays(monkeypatch: pytest.Mo
         run(requests, 20, tenant)
     assert run(requests, 21)[1].agent
     unknown = plain(words("b", 40), "b")
-    requests.answered(unknown.namespace, new_request_id(), (1, 2))
-    requests.cancelled(unknown.namespace, unknown.request_id)
+    requests.ended(unknown.namespace, new_request_id(), (1, 2))
+    requests.ended(unknown.namespace, unknown.request_id)
     requests.clear()
     assert not run(requests, 22)[1].agent

@@ -21,7 +21,9 @@ def example(*parts: Value, known: tuple[Occurrence, ...] = ()) -> Example:
 def contents(template: PromptTemplate, prompt: Value) -> list[Tokens] | None:
     packed = token_bytes.pack(prompt)
     filled = template.fill(packed)
-    return filled and [token_bytes.unpack(token_bytes.cut(packed, one.start, one.stop)) for one in filled]
+    return (
+        None if filled is None else [token_bytes.unpack(token_bytes.cut(packed, one.start, one.stop)) for one in filled]
+    )
 
 
 @given(st.lists(st.tuples(values, values), min_size=3, max_size=5, unique=True), values, values)

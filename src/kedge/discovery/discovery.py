@@ -11,10 +11,11 @@ from hashlib import blake2b
 from kedge.discovery import token_bytes
 from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
 from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.runs import FoundRun, FoundRuns
 from kedge.discovery.templates import Example, Filled, PromptTemplate, Slot, learn
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
-from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 EXAMPLES = 3
 """Prompts that a template is learned from"""
@@ -22,6 +23,8 @@ MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 128, 1 << 23
 """Prompts, and their bytes, that are kept as examples; the oldest is forgotten first"""
 MAX_AGENTS, MAX_TEMPLATES = 1024, 4
 """Agents, and templates of one of them, that are remembered"""
+LEAST_LONGER, LEAST_SHARE = 32, 1 / 16
+"""Tokens, and share of an agent's fixed prompt, by which prompts that begin alike for longer are another agent's"""
 MAX_LABELS = 1 << 16
 """Kinds of values that are remembered"""
 MAX_ENDS = 8192
@@ -43,6 +46,8 @@ class Found:
     agent: AgentId
     team: WorkflowId
     """Agents that read each other's texts"""
+    run: FoundRun
+    """The calls that it belongs to"""
     segments: tuple[Segment, ...]
     """The prompt, cut into fixed text and values"""
     produces: SampleId | None
@@ -79,6 +84,7 @@ class _Asker:
     prompt: bytes
     chain: tuple[Hashable, ...]
     agent: _Agent | None = None
+    run: FoundRun | None = None
     produces: SampleId | None = None
 
 
@@ -91,17 +97,22 @@ class Discovery:
 
     def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
-        self._agents: BoundedDict[Hashable, _Agent] = BoundedDict(MAX_AGENTS)
+        self.runs = FoundRuns()
+        self._agents: BoundedDict[Hashable, _Agent] = BoundedDict(MAX_AGENTS, lambda _, agent: self._forget(agent))
+        self._by_id: dict[AgentId, _Agent] = {}
+        self._runs_of: BoundedDict[SampleId, RunId] = BoundedDict(MAX_ASKED)
         self._examples: deque[_Asker] = deque()
         self._example_bytes = 0
+        self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
         self._ends: BoundedDict[Hashable, None] = BoundedDict(MAX_ENDS)
         self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
-    def arrive(self, request_id: RequestId, tokens: Sequence[int]) -> Found | None:
-        """Return what is found out about a request that arrives; None for a session's next turn, and for what is
-        unknown.
+    def arrive(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
+        """Return what is found out about a request that arrives at `now`, in seconds.
+
+        None for a session's next turn, and where nothing is known.
         """
         chain = tuple(chain_of(tokens, BLOCK_TOKENS))
         asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
@@ -109,20 +120,38 @@ class Discovery:
             return None
         self._ends[chain[-1]] = None
         self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
-        filled = self._fill(asked) or self._learn(asked)
-        return self._found(request_id, asked, filled) if filled and asked.agent else None
+        heads = self._heads.find(chain)
+        filled = self._fill(asked, heads)
+        if not filled or self._begins_longer(asked, heads[0]):
+            self._keep(asked)
+            if heads and self._learn(asked, heads[0]):
+                filled = self._fill(asked, heads)
+        return self._found(request_id, asked, filled, now) if filled and asked.agent else None
 
-    def answered(self, request_id: RequestId, tokens: Sequence[int]) -> None:
-        """Take the answer to a request: others may read it."""
+    def ended(self, request_id: RequestId, answer: Sequence[int], now: float) -> FoundRun | None:
+        """Take the answer to a request, which others may read; without tokens it was not answered.
+
+        Returns the run that the request belonged to, None where there is none.
+        """
         asked = self._asked.pop(request_id, None)
-        if asked is not None and tokens:
-            answer = token_bytes.pack(tokens)
+        if asked is None:
+            return None
+        if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
-            self.texts.put(KnownText(answer, partial(self._label_of, asked), sample))
+            self.texts.put(KnownText(token_bytes.pack(answer), partial(self._label_of, asked), sample))
+        if asked.run is not None:
+            self.runs.ended(asked.run, now)
+        return asked.run
 
-    def cancelled(self, request_id: RequestId) -> None:
-        """Forget a request that is not answered."""
-        self._asked.pop(request_id, None)
+    def fixed_prompt(self, agent: AgentId) -> Tokens:
+        """Return the tokens that all prompts of an agent begin with, as far as is known."""
+        known = self._by_id.get(agent)
+        return token_bytes.unpack(known.templates[0].head) if known else ()
+
+    def team(self, agent: AgentId) -> WorkflowId:
+        """Return the team of an agent; "" for one that is not known."""
+        known = self._by_id.get(agent)
+        return known.team if known else WorkflowId("")
 
     # agents ---------------------------------------------------------------------------------------------------
 
@@ -130,9 +159,9 @@ class Discovery:
         """Return whether a prompt goes on where an earlier one ended."""
         return any(block in self._ends and not self._heads.is_head(block) for block in chain[:-1])
 
-    def _fill(self, asked: _Asker) -> list[Filled] | None:
+    def _fill(self, asked: _Asker, heads: Sequence[int]) -> list[Filled] | None:
         """Return how a prompt fills a template of the agent with the longest beginning that it has."""
-        for block in reversed(asked.chain):
+        for block in (asked.chain[at] for at in heads):
             agent = self._agents.get(block)
             for template in agent.templates if agent else ():
                 if filled := template.fill(asked.prompt):
@@ -141,28 +170,38 @@ class Discovery:
                     return filled
         return None
 
+    def _begins_longer(self, asked: _Asker, head: int) -> bool:
+        """Return whether a prompt begins like others for longer than its agent's do: then that is several agents."""
+        if asked.agent is None:
+            return False
+        known = asked.agent.head
+        return (head + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
+
     def _label_of(self, asked: _Asker) -> str:
         """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""
         if asked.agent is None:
-            self._fill(asked)
+            self._fill(asked, self._heads.find(asked.chain))
         return f"answer.{asked.agent.id}" if asked.agent else ""
 
-    def _learn(self, asked: _Asker) -> list[Filled] | None:
-        """Keep a prompt that follows no template, and learn one from it and others as soon as there are enough."""
-        self._keep(asked)
-        at = self._heads.find(asked.chain)
-        if at is None:
-            return None
+    def _learn(self, asked: _Asker, at: int) -> bool:
+        """Learn a template of the agent whose fixed prompt ends with block `at`, as soon as there are enough examples.
+
+        Returns whether there is a new one. Where examples have none, it is tried again when there are twice as many.
+        """
         alike = {one.prompt: one for one in self._examples if len(one.chain) > at and one.chain[at] == asked.chain[at]}
         examples = list(alike.values())[-EXAMPLES:]
-        if len(examples) < EXAMPLES:
-            return None
+        if len(examples) < EXAMPLES or not self._is_due(asked.chain[at]):
+            return False
         head = (at + 1) * BLOCK_TOKENS
         template = learn([Example(one.prompt, self.texts.find(one.prompt, head)) for one in examples])
-        if template is None:
-            return None
-        self._add(asked.chain[at], head, template, examples)
-        return self._fill(asked)
+        if template is not None:
+            self._add(asked.chain[at], head, template, examples)
+        return template is not None
+
+    def _is_due(self, block: Hashable) -> bool:
+        tries = self._tries.use(block, lambda: 0) + 1
+        self._tries[block] = tries
+        return tries & (tries - 1) == 0
 
     def _keep(self, asked: _Asker) -> None:
         self._examples.append(asked)
@@ -173,14 +212,19 @@ class Discovery:
     def _add(self, block: Hashable, head: int, template: PromptTemplate, examples: Sequence[_Asker]) -> None:
         """Remember a template, and what fills its slots."""
         agent = self._agents.get(block) or self._new_agent(template, head)
-        self._agents[block] = agent
+        self._agents[block] = self._by_id[agent.id] = agent
         agent.templates = [_named(template, agent), *agent.templates[: MAX_TEMPLATES - 1]]
+        self._tries.pop(block, None)
         self._learn_labels(agent.templates[0])
         for one in examples:
             self._examples.remove(one)
             self._example_bytes -= len(one.prompt)
             for filled in agent.templates[0].fill(one.prompt) or ():
                 self._keep_value(one.prompt, filled)
+
+    def _forget(self, agent: _Agent) -> None:
+        if self._by_id.get(agent.id) is agent:
+            del self._by_id[agent.id]
 
     def _learn_labels(self, template: PromptTemplate) -> None:
         """Take note of what stands around the slots of a new template."""
@@ -200,13 +244,18 @@ class Discovery:
 
     # what it says ---------------------------------------------------------------------------------------------
 
-    def _found(self, request_id: RequestId, asked: _Asker, filled: Sequence[Filled]) -> Found:
+    def _found(self, request_id: RequestId, asked: _Asker, filled: Sequence[Filled], now: float) -> Found:
         agent = asked.agent
         assert agent is not None
         shared = sum(one.stop - one.start for one in filled if self._keep_value(asked.prompt, one))
         if f"answer.{agent.id}" in self._labels:
             asked.produces = _answer_of(agent.id, request_id)
-        return Found(agent.id, agent.team, self._segments(asked.prompt, filled), asked.produces, shared)
+        segments = self._segments(asked.prompt, filled)
+        read_from = (self._runs_of.get(one.sample) for one in reversed(segments) if one.sample)
+        asked.run = self.runs.arrive(agent.id, now, next(filter(None, read_from), None))
+        if asked.produces:
+            self._runs_of[asked.produces] = asked.run.id
+        return Found(agent.id, agent.team, asked.run, segments, asked.produces, shared)
 
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
         """Take note of a value that is read. Returns whether others had or read it before."""

@@ -39,13 +39,13 @@ class SharedHeads:
             if len(known) < VARIANTS:
                 known.add(after)
 
-    def find(self, chain: Sequence[Hashable]) -> int | None:
-        """Return the number of the last block of an agent's fixed prompt that a prompt begins with, from 0 on."""
-        for at in range(min(len(chain), MAX_BLOCKS) - 1, -1, -1):
-            if self.is_head(chain[at]):
-                return at
-        return None
+    def find(self, chain: Sequence[Hashable]) -> list[int]:
+        """Return the numbers, from 0 on, of the blocks of a prompt that are ends of fixed prompts, the last one first.
+
+        Those before the last one are mostly what agents have in common.
+        """
+        return [at for at in range(min(len(chain), MAX_BLOCKS) - 1, -1, -1) if self.is_head(chain[at])]
 
     def is_head(self, block: Hashable) -> bool:
-        """Return whether a block is the end of an agent's fixed prompt."""
+        """Return whether a block is the end of a fixed prompt."""
         return len(self._after.get(block, ())) >= VARIANTS

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from kedge.discovery.discovery import Discovery, Found
+from kedge.discovery.forecasts import FoundForecasts
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
@@ -36,8 +38,10 @@ class PlainRequests:
     An error in here costs a request what was found out about it, and nothing else.
     """
 
-    def __init__(self, settings: DiscoverySettings) -> None:
-        self._mode = settings.mode
+    def __init__(self, settings: DiscoverySettings, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with nothing known. `clock` is in seconds."""
+        self._mode, self._clock = settings.mode, clock
+        self.forecasts = FoundForecasts()
         self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(MAX_NAMESPACES)
         self.totals = PlainTotals()
 
@@ -53,15 +57,13 @@ class PlainRequests:
             return request
         return request if found is None else self._completed(request, found)
 
-    def answered(self, namespace: Namespace, request_id: RequestId, answer: Sequence[int]) -> None:
-        """Take the answer to a request; one that was not looked at is ignored."""
+    def ended(self, namespace: Namespace, request_id: RequestId, answer: Sequence[int] = ()) -> None:
+        """Take the answer to a request, without tokens where there is none. One that was not looked at is ignored."""
         if discovery := self._namespaces.get(namespace):
-            discovery.answered(request_id, answer)
-
-    def cancelled(self, namespace: Namespace, request_id: RequestId) -> None:
-        """Take the end of a request without an answer; one that was not looked at is ignored."""
-        if discovery := self._namespaces.get(namespace):
-            discovery.cancelled(request_id)
+            now = self._clock()
+            run = discovery.ended(request_id, answer, now)
+            if run is not None and self._forecasts:
+                self.forecasts.follow(namespace, discovery, run, now)
 
     def clear(self) -> None:
         """Forget everything but the totals."""
@@ -75,21 +77,29 @@ class PlainRequests:
         discovery = self._namespaces.use(request.namespace, Discovery)
         self.totals.requests += 1
         self.totals.prompt_tokens += request.prompt_tokens
-        found = discovery.arrive(request.request_id, request.tokens)
+        now = self._clock()
+        found = discovery.arrive(request.request_id, request.tokens, now)
         if found is not None:
             self.totals.known_agents += 1
             self.totals.shared_tokens += found.shared
+            if self._forecasts and not request.run:
+                self.forecasts.follow(request.namespace, discovery, found.run, now)
         return found
 
+    @property
+    def _forecasts(self) -> bool:
+        return self._mode in (DiscoveryMode.EXACT, DiscoveryMode.TRANSLATE)
+
     def _completed(self, request: GenerateRequest, found: Found) -> GenerateRequest:
-        if self._mode is not DiscoveryMode.TRANSLATE:
+        if not self._forecasts:
             return request
-        return replace(
+        named = replace(
             request,
-            segments=found.segments,
-            reuse=ReuseMode.TRANSLATE,
             workflow=request.workflow or found.team,
+            run=request.run or found.run.id,
             agent=request.agent or found.agent,
-            produces=found.produces,
             fixed=len(found.segments[0].tokens) if request.fixed is None else request.fixed,
         )
+        if self._mode is DiscoveryMode.EXACT:
+            return named
+        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=found.produces)

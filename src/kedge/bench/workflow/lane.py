@@ -19,7 +19,7 @@ from kedge.cache import EvictionPolicy, NodeView, belady
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.settings import EngineSettings, TierSettings
+from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens, new_request_id
 from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.steps import NextRun
@@ -44,6 +44,8 @@ class LanePolicy:
     prefetch: bool = False
     status_aware: bool = True
     """Whether a request that waits for a load lets others go first."""
+    plain: bool = False
+    """Whether clients say nothing, and the engine finds out who calls and who is next."""
 
 
 POLICIES: Mapping[str, LanePolicy] = {
@@ -143,16 +145,30 @@ class FlowClient:
 
     def call(self, turn: int) -> Completion:
         """Make the call of one turn and wait for its end."""
-        request = self._flow.request(turn, self._answer)
+        agent = self._flow.agent(turn)
         self._on_turn(turn)
-        self._send(self._progress.started(request.agent, float(turn)))
-        done = self._engine.submit(request).result()
-        self._send(self._progress.finished(request.agent, float(turn)))
+        self._send(self._progress.started(agent, float(turn)))
+        done = self._engine.submit(self._request(turn)).result()
+        self._send(self._progress.finished(agent, float(turn)))
         self._answer = done.tokens
         return done
 
+    def _request(self, turn: int) -> GenerateRequest:
+        return self._flow.request(turn, self._answer)
+
     def _send(self, changes: Changes) -> None:
         self._engine.forecast(self._hints(changes))
+
+
+class PlainFlowClient(FlowClient):
+    """A client that says nothing of what it does."""
+
+    def _request(self, turn: int) -> GenerateRequest:
+        asked = super()._request(turn)
+        return GenerateRequest((Segment(asked.tokens, "p0"),), asked.sampling, asked.reuse, is_plain=True)
+
+    def _send(self, changes: Changes) -> None:
+        """Keep the forecast."""
 
 
 class Lane(AbstractContextManager["Lane"]):
@@ -173,15 +189,16 @@ class Lane(AbstractContextManager["Lane"]):
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
         self._workload = workload
+        client = PlainFlowClient if policy.plain else FlowClient
         self._clients = [
-            FlowClient(self.engine, flow, hints, lambda turn, at=at: oracle.started(at, turn))  # type: ignore[misc]
+            client(self.engine, flow, hints, lambda turn, at=at: oracle.started(at, turn))  # type: ignore[misc]
             for at, flow in enumerate(workload.flows)
         ]
         self._turn = 0
 
-    def warm(self) -> None:
-        """Call every agent once, so that its fixed prompt is cached and, with a host tier, backed up."""
-        turns = self._next_turns(max(len(flow.fixed) for flow in self._workload.flows))
+    def warm(self, rounds: int = 1) -> None:
+        """Call every agent so many times: its fixed prompt is cached and, with a host tier, backed up."""
+        turns = self._next_turns(rounds * max(len(flow.fixed) for flow in self._workload.flows))
         with ThreadPoolExecutor(len(self._clients)) as pool:
             list(pool.map(lambda client: [client.call(turn) for turn in turns], self._clients))
         self.engine.wait_idle()
@@ -253,4 +270,7 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)
-    return EngineSettings(num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers)
+    discovery = DiscoverySettings(mode=DiscoveryMode.EXACT if policy.plain else DiscoveryMode.OFF)
+    return EngineSettings(
+        num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers, discovery=discovery
+    )

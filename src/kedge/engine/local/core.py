@@ -124,6 +124,8 @@ class EngineCore:
 
     def pump(self) -> None:
         """Complete finished copies, and start the next ones."""
+        if found := self.plain.forecasts.take():
+            self.forecast(found.next_runs, found.prompts)
         self._sessions.advance()
         if self._cache.pump():
             self._preassembly.wake()

@@ -83,7 +83,7 @@ class Requests:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
             self._sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
         if sequence.finish:
-            self._plain.answered(sequence.namespace, sequence.request.request_id, sequence.response)
+            self._plain.ended(sequence.namespace, sequence.request.request_id, sequence.response)
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
@@ -94,7 +94,7 @@ class Requests:
         self.learning.forget(sequence)
         if sequence.turn:
             self._sessions.cancelled(sequence.turn)
-        self._plain.cancelled(sequence.namespace, sequence.request.request_id)
+        self._plain.ended(sequence.namespace, sequence.request.request_id)
         if sequence.admitted:
             self._cache.abort(sequence.key)
             self._preassembly.wake()

@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentKey, Namespace, RunKey
+from kedge.types import AgentKey, Namespace, RunKey, WorkflowId
 from kedge.workflow.forecast import Changes, ForecastBoard
 from kedge.workflow.steps import NextRun
 
@@ -70,6 +70,12 @@ class AgentPrompts:
         for key in changes:
             if key.run == hinted.run and key not in self._template_of:
                 self._template_of[key] = (*hinted.run[:2], hinted.request.workflow, key.agent)
+        self._apply(changes)
+
+    def expect(self, changes: Changes, teams: Mapping[AgentKey, WorkflowId]) -> None:
+        """Take changes of a forecast that was not given but found; `teams` are those of agents that are new in it."""
+        for key, team in teams.items():
+            self._template_of.setdefault(key, (key.namespace, key.client_id, team, key.agent))
         self._apply(changes)
 
     def end_run(self, run: RunKey) -> None:

@@ -166,10 +166,8 @@ class SchedulerSide:
 
     def _end_plain(self, request: Request) -> None:
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
-        if request.status in UNANSWERED:
-            self.plain.cancelled(namespace, request_id)
-        else:
-            self.plain.answered(namespace, request_id, request.output_token_ids)
+        answer = () if request.status in UNANSWERED else request.output_token_ids
+        self.plain.ended(namespace, request_id, answer)
 
     def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
@@ -208,6 +206,8 @@ class SchedulerSide:
     def build_orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders to the workers for this step."""
         orders = self.translations.take_orders(output)
+        if found := self.plain.forecasts.take():
+            self.prompts.expect(found.next_runs, found.teams)
         self.prompts.expire()
         self.sessions.advance()
         preempted = output.preempted_req_ids or ()

@@ -1,0 +1,90 @@
+"""Who calls after whom, learned from calls as they come: an online model of the step graph (KVFlow, section 3.1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentId
+from kedge.workflow.steps import NextRun
+
+MAX_AGENTS, MAX_SUCCESSORS = 1024, 16
+"""Agents, and successors of one of them, that are remembered"""
+MEMORY = 32
+"""Calls after which old ones count for a third"""
+LEAST_CALLS, LEAST_SHARE = 2.0, 0.15
+"""Calls of an agent, and share of them that went on to another, from which on that is expected again"""
+HORIZON = 16
+"""Steps that are looked ahead"""
+USUAL_GAP = 1.0
+"""Seconds from an answer to the next call, until some were observed"""
+END = AgentId("")
+"""What follows the last agent of a run"""
+
+
+@dataclass(eq=False, slots=True)
+class _After:
+    """What followed one agent. Weights lose a share with every call."""
+
+    weights: dict[AgentId, float] = field(default_factory=dict)
+    total: float = 0.0
+    gap: float = USUAL_GAP
+    """Seconds from its answer to the next call, as a moving mean"""
+
+
+class Successors:
+    """The successors of each agent with their probabilities. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._after: BoundedDict[AgentId, _After] = BoundedDict(MAX_AGENTS)
+
+    def observe(self, before: AgentId, after: AgentId, gap: float | None = None) -> None:
+        """Take note that `after` (or `END`) called next, `gap` seconds after the answer of `before`."""
+        known = self._after.use(before, _After)
+        keep = 1 - 1 / MEMORY
+        known.weights = {agent: weight * keep for agent, weight in known.weights.items()}
+        known.weights[after] = known.weights.get(after, 0.0) + 1
+        if len(known.weights) > MAX_SUCCESSORS:
+            del known.weights[min(known.weights, key=known.weights.__getitem__)]
+        known.total = sum(known.weights.values())
+        if gap is not None:
+            known.gap += (gap - known.gap) / min(known.total, MEMORY)
+
+    def probability(self, before: AgentId, after: AgentId) -> float | None:
+        """Return how likely `after` calls next; None where too little is known."""
+        known = self._after.get(before)
+        if known is None or known.total < LEAST_CALLS:
+            return None
+        return known.weights.get(after, 0.0) / known.total
+
+    def gap(self, before: AgentId) -> float:
+        """Return the usual seconds from an agent's answer to the next call."""
+        known = self._after.get(before)
+        return known.gap if known else USUAL_GAP
+
+    def likely(self, before: AgentId) -> dict[AgentId, float]:
+        """Return the agents that are expected to call next, with their probabilities."""
+        known = self._after.get(before)
+        if known is None or known.total < LEAST_CALLS:
+            return {}
+        shares = {agent: weight / known.total for agent, weight in known.weights.items() if agent != END}
+        return {agent: share for agent, share in shares.items() if share >= LEAST_SHARE}
+
+    def forecast(self, last: AgentId, *, runs: bool) -> dict[AgentId, NextRun]:
+        """Return the next runs of all agents that are expected within `HORIZON` steps after `last`, which `runs` now or
+        has answered.
+        """
+        found = {last: NextRun(0.0)} if runs else {}
+        queue = deque([(last, 1.0 if runs else 0.0, 1.0)])
+        while queue:
+            agent, steps, odds = queue.popleft()
+            for after, share in self.likely(agent).items() if steps < HORIZON else ():
+                if after not in found:
+                    found[after] = NextRun(steps, odds * share)
+                    queue.append((after, steps + 1, odds * share))
+        return found
+
+    def edges(self) -> list[tuple[AgentId, AgentId, float]]:
+        """Return all expected successions with their probabilities."""
+        return [(agent, after, share) for agent in self._after for after, share in self.likely(agent).items()]

@@ -1,0 +1,110 @@
+"""Who calls after whom is learned from calls as they come, alone or interleaved, and runs are told apart."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kedge.discovery import runs as runs_module
+from kedge.discovery.runs import FoundRun, FoundRuns
+from kedge.discovery.successors import END, HORIZON, MAX_SUCCESSORS, Successors
+from kedge.types import AgentId, RunId
+from kedge.workflow.steps import NextRun
+
+
+def agent(name: object) -> AgentId:
+    return AgentId(str(name))
+
+
+def circle(found: FoundRuns, size: int, rounds: int, now: float = 0.0, prefix: str = "a") -> FoundRun:
+    for call in range(size * rounds):
+        run = found.arrive(agent(f"{prefix}{call % size}"), now + call)
+        found.ended(run, now + call + 0.9)
+    return run
+
+
+def test_a_circle_is_one_run_with_known_steps() -> None:
+    found = FoundRuns()
+    run = circle(found, 5, 4)
+    assert len(found) == 1
+    assert found.forecast(run) == {agent(f"a{step}"): NextRun(float(step), 1.0) for step in range(5)}
+    found.arrive(agent("a0"), 21.0)
+    assert found.forecast(run)[agent("a0")] == NextRun(0.0)
+    assert found.forecast(run)[agent("a1")] == NextRun(1.0, 1.0)
+
+
+def test_what_was_seen_once_is_not_expected() -> None:
+    found = FoundRuns()
+    run = circle(found, 5, 1)
+    assert found.forecast(run) == {}
+
+
+def test_interleaved_runs_are_told_apart_by_who_follows_whom() -> None:
+    found, rng, flows = FoundRuns(), Random(0), 16
+    turns, last, now, right = [0] * flows, [RunId("")] * flows, 0.0, 0
+    open_calls: list[tuple[float, int, FoundRun]] = []
+    starts = [(rng.random(), flow) for flow in range(flows)]
+    for call in range(flows * 60):
+        now, flow = min(starts)
+        for ended, _, run in sorted(one for one in open_calls if one[0] <= now):
+            found.ended(run, ended)
+        open_calls = [one for one in open_calls if one[0] > now]
+        run = found.arrive(agent(f"{flow}/{turns[flow] % 5}"), now)
+        if call >= flows * 30:
+            right += run.id == last[flow]
+        last[flow], turns[flow] = run.id, turns[flow] + 1
+        seconds = rng.uniform(0.5, 1.5)
+        open_calls.append((now + seconds, flow, run))
+        starts[starts.index((now, flow))] = (now + seconds + 0.01, flow)
+    assert right >= 0.95 * flows * 30
+    expected = [found.successors.likely(agent(f"{flow}/{at}")) for flow in range(flows) for at in range(5)]
+    true = [agent(f"{flow}/{(at + 1) % 5}") for flow in range(flows) for at in range(5)]
+    assert sum(max(one, key=one.__getitem__, default=None) == who for one, who in zip(expected, true, strict=True)) > 76
+
+
+def test_a_call_belongs_to_the_run_that_it_reads_from() -> None:
+    found = FoundRuns()
+    one, two = found.arrive(agent("a"), 0), found.arrive(agent("a"), 0)
+    found.ended(one, 1)
+    found.ended(two, 2)
+    assert found.arrive(agent("b"), 3, one.id) is one
+    assert found.arrive(agent("b"), 3, RunId("forgotten")).id not in (one.id, two.id)
+
+
+def test_a_run_that_nobody_goes_on_with_is_over_and_that_is_learned() -> None:
+    found = FoundRuns()
+    for start in range(0, 400, 100):
+        for at, name in enumerate("ab"):
+            run = found.arrive(agent(name), start + at)
+            found.ended(run, start + at + 0.5)
+        assert [one.id for one in found.over(start + 50)] == [run.id]
+    assert found.successors.probability(agent("b"), END) == 1
+    assert found.successors.likely(agent("b")) == {}
+    waits = found.arrive(agent("a"), 500)
+    assert not list(found.over(10_000)) and waits.running == 1
+
+
+def test_forecasts_look_so_far_ahead_and_no_further() -> None:
+    successors = Successors()
+    for _ in range(3):
+        for at in range(40):
+            successors.observe(agent(at), agent(at + 1))
+    forecast = successors.forecast(agent(0), runs=False)
+    assert len(forecast) == HORIZON and forecast[agent(HORIZON)].steps == HORIZON - 1
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), max_size=200))
+def test_memory_is_bounded_and_probabilities_add_up(calls: list[tuple[int, int]]) -> None:
+    found = FoundRuns()
+    for now, (who, ends) in enumerate(calls):
+        run = found.arrive(agent(who), now)
+        if ends:
+            found.ended(run, now + 0.5)
+        for known in found.successors._after.values():
+            assert len(known.weights) <= MAX_SUCCESSORS + 1
+            assert abs(known.total - sum(known.weights.values())) < 1e-9
+        assert all(0 < one.probability <= 1 + 1e-9 for one in found.forecast(run).values())
+    assert len(found) <= runs_module.MAX_RUNS
