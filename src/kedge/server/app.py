@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
+from kedge.server.anthropic import routes as anthropic_api
 from kedge.server.dashboard import details as dashboard_details
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.routes import Dashboard
@@ -22,6 +23,7 @@ from kedge.server.http.errors import ERRORS, answers
 from kedge.server.http.hosts import HostCheck, TrustedHosts
 from kedge.server.http.sse import JSONAnswer
 from kedge.server.openai import routes as openai_api
+from kedge.server.responses import routes as responses_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.snapshots import Snapshots
 from kedge.server.telemetry.access_log import AccessLogMiddleware
@@ -54,7 +56,8 @@ def create_app(
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = _snapshots(engine, service)
-    for router in (openai_api.router, workflow_api.router, dashboard.router, dashboard_details.router, _router):
+    apis = openai_api.router, responses_api.router, anthropic_api.router, workflow_api.router
+    for router in (*apis, dashboard.router, dashboard_details.router, _router):
         app.include_router(router)
     errors.install(app)
     app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))

@@ -202,7 +202,8 @@ async def _service(request: Request) -> Service:
 
 
 async def _authenticated(request: Request) -> Tenant:
-    tenant = service_of(request).keys.authenticate(request.headers.get("authorization"))
+    given, key = request.headers.get("authorization"), request.headers.get("x-api-key")
+    tenant = service_of(request).keys.authenticate(given if given or not key else f"Bearer {key}")
     request.state.tenant = tenant
     return tenant
 

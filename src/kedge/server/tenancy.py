@@ -103,7 +103,7 @@ class KeyRing:
         presented = hashed(key.strip()).encode() if scheme.lower() == "bearer" else b""
         found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(known, presented)]
         if not found:
-            raise Unauthenticated("Authorization", "…", "send a known API key as `Bearer KEY`")
+            raise Unauthenticated("Authorization", "…", "send a known API key as `Bearer KEY`, or in `x-api-key`")
         return found[0]
 
 

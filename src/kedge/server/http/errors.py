@@ -180,7 +180,15 @@ def _answer(
         service.failed(owner, failure_of(request, body, status))
     else:
         service.metrics.failed(owner or "", status)
-    return JSONAnswer(body, status, headers=headers)
+    return JSONAnswer(_in_dialect(path, body), status, headers=headers)
+
+
+def _in_dialect(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error's body as the protocol of its route has it."""
+    if not path.startswith("/v1/messages"):
+        return body
+    error = body["error"]
+    return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
 
 
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
@@ -19,6 +18,7 @@ from kedge.server.openai.generation import CallContext, GenerationJob
 from kedge.server.openai.jobs import chat_job, completion_job
 from kedge.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from kedge.server.openai.responses import ChatFormat, Choice, CompletionFormat, Format, Writer
+from kedge.server.openai.single import CLIENT_GONE, unless_gone
 from kedge.server.openai.tool_calls import parser_of
 from kedge.server.receipts import kedge_field, usage
 from kedge.server.service import Service, TheService, TheTenant
@@ -28,8 +28,6 @@ from kedge.types import Completion, TokenDelta
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
-CLIENT_GONE = 499
-"""Status of an answer whose client has disconnected, as in nginx."""
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
@@ -88,7 +86,7 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
     if job.body.stream:
         return EventStream(_chunks(job, call, form, request), call.end)
     try:
-        finished = await _unless_gone(call, request)
+        finished = await unless_gone(call, request)
     finally:
         call.end()
     if finished is None:
@@ -96,23 +94,6 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
     write = partial(_whole, job, form, call, finished)
     has_logprobs = job.body.top_logprobs_count is not None
     return JSONAnswer(await job.context.service.threads.work(write) if has_logprobs else write())
-
-
-async def _unless_gone(call: GenerationCall, request: Request) -> list[Completion] | None:
-    """Return the call's completions, or None if the client disconnects first."""
-    finished = asyncio.ensure_future(call.finished())
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return finished.result() if finished.done() else None
-    finally:
-        finished.cancel()
-        gone.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _whole(job: GenerationJob, form: Format, call: GenerationCall, finished: list[Completion]) -> dict[str, object]:

@@ -1,0 +1,133 @@
+"""Answers of protocols whose calls have one choice: the same generation as a chat's, written in events of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fastapi import Request, Response
+
+from kedge.errors import KedgeError
+from kedge.server.calls import GenerationCall
+from kedge.server.http.errors import error_body, failure_of, problem_of
+from kedge.server.http.sse import EventStream, JSONAnswer, event
+from kedge.server.openai.generation import CallContext, GenerationJob
+from kedge.server.openai.jobs import chat_job
+from kedge.server.openai.protocol import ChatBody
+from kedge.server.openai.tool_calls import ParsedText, ToolParser, parser_of
+from kedge.server.receipts import kedge_field
+from kedge.server.service import Service
+from kedge.server.tenancy import Tenant
+from kedge.server.workflows.workflows import Workflows
+from kedge.types import Completion, GenerateRequest
+
+CLIENT_GONE = 499
+"""Status of an answer whose client has disconnected, as in nginx."""
+
+
+class AnswerEvent(NamedTuple):
+    """One event of a stream."""
+
+    name: str
+    data: Mapping[str, Any]
+
+
+class AnswerWriter(ABC):
+    """Writer of one answer, whole or as a stream's events."""
+
+    @abstractmethod
+    def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
+        """Return a whole answer."""
+
+    @abstractmethod
+    def begin(self, request: GenerateRequest) -> Iterable[AnswerEvent]:
+        """Yield the events before the first token."""
+
+    @abstractmethod
+    def add(self, parsed: ParsedText) -> Iterable[AnswerEvent]:
+        """Yield the events of a piece of the answer."""
+
+    @abstractmethod
+    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterable[AnswerEvent]:
+        """Yield the events after the last token."""
+
+    @abstractmethod
+    def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
+        """Return the event of an error in the middle of a stream; `error` is as in OpenAI's answers."""
+
+
+class _Parsing:
+    """Text and tool calls of one answer, of which at most so many calls count."""
+
+    def __init__(self, parser: ToolParser, max_calls: int | None) -> None:
+        self._parser, self._left = parser, max_calls
+
+    def push(self, text: str, *, last: bool) -> ParsedText:
+        content, calls = self._parser.push(text, last=last)
+        if self._left is not None:
+            calls = calls[: self._left]
+            self._left -= len(calls)
+        return ParsedText(content, calls)
+
+
+async def answer(
+    body: ChatBody, writer: AnswerWriter, request: Request, service: Service, workflows: Workflows, tenant: Tenant
+) -> Response:
+    """Answer a call that was read as a chat. Raises as chat completions do."""
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    hints = request.state.hints = service.hints(tenant, body.hints, request.headers)
+    job = chat_job(CallContext(service, workflows, tenant, hints), body)
+    tools = service.settings.tool_call_parser if body.tools_to_use else None
+    reader = _Parsing(parser_of(tools)(), 1 if body.parallel_tool_calls is False else None)
+    call = await job.begin()
+    if body.stream:
+        return EventStream(_events(job, call, reader, writer, request), call.end)
+    try:
+        finished = await unless_gone(call, request)
+    finally:
+        call.end()
+    if finished is None:
+        return Response(status_code=CLIENT_GONE)
+    (completion,) = finished
+    whole = writer.whole(reader.push(completion.text, last=True), completion)
+    return JSONAnswer({**whole, "kedge": kedge_field(hints, finished)})
+
+
+async def _events(
+    job: GenerationJob, call: GenerationCall, reader: _Parsing, writer: AnswerWriter, request: Request
+) -> AsyncIterator[bytes]:
+    yield _bytes(writer.begin(call.requests[0]))
+    try:
+        async for batch in call.batches():
+            for _, delta in batch:
+                yield _bytes(writer.add(reader.push(delta.text, last=delta.completion is not None)))
+                if delta.completion:
+                    yield _bytes(writer.end(delta.completion, kedge_field(job.context.hints, [delta.completion])))
+    except KedgeError as error:
+        body = error_body(error)
+        job.context.service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
+        yield _bytes([writer.failed(body["error"])])
+
+
+def _bytes(events: Iterable[AnswerEvent]) -> bytes:
+    return b"".join(event(one.data, name=one.name) for one in events)
+
+
+async def unless_gone(call: GenerationCall, request: Request) -> list[Completion] | None:
+    """Return the call's completions, or None if the client disconnects first."""
+    finished = asyncio.ensure_future(call.finished())
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return finished.result() if finished.done() else None
+    finally:
+        finished.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
