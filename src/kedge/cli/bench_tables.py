@@ -265,6 +265,41 @@ def _shares_of_links(row: Row) -> tuple[float, float, float]:
     return row["right"], row["wrong"], 1 - row["right"] - row["wrong"]
 
 
+def plain_gain(cases: Mapping[str, Row], agents: Mapping[str, Row]) -> FittingTable:
+    """Return the table of workflows: how many times as fast as LRU, with hints and without."""
+    rows = [
+        [name, f"{row['hinted']:.2f}x", f"{row['plain']:.2f}x", _percent(row["share"]), _found(agents[name])]
+        for name, row in cases.items()
+    ]
+    return FittingTable("workflows over LRU", ("case", "hinted", "plain", "share of gain", "agents found"), rows)
+
+
+def plain_teams(tasks: Mapping[str, Row], agents: Mapping[str, Row]) -> FittingTable:
+    """Return the table of teams as plain chats: translated calls, and right answers."""
+    rows = [
+        [
+            name,
+            f"{row['translated_calls_plain']} of {row['calls']}",
+            f"{row['translated_calls_hinted']}",
+            f"{100 * row['accuracy_plain']:.1f}",
+            f"{100 * row['accuracy_dense']:.1f}",
+            f"{100 * row['same_final_answer']:.0f} %",
+            _found(agents[name]),
+        ]
+        for name, row in tasks.items()
+    ]
+    headings = ("team", "translated", "hinted", "right %", "dense %", "same final", "agents found")
+    return FittingTable("teams as plain chats", headings, rows)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def _found(agents: Row) -> str:
+    return f"{agents['found']} of {agents['true']}"
+
+
 def study(title: str, rows: Sequence[Row]) -> FittingTable:
     """Return the table of a study's means and spreads; columns without floats identify the row."""
     from kedge.bench.lab.studies.report import shown

@@ -57,7 +57,9 @@ class Found:
 
 
 @dataclass(eq=False, slots=True)
-class _Agent:
+class FoundAgent:
+    """An agent, as far as it is known."""
+
     id: AgentId
     team: WorkflowId
     head: int
@@ -83,7 +85,7 @@ class _Asker:
 
     prompt: bytes
     chain: tuple[Hashable, ...]
-    agent: _Agent | None = None
+    agent: FoundAgent | None = None
     run: FoundRun | None = None
     produces: SampleId | None = None
 
@@ -98,8 +100,8 @@ class Discovery:
     def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
         self.runs = FoundRuns()
-        self._agents: BoundedDict[Hashable, _Agent] = BoundedDict(MAX_AGENTS, lambda _, agent: self._forget(agent))
-        self._by_id: dict[AgentId, _Agent] = {}
+        self._agents: BoundedDict[Hashable, FoundAgent] = BoundedDict(MAX_AGENTS, lambda _, agent: self._forget(agent))
+        self.agents: dict[AgentId, FoundAgent] = {}
         self._runs_of: BoundedDict[SampleId, RunId] = BoundedDict(MAX_ASKED)
         self._examples: deque[_Asker] = deque()
         self._example_bytes = 0
@@ -145,12 +147,12 @@ class Discovery:
 
     def fixed_prompt(self, agent: AgentId) -> Tokens:
         """Return the tokens that all prompts of an agent begin with, as far as is known."""
-        known = self._by_id.get(agent)
+        known = self.agents.get(agent)
         return token_bytes.unpack(known.templates[0].head) if known else ()
 
     def team(self, agent: AgentId) -> WorkflowId:
         """Return the team of an agent; "" for one that is not known."""
-        known = self._by_id.get(agent)
+        known = self.agents.get(agent)
         return known.team if known else WorkflowId("")
 
     # agents ---------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class Discovery:
     def _add(self, block: Hashable, head: int, template: PromptTemplate, examples: Sequence[_Asker]) -> None:
         """Remember a template, and what fills its slots."""
         agent = self._agents.get(block) or self._new_agent(template, head)
-        self._agents[block] = self._by_id[agent.id] = agent
+        self._agents[block] = self.agents[agent.id] = agent
         agent.templates = [_named(template, agent), *agent.templates[: MAX_TEMPLATES - 1]]
         self._tries.pop(block, None)
         self._learn_labels(agent.templates[0])
@@ -222,9 +224,9 @@ class Discovery:
             for filled in agent.templates[0].fill(one.prompt) or ():
                 self._keep_value(one.prompt, filled)
 
-    def _forget(self, agent: _Agent) -> None:
-        if self._by_id.get(agent.id) is agent:
-            del self._by_id[agent.id]
+    def _forget(self, agent: FoundAgent) -> None:
+        if self.agents.get(agent.id) is agent:
+            del self.agents[agent.id]
 
     def _learn_labels(self, template: PromptTemplate) -> None:
         """Take note of what stands around the slots of a new template."""
@@ -236,11 +238,11 @@ class Discovery:
             label.trail = common_prefix((label.trail, after))
             before = slot.after
 
-    def _new_agent(self, template: PromptTemplate, head: int) -> _Agent:
+    def _new_agent(self, template: PromptTemplate, head: int) -> FoundAgent:
         name = blake2b(token_bytes.cut(template.head, 0, head), digest_size=4).hexdigest()
         sources = {slot.label.removeprefix("answer.").partition(".")[0] for slot in template.slots}
         teams = [one.team for one in self._agents.values() if one.id in sources]
-        return _Agent(AgentId(name), min(teams, default=WorkflowId(f"team-{name}")), head)
+        return FoundAgent(AgentId(name), min(teams, default=WorkflowId(f"team-{name}")), head)
 
     # what it says ---------------------------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class Discovery:
         return Segment(token_bytes.unpack(value), name, sample, label.context, label.stand_in, label.trail)
 
 
-def _named(template: PromptTemplate, agent: _Agent) -> PromptTemplate:
+def _named(template: PromptTemplate, agent: FoundAgent) -> PromptTemplate:
     """Return a template of which every slot has a label: those without one are the agent's own."""
     slots = (slot.labelled(slot.label or f"{agent.id}.{at}") for at, slot in enumerate(template.slots))
     return PromptTemplate(template.head, tuple(slots))

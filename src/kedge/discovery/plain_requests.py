@@ -70,8 +70,10 @@ class PlainRequests:
         self._namespaces.clear()
 
     def stats(self) -> dict[str, object]:
-        """Return the totals, and the mode."""
-        return {"mode": self._mode.value, **asdict(self.totals)}
+        """Return the mode, the totals, and how many agents and runs are known now."""
+        known = self._namespaces.values()
+        agents, runs = sum(len(one.agents) for one in known), sum(len(one.runs) for one in known)
+        return {"mode": self._mode.value, **asdict(self.totals), "agents": agents, "runs": runs}
 
     def _find(self, request: GenerateRequest) -> Found | None:
         discovery = self._namespaces.use(request.namespace, Discovery)

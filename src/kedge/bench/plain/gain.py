@@ -48,6 +48,8 @@ class GainResult:
     """The trials of one case by lane."""
 
     trials: Mapping[str, Sequence[LaneTrial]]
+    agents: tuple[int, int]
+    """Agents that were found in plain traffic, and that there are"""
 
     def speedup(self, lane: str) -> float:
         """Return the median over the trials of how many times as fast as stock a lane was."""
@@ -100,4 +102,5 @@ def _measure(
             for name in order:
                 progress(f"{workload.name}: {name}, trial {number + 1} of {settings.trials}")
                 trials[name].append(lanes[name].trial())
-    return GainResult(trials)
+        figures: Any = lanes[PLAIN].engine.inspect()["discovery"]
+    return GainResult(trials, (figures["agents"], len(workload.prompts)))

@@ -1,17 +1,21 @@
-"""All parts of `kedge bench plain` that replay traces."""
+"""All parts of `kedge bench plain`: traces without ids, workflows and teams without a word of the application."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+from kedge.bench.plain.gain import GainResult, GainSettings, measure_gain
 from kedge.bench.plain.links import LinkResult, measure_links
+from kedge.bench.plain.teams import QUICK_TEAMS, PlainTeamResult, PlainTeamSettings, measure_teams
 from kedge.bench.sessions.cases import SessionBenchSettings, SessionTrace, load_traces, traffic_of
+from kedge.bench.workflow.cases import QUICK as SMALL_SHAPE
+from kedge.errors import ConfigError
 from kedge.structures.prefixes import chain_of
 
 PROMPT_TOKENS, BLOCK_TOKENS, REPEATS = 20_000, 16, 9
@@ -19,45 +23,72 @@ PROMPT_TOKENS, BLOCK_TOKENS, REPEATS = 20_000, 16, 9
 Progress = Callable[[str], None]
 
 
+CASES = ("links", "gain", "teams")
+
+
 @dataclass(frozen=True)
 class PlainBenchSettings:
-    """The size of the replays: arrivals are composed of a trace's conversations, of which `live` run at once."""
+    """The cases and their sizes. Arrivals are composed of a trace's conversations, of which `live` run at once."""
 
+    cases: tuple[str, ...] = CASES
     live: int = 32
     requests: int = 6000
     seed: int = 0
+    gain: GainSettings = GainSettings()
+    teams: PlainTeamSettings = PlainTeamSettings()
 
 
-QUICK = PlainBenchSettings(live=8, requests=800)
+QUICK = PlainBenchSettings(live=8, requests=800, gain=GainSettings(SMALL_SHAPE, "tiny", trials=2), teams=QUICK_TEAMS)
 
 
 @dataclass(frozen=True)
 class PlainResult:
-    """What was found in each trace, and what that costs."""
+    """What was found in each trace and what that costs, and what workflows and teams gain."""
 
-    links: Mapping[str, LinkResult]
-    ns_per_token: float
+    links: Mapping[str, LinkResult] = field(default_factory=dict)
+    ns_per_token: float = 0.0
     """Nanoseconds to hash a token of a prompt, which vLLM has done by itself"""
-
-    @property
-    def us_per_request(self) -> float:
-        """Microseconds per request of the costliest trace."""
-        return max(one.us_per_request for one in self.links.values())
+    gain: Mapping[str, GainResult] = field(default_factory=dict)
+    teams: Mapping[str, PlainTeamResult] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
-        cost = {"us_per_request": round(self.us_per_request, 1), "ns_per_token": round(self.ns_per_token, 1)}
-        return {"links": {name: one.as_json() for name, one in self.links.items()}, "cost": cost}
+        found: dict[str, Any] = {}
+        if self.links:
+            found["links"] = {name: one.as_json() for name, one in self.links.items()}
+            # the costliest trace's
+            us = max(one.us_per_request for one in self.links.values())
+            found["cost"] = {"us_per_request": round(us, 1), "ns_per_token": round(self.ns_per_token, 1)}
+        if self.gain or self.teams:
+            agents = {name: one.agents for name, one in self.gain.items()}
+            agents |= {name: one.agents for name, one in self.teams.items()}
+            found["agents"] = {name: {"found": here, "true": true} for name, (here, true) in agents.items()}
+        if self.gain:
+            found["gain"] = {name: one.as_json() for name, one in self.gain.items()}
+        if self.teams:
+            found["teams"] = {name: one.as_json() for name, one in self.teams.items()}
+        return found
 
 
 def measure(files: Sequence[Path], settings: PlainBenchSettings, progress: Progress = lambda _: None) -> PlainResult:
-    """Replay all traces, each conversation once. Raises `ConfigError` for a file that is no trace."""
+    """Measure all cases. Raises `ConfigError` for an unknown case, or a file that is no trace."""
+    for case in settings.cases:
+        if case not in CASES:
+            raise ConfigError("case", case, f"must be one of {', '.join(CASES)}")
+    links = _measure_links(files, settings, progress) if "links" in settings.cases else {}
+    gain = measure_gain(settings.gain, progress) if "gain" in settings.cases else {}
+    teams = measure_teams(settings.teams, progress) if "teams" in settings.cases else {}
+    return PlainResult(links, _ns_per_token() if links else 0.0, gain, teams)
+
+
+def _measure_links(files: Sequence[Path], settings: PlainBenchSettings, progress: Progress) -> dict[str, LinkResult]:
+    """Replay all traces, each conversation once."""
     found = {}
     for trace in load_traces(files, as_recorded=True):
         progress(trace.name)
         (traffic,) = traffic_of(trace, _replay(trace, settings))
         found[trace.name] = measure_links(traffic.arrivals)
-    return PlainResult(found, _ns_per_token())
+    return found
 
 
 def _replay(trace: SessionTrace, settings: PlainBenchSettings) -> SessionBenchSettings:
