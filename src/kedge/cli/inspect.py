@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kedge.cli.inspect_flow import Counts, GraphOutput, show_flow
+from kedge.cli.inspect_traffic import show_traffic
 from kedge.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -48,9 +49,20 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
     ] = None,
+    from_traffic: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running server, Kedge's or vLLM's: what was found in its plain requests."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KEDGE_API_KEY", metavar="KEY", help="For --from-traffic: a tenant's key.")
+    ] = None,
 ) -> None:
-    """Show what Kedge can do with a model (default: the bundled one), or what a workflow's prompts would save."""
-    if target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
+    """Show what Kedge can do with a model (default: the bundled one), what a workflow's prompts would save, or what in
+    an application's prompts defeats reuse.
+    """
+    if from_traffic is not None:
+        show_traffic(Console(), from_traffic, api_key)
+    elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
         show_flow(Console(), target, counts, GraphOutput(picture, graph), show_all=show_all)
     elif picture is not None or graph is not None:

@@ -1,6 +1,7 @@
 """What Kedge finds out by itself about plain requests: agents, their prompts' templates, and the text they share."""
 
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.plain_requests import PlainRequests, PlainTotals
+from kedge.discovery.plain_requests import PlainRequests
+from kedge.discovery.totals import PlainTotals
 
 __all__ = ["Discovery", "Found", "PlainRequests", "PlainTotals"]

@@ -13,6 +13,7 @@ from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.runs import FoundRun, FoundRuns
 from kedge.discovery.templates import Example, Filled, PromptTemplate, Slot, learn
+from kedge.discovery.totals import PlainTotals
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
@@ -65,6 +66,21 @@ class FoundAgent:
     head: int
     """Tokens of the beginning that it is known by"""
     templates: list[PromptTemplate] = field(default_factory=list)
+    calls: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    """Tokens of values that others had or read before"""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return its figures as plain data."""
+        return {
+            "id": self.id,
+            "team": self.team,
+            "calls": self.calls,
+            "fixed_tokens": token_bytes.size(self.templates[0].head),
+            "prompt_tokens": self.prompt_tokens,
+            "shared_tokens": self.shared_tokens,
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +115,7 @@ class Discovery:
 
     def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
-        self.runs = FoundRuns()
+        self.runs, self.totals = FoundRuns(), PlainTotals()
         self._agents: BoundedDict[Hashable, FoundAgent] = BoundedDict(MAX_AGENTS, lambda _, agent: self._forget(agent))
         self.agents: dict[AgentId, FoundAgent] = {}
         self._runs_of: BoundedDict[SampleId, RunId] = BoundedDict(MAX_ASKED)
@@ -252,6 +268,9 @@ class Discovery:
         shared = sum(one.stop - one.start for one in filled if self._keep_value(asked.prompt, one))
         if f"answer.{agent.id}" in self._labels:
             asked.produces = _answer_of(agent.id, request_id)
+        agent.calls += 1
+        agent.prompt_tokens += token_bytes.size(asked.prompt)
+        agent.shared_tokens += shared
         segments = self._segments(asked.prompt, filled)
         read_from = (self._runs_of.get(one.sample) for one in reversed(segments) if one.sample)
         asked.run = self.runs.arrive(agent.id, now, next(filter(None, read_from), None))

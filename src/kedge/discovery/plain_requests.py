@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from kedge.discovery.discovery import Discovery, Found
+from kedge.discovery.findings import find_waste
 from kedge.discovery.forecasts import FoundForecasts
+from kedge.discovery.page import line
+from kedge.discovery.totals import PlainTotals
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
@@ -18,18 +21,9 @@ MAX_NAMESPACES = 64
 """Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
 
 
-@dataclass(slots=True)
-class PlainTotals:
-    """What was found out about plain requests since the start."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    known_agents: int = 0
-    """Requests whose agent was known"""
-    shared_tokens: int = 0
-    """Tokens of values that others had or read before"""
-    failures: int = 0
-    """Requests about which nothing was found out because of an error in Kedge"""
+LOG_SECONDS = 300.0
+MAX_REPORTED = 100
+"""Agents, successions and findings in a report"""
 
 
 class PlainRequests:
@@ -42,6 +36,7 @@ class PlainRequests:
         """Begin with nothing known. `clock` is in seconds."""
         self._mode, self._clock = settings.mode, clock
         self.forecasts = FoundForecasts()
+        self._next_log, self._logged = self._clock() + LOG_SECONDS, 0
         self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(MAX_NAMESPACES)
         self.totals = PlainTotals()
 
@@ -69,23 +64,41 @@ class PlainRequests:
         """Forget everything but the totals."""
         self._namespaces.clear()
 
+    def log(self) -> None:
+        """Log what was found, at most every `LOG_SECONDS` and only where requests have come since."""
+        now = self._clock()
+        if now >= self._next_log and self.totals.requests > self._logged:
+            self._next_log, self._logged = now + LOG_SECONDS, self.totals.requests
+            logger.info(line(self.report()))
+
     def stats(self) -> dict[str, object]:
         """Return the mode, the totals, and how many agents and runs are known now."""
         known = self._namespaces.values()
         agents, runs = sum(len(one.agents) for one in known), sum(len(one.runs) for one in known)
         return {"mode": self._mode.value, **asdict(self.totals), "agents": agents, "runs": runs}
 
+    def report(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
+        """Return what was found in the namespaces that `owns` picks, as plain data without any text of a prompt."""
+        known = [one for namespace, one in self._namespaces.items() if owns(namespace)]
+        agents = [agent for one in known for agent in one.agents.values()]
+        agents.sort(key=lambda one: one.calls, reverse=True)
+        return {
+            "mode": self._mode.value,
+            **asdict(sum((one.totals for one in known), PlainTotals())),
+            "runs": sum(len(one.runs) for one in known),
+            "agents": [one.to_dict() for one in agents[:MAX_REPORTED]],
+            "follows": [edge for one in known for edge in one.runs.successors.edges()][:MAX_REPORTED],
+            "findings": [one.to_dict() for one in find_waste(agents)][:MAX_REPORTED],
+        }
+
     def _find(self, request: GenerateRequest) -> Found | None:
         discovery = self._namespaces.use(request.namespace, Discovery)
-        self.totals.requests += 1
-        self.totals.prompt_tokens += request.prompt_tokens
         now = self._clock()
         found = discovery.arrive(request.request_id, request.tokens, now)
-        if found is not None:
-            self.totals.known_agents += 1
-            self.totals.shared_tokens += found.shared
-            if self._forecasts and not request.run:
-                self.forecasts.follow(request.namespace, discovery, found.run, now)
+        for totals in (self.totals, discovery.totals):
+            totals.count(request.prompt_tokens, found.shared if found else None)
+        if found and self._forecasts and not request.run:
+            self.forecasts.follow(request.namespace, discovery, found.run, now)
         return found
 
     @property

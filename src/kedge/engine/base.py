@@ -160,5 +160,5 @@ class Inspectable(Protocol):
     ) -> Mapping[str, Any]:
         """Return what is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each
         of the given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only
-        on the `host`.
+        on the `host`. An engine that looks at plain requests adds `traffic`, what it has found.
         """

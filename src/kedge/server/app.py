@@ -15,6 +15,7 @@ from kedge.errors import EngineClosed
 from kedge.server.anthropic import routes as anthropic_api
 from kedge.server.dashboard import details as dashboard_details
 from kedge.server.dashboard import routes as dashboard
+from kedge.server.dashboard import traffic
 from kedge.server.dashboard.routes import Dashboard
 from kedge.server.dashboard.texts import text_policy
 from kedge.server.http import errors
@@ -57,7 +58,7 @@ def create_app(
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = _snapshots(engine, service)
     apis = openai_api.router, responses_api.router, anthropic_api.router, workflow_api.router
-    for router in (*apis, dashboard.router, dashboard_details.router, _router):
+    for router in (*apis, dashboard.router, dashboard_details.router, traffic.router, _router):
         app.include_router(router)
     errors.install(app)
     app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.discovery import PlainRequests
 from kedge.integrations.vllm import middleware
 from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
 from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.settings import DiscoverySettings
 from kedge.types import ReuseMode, TurnHints
 
 CHAT = PATHS[0]
@@ -191,3 +193,34 @@ def test_no_body_fails_or_loses_anything(body: Any, headers: dict[str, str]) -> 
     if isinstance(body, dict):
         passed_on = {key: value for key, value in passed_on.items() if key != "kv_transfer_params"}
     assert passed_on == body
+
+
+def test_the_page_of_plain_traffic_is_shown_and_other_pages_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from kedge.integrations.vllm.plugin import metrics
+
+    monkeypatch.setattr(metrics, "REPORTS", {1: PlainRequests(DiscoverySettings()).report()})
+    assert json.loads(shown("/kedge/report"))["mode"] == "observe"
+    assert b"Kedge: plain traffic" in shown("/kedge")
+    assert shown("/kedgehog") == b""
+
+
+def shown(path: str) -> bytes:
+    """What the middleware answers itself."""
+    sent: list[Any] = []
+
+    async def call() -> None:
+        async def keep(message: Any) -> None:
+            sent.append(message)
+
+        async def never() -> Any:
+            raise AssertionError("a page reads no body")
+
+        async def passed_on(*_: Any) -> None:
+            """Vllm's application, which sends nothing here."""
+
+        scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+        await middleware.KedgeMiddleware(passed_on)(scope, never, keep)
+
+    asyncio.run(call())
+    return b"".join(one.get("body", b"") for one in sent)

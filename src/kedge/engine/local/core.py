@@ -126,6 +126,7 @@ class EngineCore:
         """Complete finished copies, and start the next ones."""
         if found := self.plain.forecasts.take():
             self.forecast(found.next_runs, found.prompts)
+        self.plain.log()
         self._sessions.advance()
         if self._cache.pump():
             self._preassembly.wake()

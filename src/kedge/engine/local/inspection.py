@@ -60,7 +60,9 @@ class Inspection:
     def tenant_stats(
         self, owns: Callable[[Namespace], bool], prompts: Iterable[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
-        """Return the anchor pools of some tenants, and how many tokens of the given prompts are in each tier."""
+        """Return the anchor pools of some tenants, how many tokens of the given prompts are in each tier, and what was
+        found in their plain requests.
+        """
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
-        return {"prompts": cached, "pools": self.runtime.pool_stats(owns)}
+        return {"prompts": cached, "pools": self.runtime.pool_stats(owns), "traffic": self.plain.report(owns)}

@@ -4,7 +4,8 @@
 
 Clients send what they send anyway, in headers and bodies (`kedge.hints`). A request's hints are put into the field of
 its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and a
-request without hints or with a body that cannot be read byte for byte.
+request without hints or with a body that cannot be read byte for byte. At `/kedge` it shows what the plug-in has found
+in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from kedge.discovery.page import page
 from kedge.errors import RequestError
 from kedge.hints import Hints, read_hints
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+PAGE, DATA = "/kedge", "/kedge/report"
+"""What the plug-in has found, as a page and as JSON"""
 MAX_BODY_BYTES = 4 << 20
 """Bodies that are longer are passed on unread: they are read before vLLM checks the caller's key, in its event loop"""
 FIELDS = ("workflow", "run", "agent", "client", "seq", "fixed_tokens", "reuse", "session", "parent", "returns_in")
@@ -36,10 +40,24 @@ class KedgeMiddleware:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass a request on, with its hints where it has any."""
+        """Pass a request on, with its hints where it has any; show the page of plain traffic."""
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in (PAGE, DATA):
+            await _show(scope["path"], send)
+            return
         if _has_json_body(scope):
             scope, receive = await _with_hints(scope, receive)
         await self._app(scope, receive, send)
+
+
+async def _show(path: str, send: Send) -> None:
+    """Answer with what the plug-in has found in plain traffic, as a page or as JSON; of several engines the first's."""
+    from kedge.integrations.vllm.plugin.metrics import REPORTS
+
+    report = next((REPORTS[engine] for engine in sorted(REPORTS)), None)
+    body, kind = (page(report), b"text/html") if path == PAGE else (json.dumps(report), b"application/json")
+    headers = [(b"content-type", kind + b"; charset=utf-8"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body.encode()})
 
 
 def _has_json_body(scope: Mapping[str, Any]) -> bool:

@@ -65,7 +65,8 @@ class Dashboard:
         self.history = History(keeps_texts=keeps_texts)
         self.engine = WatchedEngine(engine, self.history)
         """What the server is to use, so that there is something to show."""
-        self._inspected = engine if isinstance(engine, Inspectable) else None
+        self.inspected = engine if isinstance(engine, Inspectable) else None
+        """The engine, if it reports its state"""
         self._watchers: Counter[TenantId] = Counter()
         self._looks: dict[TenantId, _Look] = {}
         self._seen: dict[TenantId, dict[str, Any]] = {}
@@ -82,12 +83,12 @@ class Dashboard:
 
     async def seen(self, service: Service, tenant: TenantId) -> Mapping[str, Any]:
         """What the engine holds for the tenant, as it was seen last; a busy engine is not waited for."""
-        if self._inspected is None:
+        if self.inspected is None:
             return {}
         look = self._looks.get(tenant)
         if look is None or (look.answer.done() and time.monotonic() - look.asked > LOOK_SECONDS):
             prompts = self.history.fixed_prompts(tenant)
-            task = partial(_look, self._inspected, tenant, prompts, with_totals=service.keys.is_open)
+            task = partial(_look, self.inspected, tenant, prompts, with_totals=service.keys.is_open)
             look = self._looks[tenant] = _Look(time.monotonic(), service.threads.wait(task))
         await asyncio.wait([asyncio.wrap_future(look.answer)], timeout=PACE)
         if look.answer.done():

@@ -26,7 +26,7 @@ from kedge.integrations.vllm.engine.base_prefills import BasePrefills
 from kedge.integrations.vllm.engine.held_forecasts import HeldForecasts
 from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS
+from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, REPORT
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
 
@@ -240,6 +240,7 @@ class _StatsListener(StatLoggerBase):
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
         self._driver.on_base_needs(plugin_stats.pop(NEEDS, ()))
+        plugin_stats.pop(REPORT, None)
         figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
         figures.usage = scheduler_stats.kv_cache_usage

@@ -44,8 +44,14 @@ NEEDS = "needs"
 with the end of the answer, when the next agent already calls."""
 
 
+REPORT = "report"
+"""Key of the report of plain traffic (`PlainRequests.report`)."""
+REPORTS: dict[int, dict[str, Any]] = {}
+"""Engine -> its last report, in the process of vLLM's server: `kedge.integrations.vllm.middleware` shows them."""
+
+
 class KedgeStats(KVConnectorStats):
-    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS` and `NEEDS`."""
+    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS`, `NEEDS` and `REPORT`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -57,6 +63,7 @@ class KedgeStats(KVConnectorStats):
         others = {
             RECEIPTS: {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})},
             NEEDS: [*self.data.get(NEEDS, ()), *other.data.get(NEEDS, ())],
+            REPORT: other.data.get(REPORT) or self.data.get(REPORT),
         }
         self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
         self.data.update({name: value for name, value in others.items() if value})
@@ -87,9 +94,11 @@ class KedgePromMetrics(KVConnectorPromMetrics):
         return {engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if report := transfer_stats_data.get(REPORT):
+            REPORTS[engine_idx] = report
         for name, count in _counts(transfer_stats_data).items():
             self._series[name][engine_idx].inc(count)
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int | float]:
-    return {name: count for name, count in data.items() if name not in (RECEIPTS, NEEDS)}
+    return {name: count for name, count in data.items() if name not in (RECEIPTS, NEEDS, REPORT)}

@@ -13,7 +13,7 @@ from kedge.integrations.vllm.plugin.base_jobs import PassLimits
 from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusal
 from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
-from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, KedgeStats
+from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, REPORT, KedgeStats
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
@@ -135,4 +135,6 @@ class SchedulerCalls(KVConnectorBase_V1):
             data[RECEIPTS] = unsent
         if needed := self._scheduler.translations.take_needed():
             data[NEEDS] = needed
+        if report := self._scheduler.take_report():
+            data[REPORT] = report
         return KedgeStats(data=data) if data else None

@@ -6,6 +6,7 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,8 @@ from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.types import Namespace, RequestId, ReuseMode
 
+REPORT_SECONDS = 5.0
+
 
 class SchedulerSide:
     """Requests, from their arrival to their receipts. Parts that are off were never bound."""
@@ -46,6 +49,7 @@ class SchedulerSide:
         self.sessions = SessionHistories()
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
         self.plain = PlainRequests(settings.discovery)
+        self._next_report, self._reported_requests = 0.0, 0
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}
@@ -208,6 +212,7 @@ class SchedulerSide:
         orders = self.translations.take_orders(output)
         if found := self.plain.forecasts.take():
             self.prompts.expect(found.next_runs, found.teams)
+        self.plain.log()
         self.prompts.expire()
         self.sessions.advance()
         preempted = output.preempted_req_ids or ()
@@ -257,6 +262,14 @@ class SchedulerSide:
         held.update(self.loads.tier.held_on_device() if self.loads else ())
         free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in held.items())
         return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
+
+    def take_report(self) -> dict[str, Any] | None:
+        """Return the report of plain traffic, every few seconds while requests come."""
+        now, requests = time.monotonic(), self.plain.totals.requests
+        if now < self._next_report or requests == self._reported_requests:
+            return None
+        self._next_report, self._reported_requests = now + REPORT_SECONDS, requests
+        return self.plain.report()
 
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""

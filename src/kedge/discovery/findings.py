@@ -1,0 +1,104 @@
+"""What in an application's prompts defeats reuse, and what mending it would save: a linter that reads traffic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+
+from kedge.discovery import token_bytes
+from kedge.discovery.discovery import FoundAgent
+from kedge.discovery.templates import PromptTemplate, Slot
+from kedge.types import AgentId
+
+LEAST_TOKENS = 32
+"""Tokens of a call that mending saves, from which on it is worth a word"""
+SHORT_VALUE = 32
+"""Tokens of a value, at most, that may stand in the middle of fixed text, such as a time or a name"""
+ALIKE = 0.9
+"""Share of their tokens that two fixed prompts have in common if they are the same in another order"""
+MAX_COMPARED = 64
+"""Agents that are compared with each other"""
+
+
+class FindingKind(StrEnum):
+    """What was found."""
+
+    EARLY_VALUE = "a value in the middle of fixed text"
+    ROLE_FIRST = "a role before shared text"
+    ANOTHER_ORDER = "the same fixed text in another order"
+
+
+ADVICE = {
+    FindingKind.EARLY_VALUE: "put what changes, such as a time or a name, behind all that stays",
+    FindingKind.ROLE_FIRST: "where the model allows it, put the shared text first and the role behind it",
+    FindingKind.ANOTHER_ORDER: "keep tools and rules in one order, for instance by name",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One place where prompts could share more."""
+
+    kind: FindingKind
+    agent: AgentId
+    tokens: int
+    """Tokens of each of its calls that would come from the cache"""
+    calls: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the finding as plain data, with what to do about it."""
+        return {
+            "kind": self.kind.value,
+            "agent": self.agent,
+            "tokens_per_call": self.tokens,
+            "calls": self.calls,
+            "advice": ADVICE[self.kind],
+        }
+
+
+def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
+    """Return what was found in the prompts of some agents, what saves the most first."""
+    found = [*_early_values(agents), *_roles_first(agents), *_other_orders(agents)]
+    worth = [one for one in found if one.tokens >= LEAST_TOKENS]
+    return sorted(worth, key=lambda one: one.tokens * one.calls, reverse=True)
+
+
+def _early_values(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
+    """Yield the agents with a short value of their own, and much fixed text between it and the next one."""
+    for agent in agents:
+        slots = agent.templates[0].slots
+        behind = token_bytes.size(slots[0].after)
+        if len(slots) > 1 and _is_own(slots[0], agent) and token_bytes.size(slots[0].first) <= SHORT_VALUE:
+            yield Finding(FindingKind.EARLY_VALUE, agent.id, behind, agent.calls)
+
+
+def _roles_first(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
+    """Yield the agents that read what another reads too, behind another beginning."""
+    readers = Counter(slot.label for agent in agents for slot in agent.templates[0].slots)
+    for agent in agents:
+        first = _first_shared(agent.templates[0], readers)
+        if first is not None and not _is_own(first, agent):
+            yield Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls)
+
+
+def _first_shared(template: PromptTemplate, readers: Counter[str]) -> Slot | None:
+    return next((slot for slot in template.slots if readers[slot.label] > 1), None)
+
+
+def _other_orders(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
+    """Yield the agents whose fixed prompt is that of another one, in another order."""
+    counts = [Counter(token_bytes.unpack(agent.templates[0].head)) for agent in agents[:MAX_COMPARED]]
+    for one, other in combinations(range(len(counts)), 2):
+        most = max(counts[one].total(), counts[other].total())
+        if (counts[one] & counts[other]).total() >= ALIKE * most:
+            heads = [agents[at].templates[0].head for at in (one, other)]
+            lost = most - token_bytes.common_head(heads)
+            yield Finding(FindingKind.ANOTHER_ORDER, agents[other].id, lost, agents[other].calls)
+
+
+def _is_own(slot: Slot, agent: FoundAgent) -> bool:
+    """Return whether a value is known from nowhere else."""
+    return slot.label.startswith(f"{agent.id}.")

@@ -1,0 +1,77 @@
+"""The linter finds what defeats reuse, and nothing in prompts that are in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kedge.discovery import Discovery, PlainRequests
+from kedge.discovery.findings import Finding, FindingKind, find_waste
+from kedge.discovery.page import line, page
+from kedge.settings import DiscoverySettings
+from kedge.types import GenerateRequest, RequestId, Segment, TenantId, Tokens, is_owned
+from tests.discovery.teams import judge, solver, words
+
+
+def found_in(prompt: Callable[[int], Tokens], count: int = 12) -> list[Finding]:
+    discovery = Discovery()
+    for number in range(count):
+        discovery.arrive(RequestId(f"{number}"), prompt(number), float(number))
+        discovery.ended(RequestId(f"{number}"), (), number + 0.5)
+    return find_waste(list(discovery.agents.values()))
+
+
+def test_a_time_in_the_system_prompt_is_found_with_what_it_costs() -> None:
+    def stamped(number: int) -> Tokens:
+        return (*words("head", 40), *words(("time", number), 9), *words("rules", 700), *words(("q", number), 50), 1, 2)
+
+    (finding,) = found_in(stamped)
+    assert (finding.kind, finding.tokens) == (FindingKind.EARLY_VALUE, 700)
+    assert finding.calls == 10, "from the third on"
+
+
+def test_tools_in_changing_order_are_found() -> None:
+    def unordered(number: int) -> Tokens:
+        tools = [words(("tool", one), 60) for one in ((0, 1, 2), (2, 1, 0))[number % 2]]
+        return (*words("system", 20), *sum(tools, ()), *words(("q", number), 40), 1, 2)
+
+    (finding,) = found_in(unordered)
+    assert finding.kind is FindingKind.ANOTHER_ORDER and finding.tokens >= 160
+
+
+def test_a_role_before_shared_text_is_found() -> None:
+    def prompt(number: int) -> Tokens:
+        question = words(("q", number // 2), 80)
+        return judge(question, words(("a", number // 2), 20)) if number % 2 else solver(question)
+
+    findings = found_in(prompt)
+    assert {one.kind for one in findings} == {FindingKind.ROLE_FIRST}
+    assert max(one.tokens for one in findings) == 80
+
+
+def test_nothing_is_found_in_prompts_that_are_in_order() -> None:
+    assert found_in(lambda number: (*words("head", 100), *words(("q", number), 50), *words("end", 60))) == []
+    assert find_waste([]) == []
+
+
+def test_a_report_has_what_was_found_of_one_tenant_and_no_text() -> None:
+    requests = PlainRequests(DiscoverySettings())
+    for tenant in ("a", "b"):
+        for number in range(4):
+            question, answer = words((tenant, number), 60), words((tenant, "answer", number), 20)
+            for prompt, reply in ((solver(question, tenant), answer), (judge(question, answer, tenant), ())):
+                request = GenerateRequest((Segment(prompt, "p0"),), tenant=TenantId(tenant), is_plain=True)
+                requests.arrived(request)
+                requests.ended(request.namespace, request.request_id, reply)
+    whole, own = requests.report(), requests.report(lambda namespace: is_owned(TenantId("a"), namespace))
+    assert (whole["requests"], own["requests"]) == (16, 8)
+    assert len(whole["agents"]) == 4 and len(own["agents"]) == 2  # type: ignore[arg-type]
+    assert line(own).startswith("plain traffic (observe): 8 requests, 2 agents known in 50% of them")
+    shown = page(own)
+    assert all(one["id"] in shown for one in own["agents"])  # type: ignore[attr-defined]
+    assert "None so far" not in page(whole).partition("Who calls next")[0]
+    assert "Nothing has been reported" in page(None)
+
+
+def test_names_are_escaped_in_the_page() -> None:
+    report = {**PlainRequests(DiscoverySettings()).report(), "follows": [("<b>", "x", 0.5)]}
+    assert "<b>" not in page(report).partition("Who calls next")[2] and "&lt;b&gt;" in page(report)
