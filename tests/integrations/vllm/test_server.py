@@ -42,10 +42,10 @@ class Server:
     """vLLM's OpenAI server in a process of its own."""
 
     def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self._url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
 
     def complete(
@@ -62,7 +62,7 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
         data, sent = json.dumps(body).encode(), {"content-type": "application/json", **headers}
-        with urllib.request.urlopen(urllib.request.Request(self._url + path, data, sent), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, sent), timeout=60) as answer:
             return json.load(answer)
 
     def wait(self, process: subprocess.Popen[bytes], seconds: float = 480.0) -> None:
@@ -79,7 +79,7 @@ class Server:
 
 
 @contextmanager
-def serving(*more: str) -> Iterator[Server]:
+def serving(*more: str, transfer: dict[str, Any] = TRANSFER) -> Iterator[Server]:
     """vLLM's server with the plug-in and these arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,7 +87,7 @@ def serving(*more: str) -> Iterator[Server]:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
         *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
-        *("--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(TRANSFER), *more),
+        *("--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer), *more),
     ]
     paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths}

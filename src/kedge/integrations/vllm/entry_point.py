@@ -9,14 +9,24 @@ is all that the plug-in needs.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 NAME, MODULE = "KedgeConnector", "kedge.integrations.vllm.plugin.connector"
 
 
 def register() -> None:
-    """Make `KedgeConnector` known to vLLM; nothing is imported before a server uses it."""
+    """Make `KedgeConnector` known to vLLM, whose log Kedge writes to; nothing is imported before a server uses it."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with suppress(ValueError):  # vLLM may call this more than once
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    _log_as_vllm()
+
+
+def _log_as_vllm() -> None:
+    """Let Kedge's messages go where vLLM's go, unless the application has said otherwise."""
+    own, vllm = logging.getLogger("kedge"), logging.getLogger("vllm")
+    if vllm.handlers and not own.handlers and own.level == logging.NOTSET:
+        own.handlers, own.propagate = list(vllm.handlers), False
+        own.setLevel(vllm.level)

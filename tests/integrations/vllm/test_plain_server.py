@@ -1,0 +1,96 @@
+"""Clients that cannot be changed, on vLLM's own server by its flag: a team is found, translated and shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kedge.bench.demo import questions
+from kedge.workflow.template import parse
+from kedge.workloads.miniature import TASKS, workflow
+from tests.integrations.vllm.test_server import MODEL, Server, serving
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+pytestmark = pytest.mark.slow
+
+TRANSFER = {
+    "kv_connector": "KedgeConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"discovery": {"mode": "translate"}, "planner": {"by_cost": False}},
+}
+MIDDLEWARE = ("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware")
+SCHEDULER = ("--scheduler-cls", "kedge.integrations.vllm.plugin.scheduler.make_scheduler")
+TASK = TASKS["math"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(*MIDDLEWARE, *SCHEDULER, "--num-gpu-blocks-override", "512", transfer=TRANSFER) as built:
+        yield built
+
+
+def report(server: Server) -> dict[str, Any]:
+    """What the page shows, once the engine has reported."""
+    for _ in range(60):
+        if found := json.loads(server.get("/kedge/report")):
+            return dict(found)
+        time.sleep(0.5)
+    raise AssertionError("nothing was reported")
+
+
+def team(ask: Any, number: int) -> bool:
+    """Let the math team answer a question, as anyone's application would; returns whether the answer is right."""
+    question = questions(TASK, number + 1, 0)[number]
+    values, text = {"user_question": question.text}, ""
+    for agent in workflow(TASK).agents:
+        system, user = (
+            "".join(part if isinstance(part, str) else values[part.name] for part in parse(one))
+            for one in (agent.system, agent.user)
+        )
+        text = ask(system, user, agent.max_tokens)
+        values[f"agent_{agent.id}_current"] = text
+        if agent.tool:
+            values[f"condition_{agent.id}_current"] = agent.tool(text, values)
+    return TASK.role("final").correct(text, question)
+
+
+def test_a_team_of_openais_client_is_translated(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    def ask(system: str, user: str, count: int) -> str:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        done = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=count, temperature=0)
+        return done.choices[0].message.content or ""
+
+    assert all(team(ask, number) for number in range(12))
+    line = next(
+        one for one in server.get("/metrics").splitlines() if one.startswith("vllm:kedge_translated_tokens_total")
+    )
+    assert float(line.split()[-1]) > 0
+    found = report(server)
+    assert found["mode"] == "translate" and len(found["agents"]) == 5 and found["failures"] == 0
+    assert "Kedge: plain traffic" in server.get("/kedge")
+
+
+def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) -> None:
+    client, known = anthropic.Anthropic(base_url=server.url, api_key="none"), report(server)["known_agents"]
+
+    def ask(system: str, user: str, count: int) -> str:
+        messages: Any = [{"role": "user", "content": user}]
+        done = client.messages.create(
+            model=MODEL, system=system, messages=messages, max_tokens=count, extra_body={"temperature": 0}
+        )
+        return "".join(block.text for block in done.content if block.type == "text")
+
+    assert all(team(ask, number) for number in range(20, 23))
+    time.sleep(6)  # the report comes every five seconds
+    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    answer = other.responses.create(model=MODEL, input="Hello", max_output_tokens=4, temperature=0)
+    assert answer.usage.output_tokens == 4
+    assert report(server)["known_agents"] >= known + 15
