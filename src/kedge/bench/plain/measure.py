@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
+from kedge.bench.plain.discovery_cost import DiscoveryCost, measure_discovery
 from kedge.bench.plain.gain import GainResult, GainSettings, measure_gain
+from kedge.bench.plain.idle import QUICK_IDLE, IdleResult, IdleSettings, measure_idle
 from kedge.bench.plain.links import LinkResult, measure_links
 from kedge.bench.plain.teams import QUICK_TEAMS, PlainTeamResult, PlainTeamSettings, measure_teams
 from kedge.bench.sessions.cases import SessionBenchSettings, SessionTrace, load_traces, traffic_of
 from kedge.bench.workflow.cases import QUICK as SMALL_SHAPE
 from kedge.errors import ConfigError
-from kedge.structures.prefixes import chain_of
 
-PROMPT_TOKENS, BLOCK_TOKENS, REPEATS = 20_000, 16, 9
-"""Size of the prompt whose hashing is timed, and how often"""
 Progress = Callable[[str], None]
 
 
-CASES = ("links", "gain", "teams")
+CASES = ("links", "gain", "teams", "idle")
+"""The last needs vLLM."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,12 @@ class PlainBenchSettings:
     seed: int = 0
     gain: GainSettings = GainSettings()
     teams: PlainTeamSettings = PlainTeamSettings()
+    idle: IdleSettings = IdleSettings()
 
 
-QUICK = PlainBenchSettings(live=8, requests=800, gain=GainSettings(SMALL_SHAPE, "tiny", trials=2), teams=QUICK_TEAMS)
+QUICK = PlainBenchSettings(
+    live=8, requests=800, gain=GainSettings(SMALL_SHAPE, "tiny", trials=2), teams=QUICK_TEAMS, idle=QUICK_IDLE
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class PlainResult:
     """What was found in each trace and what that costs, and what workflows and teams gain."""
 
     links: Mapping[str, LinkResult] = field(default_factory=dict)
-    ns_per_token: float = 0.0
-    """Nanoseconds to hash a token of a prompt, which vLLM has done by itself"""
+    discovery: DiscoveryCost = DiscoveryCost()
     gain: Mapping[str, GainResult] = field(default_factory=dict)
     teams: Mapping[str, PlainTeamResult] = field(default_factory=dict)
+    idle: IdleResult | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
@@ -58,7 +58,13 @@ class PlainResult:
             found["links"] = {name: one.as_json() for name, one in self.links.items()}
             # the costliest trace's
             us = max(one.us_per_request for one in self.links.values())
-            found["cost"] = {"us_per_request": round(us, 1), "ns_per_token": round(self.ns_per_token, 1)}
+            found["cost"] = {
+                "us_per_request": round(us + self.discovery.us_per_request, 1),
+                "us_per_request_sessions": round(us, 1),
+                "ns_per_token": round(self.discovery.ns_per_token, 1),
+            }
+        if self.idle:
+            found.setdefault("cost", {})["idle_share"] = round(self.idle.share, 4)
         if self.gain or self.teams:
             agents = {name: one.agents for name, one in self.gain.items()}
             agents |= {name: one.agents for name, one in self.teams.items()}
@@ -78,7 +84,9 @@ def measure(files: Sequence[Path], settings: PlainBenchSettings, progress: Progr
     links = _measure_links(files, settings, progress) if "links" in settings.cases else {}
     gain = measure_gain(settings.gain, progress) if "gain" in settings.cases else {}
     teams = measure_teams(settings.teams, progress) if "teams" in settings.cases else {}
-    return PlainResult(links, _ns_per_token() if links else 0.0, gain, teams)
+    cost = measure_discovery() if links else DiscoveryCost()
+    idle = measure_idle(settings.idle, progress) if "idle" in settings.cases else None
+    return PlainResult(links, cost, gain, teams, idle)
 
 
 def _measure_links(files: Sequence[Path], settings: PlainBenchSettings, progress: Progress) -> dict[str, LinkResult]:
@@ -96,14 +104,3 @@ def _replay(trace: SessionTrace, settings: PlainBenchSettings) -> SessionBenchSe
     live = min(settings.live, len(trace.conversations))
     requests = min(settings.requests, sum(map(len, trace.conversations)))
     return SessionBenchSettings(live=(live,), requests=requests, seed=settings.seed)
-
-
-def _ns_per_token() -> float:
-    rng = random.Random(0)
-    tokens = [rng.randrange(1 << 17) for _ in range(PROMPT_TOKENS)]
-    times = []
-    for _ in range(REPEATS):
-        began = perf_counter()
-        chain_of(tokens, BLOCK_TOKENS)
-        times.append(perf_counter() - began)
-    return 1e9 * median(times) / PROMPT_TOKENS
