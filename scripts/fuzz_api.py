@@ -83,6 +83,8 @@ TEMPLATES: Sequence[tuple[str, dict[str, Any]]] = (
     ("/v1/completions", {"prompt": [[5, 6, 7], [8]], **SAMPLING, "stream": True}),
     ("/v1/chat/completions", {**CHAT, **SAMPLING, **HINTS, "max_completion_tokens": 2}),
     ("/v1/chat/completions", {**CHAT, **SAMPLING, "stream": True}),
+    ("/v1/responses", {"input": "ab", "temperature": 1, "top_p": 1, "max_output_tokens": 2}),
+    ("/v1/messages", {**CHAT, "temperature": 1, "top_p": 1, "max_tokens": 2, "stream": True}),
     ("/v1/hints", HINTS),
     ("/v1/workflows", {"name": "numbers", "agents": [AGENT], "turns": 1}),
     (

@@ -8,7 +8,17 @@ import pytest
 
 from kedge.discovery import Discovery, PlainRequests, plain_requests
 from kedge.settings import DiscoveryMode, DiscoverySettings
-from kedge.types import AgentId, GenerateRequest, ReuseMode, Segment, TenantId, Tokens, WorkflowId, new_request_id
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    ReuseMode,
+    Segment,
+    TenantId,
+    Tokens,
+    WorkflowId,
+    is_owned,
+    new_request_id,
+)
 from tests.discovery.teams import judge, solver, words
 
 
@@ -113,3 +123,23 @@ def test_namespaces_are_bounded_and_the_last_to_ask_stays(monkeypatch: pytest.Mo
     requests.ended(unknown.namespace, unknown.request_id)
     requests.clear()
     assert not run(requests, 22)[1].agent
+
+
+@pytest.mark.parametrize("mode", [DiscoveryMode.EXACT, DiscoveryMode.TRANSLATE])
+def test_what_a_tenant_sees_does_not_depend_on_what_another_sends(mode: DiscoveryMode) -> None:
+    """A client that repeats a stranger's text, to find out whether it was sent, is answered as if it never was."""
+    after, alone = learned(mode, runs=6), PlainRequests(DiscoverySettings(mode=mode))
+    for number in range(8):
+        seen = [run(requests, number, tenant="prober") for requests in (after, alone)]
+        ours, theirs = ([replace(one, request_id=new_request_id(), produces=None) for one in pair] for pair in seen)
+        assert [anonymous(one) for one in ours] == [anonymous(one) for one in theirs]
+    reports = [
+        requests.report(lambda namespace: is_owned(TenantId("prober"), namespace)) for requests in (after, alone)
+    ]
+    assert reports[0] == reports[1]
+
+
+def anonymous(request: GenerateRequest) -> tuple[object, ...]:
+    """What a request is served as, without the names of answers, which follow from ids of requests."""
+    kinds = [(one.tokens, one.name, one.sample and one.sample.kind) for one in request.segments]
+    return kinds, request.agent, request.workflow, request.run, request.reuse, request.fixed

@@ -128,6 +128,7 @@ def test_a_key_in_anthropics_header_is_a_key() -> None:
         {"max_tokens": 0},
         {"temperature": "hot"},
         {"top_k": 5},
+        {"n": 2},
     ],
 )
 def test_what_cannot_be_served_is_refused_in_anthropics_form(

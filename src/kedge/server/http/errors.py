@@ -185,10 +185,7 @@ def _answer(
 
 def _in_dialect(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return an error's body as the protocol of its route has it."""
-    if not path.startswith("/v1/messages"):
-        return body
-    error = body["error"]
-    return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+    return {"type": "error", **body} if path.startswith("/v1/messages") else body
 
 
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:

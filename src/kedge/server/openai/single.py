@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
-from kedge.errors import KedgeError
+from kedge.errors import KedgeError, RequestError
 from kedge.server.calls import GenerationCall
 from kedge.server.http.errors import error_body, failure_of, problem_of
 from kedge.server.http.sse import EventStream, JSONAnswer, event
@@ -78,6 +78,8 @@ async def answer(
     """Answer a call that was read as a chat. Raises as chat completions do."""
     service.check_model(body.model)
     body.refuse_unsupported()
+    if body.choices_per_prompt > 1:
+        raise RequestError("n", body.n, "this protocol's answers have one choice")
     hints = request.state.hints = service.hints(tenant, body.hints, request.headers)
     job = chat_job(CallContext(service, workflows, tenant, hints), body)
     tools = service.settings.tool_call_parser if body.tools_to_use else None
