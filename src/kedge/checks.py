@@ -10,7 +10,7 @@ import reprlib
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
-from kedge.errors import RequestError
+from kedge.errors import InvalidGrammar, RequestError
 from kedge.types import SamplingParams
 
 MAX_COUNT: Final = 2**31 - 1
@@ -19,6 +19,8 @@ MAX_TEMPERATURE: Final = 100.0
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 1024
 """Characters of one stop string: every token's end is compared with all its beginnings."""
+MAX_GRAMMAR: Final = 1 << 18
+"""Characters of an answer's grammar"""
 _SEED: Final = 2**63
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -36,6 +38,11 @@ def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
         require_integer("seed", sampling.seed, -_SEED, _SEED - 1)
     if not isinstance(sampling.ignore_eos, bool):
         raise RequestError("ignore_eos", brief(sampling.ignore_eos), "must be True or False")
+    require_text("grammar", sampling.grammar, may_be_empty=True)
+    if len(sampling.grammar) > MAX_GRAMMAR:
+        raise InvalidGrammar("grammar", brief(sampling.grammar), f"must have at most {MAX_GRAMMAR} characters")
+    if sampling.grammar and sampling.ignore_eos:
+        raise InvalidGrammar("grammar", brief(sampling.grammar), "cannot be followed with `ignore_eos`")
     _require_stops(sampling.stop)
 
 

@@ -14,6 +14,7 @@ KedgeError
 │   ├── PromptTooLong        longer than the model or the cache allows
 │   ├── EmptyPrompt          nothing to generate from
 │   ├── InvalidToken         a token id outside the vocabulary
+│   ├── InvalidGrammar       a grammar for the answer that cannot be read, or not followed
 │   └── MissingInput         a run lacks the value of an input, or it is empty
 ├── TranslationRefused       this model's attention cannot be translated
 ├── StateRefused             saved state is of another model or format
@@ -101,6 +102,10 @@ class EmptyPrompt(RequestError):
 
 class InvalidToken(RequestError):
     """A token id outside the vocabulary."""
+
+
+class InvalidGrammar(RequestError):
+    """A grammar for the answer that cannot be read, or not followed."""
 
 
 class MissingInput(RequestError):

@@ -200,6 +200,10 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
+    """What the answer conforms to: a grammar in llguidance's variant of Lark, as `start: %json {"type": "object"}`; "":
+    to none.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, float) and 0 < self.temperature < GREEDY_TEMPERATURE:

@@ -20,8 +20,10 @@ from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, Va
 
 EXAMPLES = 3
 """Prompts that a template is learned from"""
-MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 128, 1 << 23
-"""Prompts, and their bytes, that are kept as examples; the oldest is forgotten first"""
+MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
+"""Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are
+learned only while `EXAMPLES` prompts of each are among them.
+"""
 MAX_AGENTS, MAX_TEMPLATES = 1024, 4
 """Agents, and templates of one of them, that are remembered"""
 LEAST_LONGER, LEAST_SHARE = 32, 1 / 16

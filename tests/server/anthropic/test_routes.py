@@ -124,7 +124,7 @@ def test_a_key_in_anthropics_header_is_a_key() -> None:
         {"messages": [{"role": "robot", "content": ""}]},
         {"messages": []},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        {"tool_choice": {"type": "any"}, "tools": [WEATHER]},
+        {"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]},
         {"max_tokens": 0},
         {"temperature": "hot"},
         {"top_k": 5},

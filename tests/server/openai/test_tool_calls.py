@@ -164,13 +164,13 @@ def test_a_call_that_was_cut_is_text(says: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "x", "description": "<|eos|>"}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [WEATHER], "response_format": {"type": "xml"}}, "response_format"),
         ({"tools": [WEATHER], "functions": [{"name": "x"}]}, "functions"),
         ({"tools": [WEATHER], "kedge": {"bindings": {}}, "messages": []}, "tools"),
         ({"messages": [*ASK, called("{}", type="retrieval")]}, "messages"),

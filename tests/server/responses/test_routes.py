@@ -108,7 +108,7 @@ def test_hints_and_sampling_reach_the_engine(told: Talking, client: openai.OpenA
         ({"input": []}, "input"),
         ({"temperature": 3}, "temperature"),
         ({"n": 2}, "n"),
-        ({"tool_choice": {"type": "function", "name": "weather"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
         ({"model": "another"}, "model"),
     ],
 )

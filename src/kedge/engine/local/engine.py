@@ -19,6 +19,7 @@ from typing import TypeVar
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Quota
 from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
@@ -86,6 +87,7 @@ class LocalEngine:
         build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
+        self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._state = StateKeeper(
             runner, self.tokenizer, self.config.anchors, lambda ask: self.query(lambda parts: ask(*parts.learned))
         )
@@ -121,7 +123,7 @@ class LocalEngine:
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id, self._mailbox.leave),
-            sampler=Sampler(request.sampling, draw),
+            sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
             trail=request.trail if max_tokens + len(request.trail) <= room else (),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kedge.engine.common.grammars import GrammarState
 from kedge.types import SamplingParams
 
 Draw = Callable[[Tensor], int]
@@ -23,6 +24,8 @@ class Sampler:
     params: SamplingParams
     draw: Draw | None = None
     """Replaces `params`: it gets all logits and may force an answer."""
+    grammar: GrammarState | None = None
+    """What the answer conforms to, and how far it has come"""
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -51,10 +54,13 @@ class Sampler:
 
 
 def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
-    """Draw the next token of every request from logits [requests, vocab].
+    """Draw the next token of every request from logits [requests, vocab], in which those of tokens that a request's
+    grammar forbids become -inf.
 
-    An entry is an error if a request's own `draw` raised or returned no valid token, or its logits are not finite.
+    An entry is an error if a request's own `draw` or its grammar raised, it returned no valid token, or its logits are
+    not finite.
     """
+    failed = _forbid(logits, samplers)
     best, tokens = logits.max(-1)
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
     if sampled:
@@ -65,7 +71,39 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
     for row, sampler in enumerate(samplers):
         if sampler.draw is not None:
             drawn[row] = _drawn(sampler.draw, logits[row])
-    return drawn
+    for row, error in failed.items():
+        drawn[row] = error
+    return [_taken(sampler.grammar, token) for sampler, token in zip(samplers, drawn, strict=True)]
+
+
+def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]:
+    """Set logits of tokens that a grammar forbids to -inf. Returns the errors by row."""
+    failed: dict[int, Exception] = {}
+    for row, sampler in enumerate(samplers):
+        if sampler.grammar is not None:
+            try:
+                allowed = _bits(sampler.grammar.allowed(), logits.shape[-1])
+            except ValueError as error:
+                failed[row] = error
+            else:
+                logits[row].masked_fill_(~allowed.to(logits.device), -torch.inf)
+    return failed
+
+
+def _bits(mask: bytes, count: int) -> Tensor:
+    """Return the first `count` bits of a mask, lowest bit of each byte first: bool [count]."""
+    octets = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    return ((octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:count].bool()
+
+
+def _taken(grammar: GrammarState | None, token: int | Exception) -> int | Exception:
+    """Tell a grammar which token was drawn. Returns the token, or the error of one that is not allowed."""
+    if grammar is not None and not isinstance(token, Exception):
+        try:
+            grammar.take(token)
+        except ValueError as error:
+            return error
+    return token
 
 
 def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:

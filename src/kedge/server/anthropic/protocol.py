@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,7 +17,7 @@ Block = dict[str, Any]
 Blocks = Annotated[str | list[Block], accepted("a string or a list of content blocks (objects)")]
 DROPPED = ("thinking", "redacted_thinking")
 """Blocks of earlier answers that are not read again"""
-NO_EFFECT = ("thinking", "service_tier", "container", "context_management", "output_config", "mcp_servers", "betas")
+NO_EFFECT = ("thinking", "service_tier", "container", "context_management", "mcp_servers", "betas")
 """Fields that neither a chat has nor a hint is"""
 
 
@@ -46,11 +46,14 @@ class MessagesBody(Body):
     stop_sequences: list[str] | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """With a `format` that has a JSON `schema`"""
 
     def chat(self) -> ChatBody:
         """Return the same call as a chat. Raises `RequestError` naming what this server cannot read."""
         others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
         choice = self.tool_choice or {}
+        wanted = (self.output_config or {}).get("format")
         return read_as(
             ChatBody,
             {
@@ -59,7 +62,8 @@ class MessagesBody(Body):
                 "max_completion_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,
                 "tools": [_tool(one) for one in self.tools or ()] or None,
-                "tool_choice": {"any": "required", "tool": "required"}.get(choice.get("type", ""), choice.get("type")),
+                "tool_choice": _choice(choice),
+                "response_format": {"type": "json_schema", "json_schema": wanted} if wanted else None,
                 "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             },
         )
@@ -71,6 +75,13 @@ class MessagesBody(Body):
         for at, one in enumerate(self.messages):
             messages += _chat_messages(one, f"messages.{at}.content")
         return messages
+
+
+def _choice(choice: Mapping[str, Any]) -> Any:
+    """Return a choice of a tool as chats have it."""
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return "required" if choice.get("type") == "any" else choice.get("type")
 
 
 def _chat_messages(message: TurnMessage, place: str) -> list[ChatMessage]:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
+from kedge.errors import EmptyPrompt, InvalidGrammar, InvalidToken, PromptTooLong, RequestError
 from kedge.hints import Hints
 from kedge.server.calls import GenerationCall
 from kedge.server.openai import prompts
@@ -71,7 +71,7 @@ class GenerationJob:
         self._enter_run()
         try:
             call = await self.context.service.begin(self.context.tenant, self.count, self._requests, self._over)
-        except (EmptyPrompt, InvalidToken, PromptTooLong) as error:
+        except (EmptyPrompt, InvalidGrammar, InvalidToken, PromptTooLong) as error:
             self._leave_run()
             raise self._name_field(error) from error
         except BaseException:
@@ -81,9 +81,11 @@ class GenerationJob:
         return call
 
     def _name_field(self, error: RequestError) -> RequestError:
-        """Return an engine's error about the prompt with the name of the field that the client sent."""
+        """Return an engine's error about the prompt or the grammar with the name of the field that the client sent."""
         if error.key in (field := self.body.prompt_field, "kedge.bindings"):
             return error
+        if isinstance(error, InvalidGrammar):
+            return InvalidGrammar(self.body.grammar_field, error.value, error.why)
         value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
         return type(error)("kedge.bindings" if self.step else field, value, error.why)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kedge.errors import RequestError
 from kedge.server.openai import prompts
+from kedge.server.openai.constraints import grammar_of
 from kedge.server.openai.generation import CallContext, GenerationJob
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
 from kedge.server.workflows.registry import Registered
@@ -22,10 +24,11 @@ def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
     Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
     """
     _check_tools(context, body)
+    grammar = grammar_of(body, context.service.settings.tool_call_parser)
     if context.hints.bindings is not None:
-        return _agent_job(context, body)
+        return _agent_job(context, body, grammar)
     tokenizer = context.service.engine.tokenizer
-    sampling = body.sampling(_api_sampling(context.service.settings.default_max_tokens))
+    sampling = body.sampling(replace(_api_sampling(context.service.settings.default_max_tokens), grammar=grammar))
 
     def build() -> list[Sequence[Segment]]:
         return [prompts.of_conversation(tokenizer, body.messages, body.tools_to_use)]
@@ -76,7 +79,7 @@ def _plain_mode(context: CallContext, registered: Registered | None, agent: Agen
     return registered.mode(registered.agent(agent), default)
 
 
-def _agent_job(context: CallContext, body: ChatBody) -> GenerationJob:
+def _agent_job(context: CallContext, body: ChatBody, grammar: str) -> GenerationJob:
     hints, workflows = context.hints, context.workflows
     if body.messages:
         raise RequestError("messages", len(body.messages), "with kedge.bindings the agent's template is the prompt")
@@ -84,7 +87,7 @@ def _agent_job(context: CallContext, body: ChatBody) -> GenerationJob:
     agent = registered.agent(hints.agent)
     run = workflows.client_runs.touch(context.namespace, hints, registered)
     mode = hints.reuse or registered.mode(agent, context.service.default_mode(ReuseMode.TRANSLATE))
-    sampling = body.sampling(agent.sampling)  # before the turn begins: it may raise
+    sampling = body.sampling(replace(agent.sampling, grammar=grammar))  # before the turn begins: it may raise
     step = run.begin(hints.agent) if run else Step(hints.agent, 0)
     tokenizer = context.service.engine.tokenizer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,6 +36,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
 }
 """Unsupported parameters -> their values without effect. Null never has an effect."""
+TOOL_CHOICES = ("none", "auto", "required")
 COMPLETION_MAX_TOKENS = 16
 """Default of OpenAI's text completions."""
 
@@ -78,6 +79,11 @@ class GenerationBody(Body):
         return self.n or 1
 
     @property
+    def grammar_field(self) -> str:
+        """Name of the field that the answer's grammar comes from."""
+        return "response_format"
+
+    @property
     def answer_limit(self) -> int | None:
         """Longest answer in tokens, if the body limits it."""
         return self.max_tokens
@@ -118,6 +124,14 @@ class GenerationBody(Body):
         return replace(base, **changes)
 
 
+class ResponseFormat(Body):
+    """What an answer's text conforms to."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    """With a `schema`"""
+
+
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
@@ -129,6 +143,7 @@ class ChatBody(GenerationBody):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def answer_limit(self) -> int | None:
@@ -143,12 +158,33 @@ class ChatBody(GenerationBody):
         """Tools that the prompt offers to the model; none with `tool_choice: "none"`."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def grammar_field(self) -> str:
+        return "tools" if self.must_call else "response_format"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a tool call."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def called(self) -> str | None:
+        """The only function that may be called; None for any."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else ""
+
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", self.top_logprobs, "needs `logprobs: true`")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice", self.tool_choice, "must be `none` or `auto`: a call cannot be forced")
+        if isinstance(self.tool_choice, str) and self.tool_choice not in TOOL_CHOICES:
+            raise RequestError("tool_choice", self.tool_choice, f"must be {', '.join(TOOL_CHOICES)} or a function")
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.must_call and (not names if self.called is None else self.called not in names):
+            raise RequestError("tool_choice", self.tool_choice, "must name one of `tools`, which must not be empty")
 
 
 class CompletionBody(GenerationBody):

@@ -42,8 +42,8 @@ class ResponsesBody(Body):
                 "messages": self._messages(),
                 "max_completion_tokens": self.max_output_tokens,
                 "tools": [_tool(one) for one in self.tools or ()] or None,
-                "tool_choice": self.tool_choice,
-                "response_format": (self.text or {}).get("format"),
+                "tool_choice": _choice(self.tool_choice),
+                "response_format": _format((self.text or {}).get("format")),
             },
         )
 
@@ -62,6 +62,22 @@ class ResponsesBody(Body):
         for at, item in enumerate(items):
             _add(messages, item, f"input.{at}")
         return messages
+
+
+def _choice(choice: Any) -> Any:
+    """Return a choice of a tool as chats have it; they have a function's name one level deeper."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict):
+        raise RequestError("tool_choice.type", choice.get("type"), "must be function")
+    return choice
+
+
+def _format(given: Any) -> Any:
+    """Return a format of the text as chats have it; they have a schema one level deeper."""
+    if isinstance(given, dict) and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": given}
+    return given
 
 
 def _add(messages: list[ChatMessage], item: dict[str, Any], place: str) -> None:

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kedge.checks import brief
 from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
-from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
+from kedge.errors import ConfigError, EngineClosed, InvalidGrammar, PromptTooLong, RequestError
 from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
@@ -131,6 +132,8 @@ class VLLMEngine:
         if request.prompt_tokens >= self._max_model_len:
             why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
             raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
+        if request.sampling.grammar:
+            raise InvalidGrammar("grammar", brief(request.sampling.grammar), "only the embedded engine follows one")
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._max_logprobs >= 0:
                 raise RequestError(

@@ -1,0 +1,94 @@
+"""Answers that follow a grammar, by llguidance: before each token, which tokens may come next.
+
+Grammars are in llguidance's variant of Lark, where `%json {…}` stands for texts that a JSON schema accepts.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kedge.checks import brief
+from kedge.errors import InvalidGrammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from kedge.engine.common.tokenizer import HFTokenizer
+
+KEY = "grammar"
+EXCERPT = re.compile(r"\n\s*\d+ \|")
+MAX_REASON = 500
+"""Characters of an error's reason"""
+
+
+class GrammarState:
+    """How far one answer has come in its grammar. One thread owns it."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> bytes:
+        """Return which tokens may come next: one bit per token of the vocabulary, lowest bit first.
+
+        After the grammar's end these are the tokens that end an answer. Raises `ValueError` where the grammar has
+        become too complex to go on.
+        """
+        mask = bytes(self._matcher.compute_bitmask())
+        self._check()
+        return mask
+
+    def take(self, token: int) -> None:
+        """Go on by a token. Raises `ValueError` for one that is not allowed."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"its grammar cannot go on: {self._matcher.get_error()}")
+
+
+class Grammars:
+    """Grammars of one model's answers. Any thread may use it."""
+
+    def __init__(self, tokenizer: HFTokenizer, eos: Iterable[int], vocab_size: int) -> None:
+        """Build it; `eos` are the tokens that end an answer, `vocab_size` is the number of logits."""
+        self._tokenizer, self._eos, self._vocab_size = tokenizer, sorted(eos), vocab_size
+        self._wrapped: LLTokenizer | None = None
+
+        self._lock = threading.Lock()
+
+    def begin(self, grammar: str) -> GrammarState | None:
+        """Return the state of an answer that has not begun; None for "", which every answer conforms to.
+
+        Raises `InvalidGrammar` for a grammar that cannot be read, a model whose answers no token ends, and where
+        llguidance is missing. A large schema takes up to a second.
+        """
+        if not grammar:
+            return None
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise InvalidGrammar(KEY, brief(grammar), "needs llguidance (pip install 'kedge[server]')") from None
+        matcher = LLMatcher(self._wrap(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        if matcher.is_error():
+            raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {_reason(matcher.get_error())}")
+        return GrammarState(matcher)
+
+    def _wrap(self) -> LLTokenizer:
+        """Return the tokenizer as llguidance reads it; made once, as that takes up to a second."""
+        from llguidance.hf import from_tokenizer
+
+        with self._lock:
+            if self._wrapped is None:
+                if not self._eos:
+                    raise InvalidGrammar(KEY, "…", "this model has no token that ends an answer")
+                self._wrapped = from_tokenizer(self._tokenizer.inner, n_vocab=self._vocab_size, eos_token=self._eos)
+        return self._wrapped
+
+
+def _reason(error: str) -> str:
+    """Return an error of llguidance's without the excerpt of the grammar that follows it."""
+    return " ".join(EXCERPT.split(error)[0].split())[:MAX_REASON]

@@ -1,0 +1,224 @@
+"""Structured output on the bundled model: whatever it would rather say, its answers conform."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from kedge import LocalEngine
+from kedge.settings import EngineSettings, ServerSettings
+from tests.server.conftest import Served, serving
+from tests.server.openai.test_tool_calls import TEMPLATE
+
+MODEL = "kedge-nano"
+ASK: Any = [{"role": "user", "content": "Which one?"}]
+
+
+class Size(StrEnum):
+    SMALL, LARGE = "small", "large"
+
+
+class Closed(BaseModel):
+    """Without other fields, which a model may add without end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Part(Closed):
+    size: Size
+    count: int = Field(ge=1, le=99)
+
+
+class Order(Closed):
+    """Parts are defined once and referred to, as pydantic does."""
+
+    first: Part
+    second: Part
+
+
+PARAMETERS = Order.model_json_schema()
+LOOK_AHEAD = {"type": "string", "pattern": "(?=x)"}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "order", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": 'say "no"\\\n', "parameters": {"type": "object", "maxProperties": 0}}},
+]
+NAMES = {one["function"]["name"] for one in TOOLS}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Served]:
+    with LocalEngine(config=EngineSettings(device="cpu")) as engine:
+        engine.tokenizer.inner.chat_template = TEMPLATE
+        with serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
+            yield served
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> openai.OpenAI:
+    return running.client()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_schema_is_followed_however_tokens_are_drawn(client: openai.OpenAI, seed: int) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=Order, temperature=2, seed=seed, max_tokens=200
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    parsed = answer.choices[0].message.parsed
+    assert parsed is not None and 1 <= parsed.second.count <= 99
+    assert "\n" not in (answer.choices[0].message.content or "")
+
+
+def test_any_object_is_json(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, response_format={"type": "json_object"}, max_tokens=60, temperature=0
+    ).choices[0]
+    assert (answer.message.content or "").startswith("{")
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.message.content or ""), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_call_is_forced(client: openai.OpenAI, seed: int, stream: bool) -> None:
+    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+    call = _calls_of(client, stream, **asked)[0]
+    assert call.name in NAMES
+    if call.name == "order":
+        Order.model_validate_json(call.arguments)
+    else:
+        assert json.loads(call.arguments) == {}
+
+
+def test_a_function_is_forced(client: openai.OpenAI) -> None:
+    for name in NAMES:
+        choice = {"type": "function", "function": {"name": name}}
+        calls = _calls_of(client, False, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+        assert [call.name for call in calls] == [name]
+
+
+def test_with_tools_and_a_format_it_is_either(client: openai.OpenAI) -> None:
+    kinds = set()
+    for seed in range(6):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=ASK, tools=TOOLS, temperature=2, seed=seed, max_tokens=300, parallel_tool_calls=False,
+            response_format={"type": "json_schema", "json_schema": {"name": "o", "schema": PARAMETERS}},
+        ).choices[0]  # fmt: skip
+        kinds.add(answer.finish_reason)
+        if answer.finish_reason == "stop":
+            Order.model_validate_json(answer.message.content or "")
+    assert kinds <= {"stop", "tool_calls"}
+
+
+def _calls_of(client: openai.OpenAI, stream: bool, **asked: Any) -> list[Any]:
+    asked = {"model": MODEL, "messages": ASK, "temperature": 1.5, "max_tokens": 300, **asked}
+    if not stream:
+        answer = client.chat.completions.create(**asked).choices[0]
+        assert answer.finish_reason == "tool_calls" and not answer.message.content
+        return [call.function for call in answer.message.tool_calls]
+    chunks = client.chat.completions.create(**asked, stream=True)
+    return [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+
+
+def test_responses_follow_a_schema_and_call_tools(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(model=MODEL, input="Which one?", text_format=Order).output_parsed
+    assert parsed is not None
+    tool: Any = {"type": "function", "name": "order", "parameters": PARAMETERS, "strict": True}
+    for choice in ("required", {"type": "function", "name": "order"}):
+        asked: Any = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        (item,) = client.responses.create(model=MODEL, input="Which one?", **asked).output
+        assert item.type == "function_call"
+        Order.model_validate_json(item.arguments)
+
+
+def test_messages_follow_a_schema_and_call_tools(running: Served) -> None:
+    client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+    tool: Any = {"name": "order", "input_schema": PARAMETERS}
+    for kind in ({"type": "any"}, {"type": "tool", "name": "order"}):
+        choice: Any = {**kind, "disable_parallel_tool_use": True}
+        answer = client.messages.create(model=MODEL, max_tokens=300, messages=ASK, tools=[tool], tool_choice=choice)
+        assert answer.stop_reason == "tool_use"
+        Order.model_validate(answer.content[0].input)
+    wanted: Any = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+    text = client.messages.create(model=MODEL, max_tokens=300, messages=ASK, output_config=wanted).content[0].text
+    Order.model_validate_json(text)
+
+
+def test_many_at_once_each_with_its_own_grammar(client: openai.OpenAI) -> None:
+    """In a batch, an answer is what it is alone, and answers without a grammar are free."""
+
+    def ask(at: int) -> str | None:
+        schema = {"const": f"number {at}"} if at % 2 else None
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}} if schema else None
+        answer = client.chat.completions.create(
+            model=MODEL, messages=ASK, max_tokens=40, temperature=0, response_format=wanted or openai.omit
+        )
+        return answer.choices[0].message.content
+
+    alone = ask(0)
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(ask, range(32)))
+    assert answers == [f'"number {at}"' if at % 2 else alone for at in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, ".schema", "JSON schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}},
+            "response_format", "Invalid type: wat",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1/x"}}}},
+            "response_format", "not present",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": LOOK_AHEAD}}},
+            "response_format", "look-around",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * 300_000}}}},
+            "response_format", "at most",
+        ),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format", "ignore_eos"),
+        ({"tool_choice": "required"}, "tool_choice", "one of"),
+        ({"tool_choice": "always", "tools": TOOLS}, "tool_choice", "required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice", "one of"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "one of"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 5}}}],
+          "tool_choice": "required"}, "tools", "type"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_named(running: Served, fields: dict[str, Any], param: str, why: str) -> None:
+    answer = running.http().post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 5, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"].endswith(param) and why in error["message"], error
+
+
+def test_the_server_goes_on_after_hostile_schemas(client: openai.OpenAI) -> None:
+    nested: dict[str, Any] = {"type": "object"}
+    for _ in range(200):
+        nested = {"type": "object", "properties": {"a": nested, "b": {"type": "string", "pattern": "(a|b|ab){1,40}"}}}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": nested}}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: _try(client, wanted), range(8)))
+    assert client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=5).choices[0].message.content
+
+
+def _try(client: openai.OpenAI, wanted: Any) -> None:
+    try:
+        client.chat.completions.create(model=MODEL, messages=ASK, response_format=wanted, max_tokens=50)
+    except openai.APIStatusError as error:
+        assert error.status_code in (400, 500)
