@@ -38,6 +38,17 @@ def test_tools_in_changing_order_are_found() -> None:
     assert finding.kind is FindingKind.ANOTHER_ORDER and finding.tokens >= 160
 
 
+def test_each_agent_is_named_once_however_many_orders_there_are() -> None:
+    orders = ((0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1))
+
+    def unordered(number: int) -> Tokens:
+        tools = [words(("tool", one), 60) for one in orders[number % 4]]
+        return (*words("system", 20), *sum(tools, ()), *words(("q", number), 40), 1, 2)
+
+    findings = [one for one in found_in(unordered, 24) if one.kind is FindingKind.ANOTHER_ORDER]
+    assert len(findings) == len({one.agent for one in findings}) == 3
+
+
 def test_a_role_before_shared_text_is_found() -> None:
     def prompt(number: int) -> Tokens:
         question = words(("q", number // 2), 80)

@@ -17,8 +17,6 @@ from kedge.errors import ConfigError
 KEY = "--from-traffic"
 TIMEOUT_S = 10.0
 MIDDLEWARE = "kedge.integrations.vllm.middleware.KedgeMiddleware"
-
-
 FIGURES = ("calls", "fixed_tokens", "prompt_tokens", "shared_tokens")
 
 
@@ -57,9 +55,7 @@ def _read(url: str, api_key: str | None) -> dict[str, Any] | None:
             report: dict[str, Any] | None = json.load(answer)
             return report
     except HTTPError as error:
-        hint = (
-            " (vLLM needs --middleware kedge.integrations.vllm.middleware.KedgeMiddleware)" if error.code == 404 else ""
-        )
+        hint = f" (vLLM needs --middleware {MIDDLEWARE})" if error.code == 404 else ""
         raise ConfigError(KEY, url, f"answers {error.code}{hint}") from None
     except (URLError, OSError, ValueError) as error:
         raise ConfigError(KEY, url, f"cannot be read: {error}") from None

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
+from functools import lru_cache
+from heapq import nsmallest
 
 from kedge.discovery import token_bytes
 from kedge.discovery.discovery import FoundAgent
@@ -21,6 +22,10 @@ ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if they are the same in another order"""
 MAX_COMPARED = 64
 """Agents that are compared with each other"""
+SAMPLE = 64
+"""Tokens of a text that tell whether comparing all of them is worth the time"""
+SPREAD = 2_654_435_761
+"""Knuth's multiplier: a sample is of all tokens, not of those with low numbers"""
 
 
 class FindingKind(StrEnum):
@@ -89,14 +94,26 @@ def _first_shared(template: PromptTemplate, readers: Counter[str]) -> Slot | Non
 
 
 def _other_orders(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
-    """Yield the agents whose fixed prompt is that of another one, in another order."""
-    counts = [Counter(token_bytes.unpack(agent.templates[0].head)) for agent in agents[:MAX_COMPARED]]
-    for one, other in combinations(range(len(counts)), 2):
-        most = max(counts[one].total(), counts[other].total())
-        if (counts[one] & counts[other]).total() >= ALIKE * most:
-            heads = [agents[at].templates[0].head for at in (one, other)]
-            lost = most - token_bytes.common_head(heads)
-            yield Finding(FindingKind.ANOTHER_ORDER, agents[other].id, lost, agents[other].calls)
+    """Yield the agents whose fixed prompt is that of an agent with more calls, in another order."""
+    heads = [agent.templates[0].head for agent in agents[:MAX_COMPARED]]
+    samples = [_sample(head) for head in heads]
+    for at, (agent, head) in enumerate(zip(agents, heads, strict=False)):
+        likely = (heads[one] for one in range(at) if 2 * len(samples[one] & samples[at]) >= len(samples[at]))
+        if other := next((one for one in likely if _alike(one, head)), None):
+            lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
+            yield Finding(FindingKind.ANOTHER_ORDER, agent.id, lost, agent.calls)
+
+
+@lru_cache(MAX_COMPARED)  # a report is made every few seconds, and what agents begin with stays
+def _sample(text: bytes) -> frozenset[int]:
+    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch)."""
+    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: token * SPREAD % (1 << 32)))
+
+
+def _alike(one: bytes, other: bytes) -> bool:
+    """Return whether two texts have nearly all of their tokens in common, in whatever order."""
+    counts = [Counter(token_bytes.unpack(text)) for text in (one, other)]
+    return (counts[0] & counts[1]).total() >= ALIKE * max(map(token_bytes.size, (one, other)))
 
 
 def _is_own(slot: Slot, agent: FoundAgent) -> bool:

@@ -19,9 +19,8 @@ from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
 """Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
-
-
 LOG_SECONDS = 300.0
+"""Seconds between two lines of the log, at least"""
 MAX_REPORTED = 100
 """Agents, successions and findings in a report"""
 

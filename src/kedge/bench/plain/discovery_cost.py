@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from statistics import median
 from time import perf_counter
 
+from kedge.bench.workflow.figures import random_tokens
 from kedge.discovery import Discovery
-from kedge.types import RequestId, Tokens
+from kedge.types import RequestId
 
 SHORT, LONG = 256, 8192
 """Tokens of the prompts"""
 HEAD, QUESTION = 64, 100
 """Tokens that an agent's prompts begin with, and that differ"""
+VOCABULARY = 1 << 17
 WARM, CALLS = 6, 60
 
 
@@ -35,17 +36,12 @@ def measure_discovery() -> DiscoveryCost:
 def _seconds(size: int) -> float:
     """Return the median seconds of a request, from its arrival to what its answer is remembered for."""
     discovery, times = Discovery(), []
-    rng = Random(size)
-    fixed = _tokens(rng, size - QUESTION)
+    fixed = random_tokens(size - QUESTION, VOCABULARY, size)
     for number in range(WARM + CALLS):
-        prompt = (*fixed[:HEAD], *_tokens(rng, QUESTION), *fixed[HEAD:])
-        answer, request = _tokens(rng, QUESTION), RequestId(str(number))
+        question, answer = (random_tokens(QUESTION, VOCABULARY, size, number, part) for part in range(2))
+        prompt, request = (*fixed[:HEAD], *question, *fixed[HEAD:]), RequestId(str(number))
         began = perf_counter()
         discovery.arrive(request, prompt, number)
         discovery.ended(request, answer, number + 0.5)
         times.append(perf_counter() - began)
     return median(times[WARM:])
-
-
-def _tokens(rng: Random, count: int) -> Tokens:
-    return Tokens(rng.randrange(1 << 17) for _ in range(count))

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from statistics import median
 
 from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmLane
 from kedge.bench.vllm.measure import save_model
-from kedge.types import Tokens
+from kedge.bench.workflow.figures import random_tokens
 
 Progress = Callable[[str], None]
 
@@ -80,9 +79,7 @@ async def _batch(lane: VllmLane, settings: IdleSettings, vocab: int, number: int
 
     async def client(at: int) -> None:
         for call in range(settings.calls):
-            rng = Random(f"{settings.seed}/{number}/{at}/{call}")
-            prompt = Tokens(rng.randrange(2, vocab) for _ in range(settings.prompt))
-            await lane.ask(prompt, settings.output)
+            await lane.ask(random_tokens(settings.prompt, vocab, settings.seed, number, at, call), settings.output)
 
     began = time.perf_counter()
     await asyncio.gather(*map(client, range(settings.clients)))

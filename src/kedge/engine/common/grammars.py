@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kedge.checks import brief
@@ -22,6 +23,10 @@ KEY = "grammar"
 EXCERPT = re.compile(r"\n\s*\d+ \|")
 MAX_REASON = 500
 """Characters of an error's reason"""
+MAX_KEPT = 64
+"""Grammars that are kept compiled: agents ask for the same schemas again and again"""
+LONGEST_KEPT = 1 << 16
+"""Characters of a grammar that is kept, at most"""
 
 
 class GrammarState:
@@ -57,8 +62,8 @@ class Grammars:
         """Build it; `eos` are the tokens that end an answer, `vocab_size` is the number of logits."""
         self._tokenizer, self._eos, self._vocab_size = tokenizer, sorted(eos), vocab_size
         self._wrapped: LLTokenizer | None = None
-
         self._lock = threading.Lock()
+        self._compiled = lru_cache(MAX_KEPT)(self._compile)
 
     def begin(self, grammar: str) -> GrammarState | None:
         """Return the state of an answer that has not begun; None for "", which every answer conforms to.
@@ -68,6 +73,10 @@ class Grammars:
         """
         if not grammar:
             return None
+        compiled = self._compiled if len(grammar) <= LONGEST_KEPT else self._compile
+        return GrammarState(compiled(grammar).deep_copy())
+
+    def _compile(self, grammar: str) -> LLMatcher:
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -75,7 +84,7 @@ class Grammars:
         matcher = LLMatcher(self._wrap(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {_reason(matcher.get_error())}")
-        return GrammarState(matcher)
+        return matcher
 
     def _wrap(self) -> LLTokenizer:
         """Return the tokenizer as llguidance reads it; made once, as that takes up to a second."""

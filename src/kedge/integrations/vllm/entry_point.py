@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _log_as_vllm() -> None:
-    """Let Kedge's messages go where vLLM's go, unless the application has said otherwise."""
+    """Attach vLLM's log handlers to Kedge's logger, unless the application has configured that logger."""
     own, vllm = logging.getLogger("kedge"), logging.getLogger("vllm")
     if vllm.handlers and not own.handlers and own.level == logging.NOTSET:
         own.handlers, own.propagate = list(vllm.handlers), False

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kedge.errors import RequestError
 from kedge.server.openai.messages import Function
 from kedge.server.openai.protocol import ChatBody
+from kedge.server.openai.tool_calls import Hermes
 from kedge.settings.server import ToolCallFormat
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -31,7 +32,7 @@ class _Wording(NamedTuple):
 
 
 WORDINGS: Mapping[ToolCallFormat, _Wording] = {
-    "hermes": _Wording("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+    "hermes": _Wording(f"{Hermes.OPEN}\n", "arguments", f"\n{Hermes.CLOSE}", "\n"),
     "llama3_json": _Wording("", "parameters", "", "; "),
 }
 
@@ -41,16 +42,15 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
 
     `form` is how the model writes tool calls. Raises `RequestError` for a format or a choice that cannot be followed.
     """
-    calls = (
-        [] if form is None else _calls(_callable(body), WORDINGS[form], several=body.parallel_tool_calls is not False)
-    )
     schema = _schema(body)
-    if body.must_call:
-        return "\n".join(["start: calls", *calls])
-    if schema is None:
+    if schema is None and not body.must_call:
         return ""
-    content = f"content: {_json(schema)}"
-    return "\n".join(["start: content | calls", content, *calls] if calls else ["start: content", content])
+    several = body.parallel_tool_calls is not False
+    calls = _calls(_callable(body), WORDINGS[form], several=several) if form else []
+    if schema is None or body.must_call:
+        return "\n".join(["start: calls", *calls])
+    start = "start: content | calls" if calls else "start: content"
+    return "\n".join([start, f"content: {_json(schema)}", *calls])
 
 
 def _callable(body: ChatBody) -> Sequence[Function]:

@@ -1,0 +1,58 @@
+"""Grammars are compiled once, and answers that share one do not share how far they have come."""
+
+from __future__ import annotations
+
+import pytest
+
+from kedge.engine.common.grammars import LONGEST_KEPT, Grammars
+from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.errors import InvalidGrammar
+
+GRAMMAR = 'start: "abc"'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer.load(model_path(None))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that were compiled."""
+    seen: list[str] = []
+
+    def compile_grammar(self: Grammars, grammar: str, original=Grammars._compile) -> object:  # type: ignore[no-untyped-def]
+        seen.append(grammar)
+        return original(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_grammar)
+    return seen
+
+
+def grammars(tokenizer: HFTokenizer) -> Grammars:
+    return Grammars(tokenizer, {tokenizer.inner.eos_token_id}, len(tokenizer.inner))
+
+
+def test_answers_that_share_a_grammar_go_on_by_themselves(tokenizer: HFTokenizer, compiled: list[str]) -> None:
+    known = grammars(tokenizer)
+    one, other = known.begin(GRAMMAR), known.begin(GRAMMAR)
+    assert one and other and compiled == [GRAMMAR]
+    at_first = other.allowed()
+    for token in tokenizer.encode("abc", special=False):
+        one.take(token)
+    assert other.allowed() == at_first != one.allowed()
+
+
+def test_what_is_not_a_grammar_is_refused_each_time(tokenizer: HFTokenizer, compiled: list[str]) -> None:
+    known = grammars(tokenizer)
+    for _ in range(2):
+        with pytest.raises(InvalidGrammar, match="cannot be read"):
+            known.begin("start: nothing")
+    assert len(compiled) == 2
+    assert known.begin("") is None
+
+
+def test_a_very_long_grammar_is_not_kept(tokenizer: HFTokenizer, compiled: list[str]) -> None:
+    known, long = grammars(tokenizer), f"{GRAMMAR}\n// {'x' * LONGEST_KEPT}"
+    assert known.begin(long) and known.begin(long) and compiled == [long, long]
