@@ -224,6 +224,10 @@ class TurnHints:
     """Seconds from the answer to the session's next request."""
     is_last: bool = False
     """Whether the session ends with this request."""
+    keep_for: float | None = None
+    """Seconds from the answer for which the session's KV is to be kept; 0: it may go first."""
+    expects: Mapping[str, float] = field(default_factory=dict)
+    """Other sessions of the same namespace -> seconds until they are needed; infinite: not any more."""
 
 
 @dataclass(frozen=True, slots=True)

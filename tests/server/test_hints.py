@@ -9,7 +9,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.server.tenancy import KeyRing
 from kedge.server.workflows import client_runs
 from kedge.settings import LimitSettings
-from kedge.types import Namespace, RunId, RunKey, TenantId
+from kedge.types import Namespace, RunId, RunKey, TenantId, TurnHints
 from tests.server.conftest import Served, serving
 
 
@@ -21,6 +21,53 @@ def test_a_client_is_told_what_was_understood(http: httpx.Client, served: Served
     for dialect in ("kedge", "body"):
         assert f'dialect="{dialect}",model_name="kedge-nano",reason="unknown",tenant="default"}} 1.0' in text
     assert served.engine.requests[-1].agent == "a"
+
+
+MARK = {"type": "ephemeral", "ttl": "1h"}
+PART = {"type": "text", "text": "hi", "cache_control": MARK}
+TOOL = {"name": "t", "input_schema": {"type": "object"}, "cache_control": MARK}
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART]}]}),
+        ("/v1/chat/completions", {"messages": [HI], "nvext": {"cache_control": MARK}}),
+        ("/v1/responses", {"input": "hi", "prompt_cache_retention": "24h"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [PART]}], "max_tokens": 5}),
+        ("/v1/messages", {"messages": [HI], "system": [PART], "max_tokens": 5}),
+        ("/v1/messages", {"messages": [HI], "tools": [TOOL], "tool_choice": {"type": "none"}, "max_tokens": 5}),
+        ("/v1/messages", {"messages": [HI], "cache_control": MARK, "max_tokens": 5}),
+    ],
+)
+def test_every_protocol_asks_in_its_own_words_that_a_session_is_kept(
+    http: httpx.Client, served: Served, path: str, body: dict[str, object]
+) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["kedge"]["hints"]["keep_for"] == 3600
+    assert served.engine.requests[-1].turn.keep_for == 3600
+
+
+def test_an_answer_says_what_became_of_each_action(http: httpx.Client, served: Served) -> None:
+    actions = [
+        {"action_id": "1", "action_type": "kv.retain@1.0", "action_version": "1.0", "payload": {"duration": 60}},
+        {"action_id": "2", "action_type": "kv.fetch", "action_version": "1.0", "payload": {"session_id": "next"}},
+        {"action_id": "3", "action_type": "launder", "action_version": "1.0", "payload": {}},
+    ]
+    said = {"protocol_version": "1", "message_id": "m", "actions": actions}
+    answer = http.post("/v1/completions", json={"prompt": "x", "kv_hints": said}).json()["kedge"]
+    assert [one["outcome"] for one in answer["actions"]] == ["applied", "deferred", "rejected"]
+    assert served.engine.requests[-1].turn == TurnHints(keep_for=60.0, expects={"next": 0.0})
+    assert 'dialect="kv_hints",model_name="kedge-nano",reason="unsupported",tenant="default"} 1.0' in (
+        http.get("/metrics").text
+    )
+
+
+def test_what_goes_with_a_request_is_not_accepted_without_one(http: httpx.Client) -> None:
+    said = {"session": "s", "keep_for": 5, "expects": {"t": None}}
+    assert http.post("/v1/hints", json={"kedge": said}).json()["hints"] == {"session": "s", "run": "s"}
 
 
 def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Served) -> None:

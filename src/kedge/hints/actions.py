@@ -1,46 +1,184 @@
 """Actions on KV that clients ask for in `kv_hints`, the envelope of vLLM, SGLang and Dynamo, and what becomes of them.
 
 The envelope is `{"protocol_version", "message_id", "actions": [{"action_id", "action_type", "action_version",
-"payload"}]}`. Actions are advisory, and the envelope has no way back: an answer's receipt is one.
+"payload"}]}`. Actions are advisory, and the envelope has no way back: an answer's receipt is one. Kedge ranks whole
+sessions by when they return, so actions are read as statements about that.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kedge.hints.values import read_text
+from kedge.hints.values import MAX_KEPT_SECONDS, read_seconds, read_text, without_infinity
 
 MAX_ACTIONS = 64
 """Actions of a call that get an outcome"""
-KNOWN_TYPES = {
-    *("share", "prefetch", "demote", "pin", "retain", "set_priority"),
-    *("kv.share", "kv.prefetch", "kv.demote", "kv.pin", "kv.retain", "kv.fetch", "vllm.set_priority"),
-}
-"""Types of actions that are proposed; a version may follow them behind an `@`"""
+Payload = Mapping[str, Any]
+
+
+class ActionResult(StrEnum):
+    """What becomes of an action."""
+
+    APPLIED = "applied"
+    CLIPPED = "clipped"
+    DEFERRED = "deferred"
+    REJECTED = "rejected"
 
 
 class ActionOutcome(NamedTuple):
-    """An action by its id, and what became of it."""
+    """An action by its id, and what becomes of it."""
 
     action_id: str
     reason: str
-    outcome: str = "rejected"
+    outcome: ActionResult = ActionResult.REJECTED
 
     def to_dict(self) -> dict[str, str]:
         """Return the outcome for a receipt."""
-        return {"action_id": self.action_id, "outcome": self.outcome, "reason": self.reason}
+        return {"action_id": self.action_id, "outcome": self.outcome.value, "reason": self.reason}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ActionOutcome:
+        """Return the outcome that `to_dict` gave. Raises `ValueError` for anything else."""
+        if not isinstance(data, Mapping):
+            raise ValueError
+        action_id, reason = (read_text(data.get(name)) for name in ("action_id", "reason"))
+        return cls(action_id, reason, ActionResult(str(data.get("outcome"))))
 
 
-def read_actions(envelope: Any) -> tuple[ActionOutcome, ...]:
-    """Return the outcomes of the first `MAX_ACTIONS` actions in `kv_hints`: Kedge carries out none so far."""
+@dataclass
+class Wishes:
+    """What the actions of a call ask for."""
+
+    keep_for: float | None = None
+    """Seconds after the answer for which the session's KV is to be kept; 0: it may go first"""
+    expects: dict[str, float] = field(default_factory=dict)
+    """Other sessions -> seconds until they are needed; infinite: not any more"""
+    outcomes: list[ActionOutcome] = field(default_factory=list)
+    rejected: int = 0
+
+    def to_hints(self) -> dict[str, Any]:
+        """Return them as fields of `kedge`."""
+        found = {"keep_for": self.keep_for, "expects": without_infinity(self.expects) or None}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def keep(self, seconds: float) -> None:
+        """Ask that the session is kept. The longest time counts."""
+        self.keep_for = max(self.keep_for or 0.0, min(seconds, MAX_KEPT_SECONDS))
+
+
+class _Answer(NamedTuple):
+    outcome: ActionResult
+    reason: str
+
+
+SHARED = _Answer(ActionResult.APPLIED, "equal beginnings of prompts share their KV within a tenant")
+AWAITED = _Answer(ActionResult.DEFERRED, "loads what the host has of the session, if it is known and idle")
+GOES_FIRST = _Answer(ActionResult.DEFERRED, "goes before other KV while the session is idle, if it is known")
+KEPT = _Answer(ActionResult.APPLIED, "is kept before KV that is expected to be needed later")
+SHORTENED = _Answer(ActionResult.CLIPPED, f"is kept for {MAX_KEPT_SECONDS:g} s at most")
+AS_A_WHOLE = _Answer(ActionResult.CLIPPED, "a session's KV is kept as a whole, and all priorities above 0 alike")
+OWN_ONLY = _Answer(
+    ActionResult.REJECTED, "of other sessions than the own one, only prefetch and demote are supported"
+)
+NAMELESS = _Answer(ActionResult.REJECTED, "needs a session_id: what the request itself reads is loaded anyway")
+
+
+def read_actions(envelope: Any) -> Wishes:
+    """Return what the first `MAX_ACTIONS` actions in `kv_hints` ask for, with the outcome of each."""
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
-    return tuple(_outcome(action) for action in actions[:MAX_ACTIONS]) if isinstance(actions, list) else ()
+    if not isinstance(actions, list):
+        return Wishes(rejected=1)
+    wishes = Wishes(rejected=max(0, len(actions) - MAX_ACTIONS))
+    for action in actions[:MAX_ACTIONS]:
+        outcome = _outcome(action, wishes)
+        wishes.outcomes.append(outcome)
+        wishes.rejected += outcome.outcome is ActionResult.REJECTED
+    return wishes
 
 
-def _outcome(action: Any) -> ActionOutcome:
+def _outcome(action: Any, wishes: Wishes) -> ActionOutcome:
+    """Take one action into `wishes`, and return what becomes of it."""
     try:
         name, kind = read_text(action["action_id"]), read_text(action["action_type"])
     except (KeyError, TypeError, ValueError):
         return ActionOutcome("", "an action needs an action_id and an action_type, both short texts")
-    is_known = kind.partition("@")[0] in KNOWN_TYPES
-    return ActionOutcome(name, "not supported" if is_known else "unknown action_type")
+    apply = APPLIES.get(kind.partition("@")[0])
+    if apply is None:
+        return ActionOutcome(name, "unknown action_type")
+    payload = action.get("payload")
+    try:
+        answer = apply(payload if isinstance(payload, dict) else {}, wishes)
+    except ValueError:
+        return ActionOutcome(name, "its payload has a value that is not accepted")
+    return ActionOutcome(name, answer.reason, answer.outcome)
+
+
+def _share(payload: Payload, wishes: Wishes) -> _Answer:  # noqa: ARG001 (nothing is left to do)
+    return SHARED
+
+
+def _prefetch(payload: Payload, wishes: Wishes) -> _Answer:
+    session = _session(payload)
+    if not session:
+        return NAMELESS
+    wishes.expects[session] = _seconds(payload, "eta_seconds", "in_seconds") or 0.0
+    return AWAITED
+
+
+def _demote(payload: Payload, wishes: Wishes) -> _Answer:
+    if session := _session(payload):
+        wishes.expects[session] = math.inf
+    else:
+        wishes.keep_for = wishes.keep_for or 0.0
+    return GOES_FIRST
+
+
+def _retain(payload: Payload, wishes: Wishes) -> _Answer:
+    """Keep the session for as long as the longest of the `directives`, or the payload itself, says."""
+    if _session(payload):
+        return OWN_ONLY
+    directives = payload.get("directives")
+    parts = [one for one in directives if isinstance(one, dict)] if isinstance(directives, list) else [payload]
+    wanted = [one for one in parts if _priority(one) > 0]
+    if not wanted:
+        return _demote({}, wishes)
+    lasting = [_seconds(one, "duration", "duration_seconds", "ttl_seconds") for one in wanted]
+    times = [MAX_KEPT_SECONDS if seconds is None else seconds for seconds in lasting]
+    wishes.keep(max(times))
+    if None in lasting or max(times) > MAX_KEPT_SECONDS:
+        return SHORTENED
+    return AS_A_WHOLE if parts != [payload] or _has_priority(payload) else KEPT
+
+
+def _priority(payload: Payload) -> float:
+    value = payload.get("priority", payload.get("value", 1))
+    if type(value) not in (int, float):
+        raise ValueError
+    return float(value)
+
+
+def _has_priority(payload: Payload) -> bool:
+    return not payload.keys().isdisjoint(("priority", "value"))
+
+
+def _session(payload: Payload) -> str:
+    return read_text(payload.get("session_id") or "")
+
+
+def _seconds(payload: Payload, *names: str) -> float | None:
+    """Return the time under the first of `names` that the payload has, None where it has none."""
+    value = next((payload[name] for name in names if payload.get(name) is not None), None)
+    return None if value is None else read_seconds(value)
+
+
+APPLIES: Mapping[str, Callable[[Payload, Wishes], _Answer]] = {
+    **dict.fromkeys(("share", "kv.share"), _share),
+    **dict.fromkeys(("prefetch", "kv.prefetch", "kv.fetch"), _prefetch),
+    **dict.fromkeys(("demote", "kv.demote"), _demote),
+    **dict.fromkeys(("pin", "kv.pin", "retain", "kv.retain", "set_priority", "vllm.set_priority"), _retain),
+}
+"""What each type of action does; a version may follow the type behind an `@`"""

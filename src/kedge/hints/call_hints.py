@@ -6,7 +6,6 @@ Hints are advisory: unknown ones and out-of-range values are ignored and counted
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -15,8 +14,10 @@ from typing import Any
 
 from kedge.errors import RequestError
 from kedge.hints.actions import ActionOutcome, read_actions
+from kedge.hints.cache_marks import cache_marks, longest
 from kedge.hints.dialects import BODY, CARRIERS, HEADERS, KEDGE, NO_HINTS, STRICT, UNSUPPORTED, Rule
-from kedge.types import AgentId, ReuseMode, RunId, WorkflowId
+from kedge.hints.values import without_infinity
+from kedge.types import AgentId, ReuseMode, RunId, TurnHints, WorkflowId
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,25 @@ class Hints:
     end_user: str = ""
     returns_in: float | None = None
     """Seconds until the session's next request"""
+    keep_for: float | None = None
+    """Seconds after the answer for which the session's KV is to be kept; 0: it may go first"""
+    expects: Mapping[str, float] | None = None
+    """Other sessions -> seconds until they are needed; infinite: not any more"""
     actions: tuple[ActionOutcome, ...] = ()
     """What became of the actions that the client asked for"""
+
+    @property
+    def turn(self) -> TurnHints:
+        """What they say of the session whose turn the call is."""
+        expects = self.expects or {}
+        return TurnHints(self.session, self.parent, self.returns_in, self.final, self.keep_for, expects)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the hints for the answer, without the bindings and without the salt, which may be a secret."""
         hidden = {"salt", "bindings", "actions"}
         data = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
-        data["steps"] = self.steps and {agent: _finite(steps) for agent, steps in self.steps.items()}
+        for name in ("steps", "expects"):
+            data[name] = data[name] and without_infinity(data[name])
         return {name: value for name, value in data.items() if value not in ("", None) and value is not False}
 
 
@@ -91,10 +103,32 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             ignored[rule.dialect, IgnoredReason.BAD_VALUE] += 1
         else:
             given.setdefault(rule.field, parsed)
+    if "kv_hints" in body:
+        _take_actions(given, body["kv_hints"], ignored)
+    _take_marks(given, body, ignored)
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)
     _count_unknown(body, ignored)
-    given["actions"] = read_actions(body.get("kv_hints"))
     return Hints(reuse=_reuse(body["kedge"]), bindings=_bindings(body["kedge"]), **given), ignored
+
+
+def _take_actions(given: dict[str, Any], envelope: Any, ignored: IgnoredHints) -> None:
+    """Add what the actions of `kv_hints` ask for, except where other hints say it."""
+    wishes = read_actions(envelope)
+    ignored["kv_hints", IgnoredReason.UNSUPPORTED] += wishes.rejected
+    given["actions"] = tuple(wishes.outcomes)
+    if wishes.keep_for is not None:
+        given.setdefault("keep_for", wishes.keep_for)
+    if wishes.expects:
+        given.setdefault("expects", wishes.expects)
+
+
+def _take_marks(given: dict[str, Any], body: Mapping[str, Any], ignored: IgnoredHints) -> None:
+    """Add how long the marks in a conversation ask to keep it, except where other hints say it."""
+    if marks := cache_marks(body):
+        try:
+            given.setdefault("keep_for", longest(marks))
+        except ValueError:
+            ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
@@ -108,10 +142,6 @@ def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bo
         given["parent"] = f"{run}/{given['parent']}" if "parent" in given else run
     if not ends_run and session and run != session:
         given.pop("final", None)
-
-
-def _finite(steps: float) -> float | None:
-    return steps if math.isfinite(steps) else None
 
 
 def _kedge_field(body: Mapping[str, Any], ignored: IgnoredHints) -> Mapping[str, Any]:
@@ -145,14 +175,11 @@ def _bindings(kedge: Mapping[str, Any]) -> Mapping[str, str] | None:
 
 def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
     known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
-    ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints"} for name in body)
+    ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints", "cache_control"} for name in body)
     ignored["kedge", IgnoredReason.UNKNOWN] += len(body["kedge"].keys() - {rule.path[1] for rule in KEDGE} - STRICT)
     for name, dialect in CARRIERS:
         if name in body:
             ignored[dialect, IgnoredReason.UNSUPPORTED] += _count_others(body[name], {"kedge"})
-    if "kv_hints" in body:
-        actions = _at(("kv_hints", "actions"), body)
-        ignored["kv_hints", IgnoredReason.UNSUPPORTED] += len(actions) if isinstance(actions, list) else 1
     for path in UNSUPPORTED:
         _count_within(path, body, ignored)
 

@@ -6,8 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kedge.hints.values import MAX_HINT_AGENTS, read_seconds, read_text, read_whole
+from kedge.hints.cache_marks import kept_for, read_ttl
+from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
 from kedge.types import AgentId
+
+IN_MEMORY = "5m"
+"""How long OpenAI keeps an idle prompt in memory, at least"""
 
 
 class Rule(NamedTuple):
@@ -55,6 +59,15 @@ def _milliseconds(value: Any) -> float:
     return read_seconds(value) / 1000
 
 
+def _kept_milliseconds(value: Any) -> float:
+    return read_kept(_milliseconds(value))
+
+
+def _retention(value: Any) -> float:
+    """Return how long OpenAI's `prompt_cache_retention` asks to keep a prompt."""
+    return read_ttl(IN_MEMORY if value in ("in_memory", "in-memory") else value)
+
+
 def _id(value: Any) -> str:
     """Return the id of a conversation, which stands alone or in an object."""
     return read_text(value.get("id") if isinstance(value, Mapping) else value)
@@ -79,6 +92,8 @@ KEDGE = tuple(
         ("session", "session", read_text),
         ("parent", "parent", read_text),
         ("returns_in", "returns_in", read_seconds),
+        ("keep_for", "keep_for", read_kept),
+        ("expects", "expects", read_expected),
         ("final", "final", _flag),
     )
 )
@@ -89,6 +104,7 @@ BODY = (
     Rule("langgraph", ("metadata", "thread_id"), "run", read_text),
     Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", read_text),
     Rule("agents-sdk", ("metadata", "group_id"), "run", read_text),
+    Rule("openai", ("prompt_cache_retention",), "keep_for", _retention),
     Rule("vllm", ("session_id",), "session", read_text),
     Rule("openai", ("conversation",), "session", _id),
     Rule("vllm", ("request_id",), "request_id", read_text),
@@ -100,6 +116,8 @@ BODY = (
     Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", read_whole),
     Rule("sglang", ("agent_hints", "workflow_id"), "workflow", read_text),
     Rule("sglang", ("agent_hints", "agent_id"), "agent", read_text),
+    Rule("dynamo", ("nvext", "cache_control"), "keep_for", kept_for),
+    Rule("sglang", ("agent_hints", "cache_ttl_ms"), "keep_for", _kept_milliseconds),
     Rule("sglang", ("agent_hints", "expected_tool_duration_ms"), "returns_in", _milliseconds),
 )
 HEADERS = (
@@ -125,12 +143,12 @@ STRICT = {"reuse", "bindings"}
 """Fields of `kedge` that must be valid."""
 NO_HINTS = {
     *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
-    *("prompt_cache_key", "prompt_cache_retention", "previous_response_id"),
+    *("prompt_cache_key", "previous_response_id"),
 }
 """Known fields without an effect here: one engine has one cache, and nothing is stored."""
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, frozenset[str]]] = {
-    ("nvext",): ("dynamo", frozenset({"cache_control"})),
+    ("nvext",): ("dynamo", frozenset()),
     ("nvext", "agent_hints"): ("dynamo", frozenset({"strict_priority", "speculative_prefill"})),
-    ("agent_hints",): ("sglang", frozenset({"step_id", "parent_step_id", "cache_ttl_ms", "reuse_hint"})),
+    ("agent_hints",): ("sglang", frozenset({"step_id", "parent_step_id", "reuse_hint"})),
 }
 """Objects with hints -> their dialect, and hints in them that are known and have no effect here"""

@@ -69,7 +69,14 @@ async def send(router: RunRouter, request: PendingRequest) -> str:
     return ranks[0][0].replica_id.unique_id
 
 
-@pytest.mark.parametrize("request_of", [lambda run: pending(run=run, agent="a"), lambda run: pending(session=run)])
+def keyed(key: str) -> PendingRequest:
+    body = SimpleNamespace(kv_transfer_params=None, cache_salt=None, prompt_cache_key=key)
+    return PendingRequest([body], {}, SimpleNamespace(session_id=""))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "request_of", [lambda run: pending(run=run, agent="a"), lambda run: pending(session=run), keyed]
+)
 def test_a_run_or_a_session_stays_until_its_replica_is_busy_or_dead(
     request_of: Callable[[str], PendingRequest],
 ) -> None:

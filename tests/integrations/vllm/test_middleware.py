@@ -101,7 +101,7 @@ def hints_of(upstream: Upstream) -> Any:
 @pytest.mark.parametrize(
     ("path", "body", "headers", "expected"),
     [
-        (PATHS[3], CLAUDE_CODE_BODY, CLAUDE_CODE, TurnHints(f"{SESSION}/agent-7", SESSION)),
+        (PATHS[3], CLAUDE_CODE_BODY, CLAUDE_CODE, TurnHints(f"{SESSION}/agent-7", SESSION, keep_for=300)),
         (PATHS[2], CODEX_BODY, CODEX, TurnHints("t-1", "t-0")),
         (CHAT, {"session_id": "s"}, {"x-dynamo-session-final": "true"}, TurnHints("s", is_last=True)),
         (CHAT, {"agent_hints": {"agent_id": "a", "expected_tool_duration_ms": 900}}, {}, TurnHints(returns_in=0.9)),
@@ -122,8 +122,17 @@ def test_all_hints_of_the_kedge_field_are_passed_on() -> None:
     kedge = {
         "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 4, "steps": {"a": 0, "b": None},
         "fixed_tokens": 3, "reuse": "exact", "session": "s", "parent": "p", "returns_in": 2, "final": True,
+        "keep_for": 60, "expects": {"next": 0, "done": None},
     }  # fmt: skip
     assert hints_of(passed(json.dumps({"kedge": kedge}).encode())) == kedge
+
+
+def test_actions_are_passed_on_with_what_becomes_of_them() -> None:
+    action = {"action_id": "1", "action_type": "kv.fetch@1.0", "payload": {"session_id": "next"}}
+    upstream = passed(json.dumps({"kv_hints": {"actions": [action, 3]}}).encode())
+    call = read_hints("r", [1, 2], None, json.loads(upstream.body)["kv_transfer_params"], ReuseMode.EXACT)
+    assert call and not call.ignored and call.request.turn == TurnHints(expects={"next": 0.0})
+    assert [(one["action_id"], one["outcome"]) for one in call.actions] == [("1", "deferred"), ("", "rejected")]
 
 
 def test_what_a_client_sends_for_the_plugin_itself_wins() -> None:

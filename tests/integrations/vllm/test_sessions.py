@@ -235,6 +235,36 @@ def test_a_reset_abandons_the_copies_under_way(
     assert not tier.busy and all(one in hosted.finished for one in others)
 
 
+def test_a_session_that_is_to_be_kept_outlives_one_that_need_not_be(alone: Driver, clock: list[float]) -> None:
+    kept, left = (Chat(alone, 5 + at, head=12 * BLOCK) for at in range(2))
+    kept.asked, left.asked = {"kedge": {"session": "k", "keep_for": 30}}, {"kedge": {"session": "l", "keep_for": 0}}
+    for chat in (kept, left):
+        chat.turn()
+        clock[0] += 0.1
+    for number in range(300, 304):
+        alone.ask(prompt(2 * HEAD, number), ANSWER)  # with these nothing else has room
+        clock[0] += 0.1
+    assert kept.turn() > HEAD and left.turn() == 0, "least recently used, both would have gone"
+    check(alone)
+
+
+def test_a_prefetch_loads_a_session_before_its_request(
+    hosted: Driver, stock: dict[int, list[int]], clock: list[float]
+) -> None:
+    chat = Chat(hosted, 7, kedge={"session": "s", "keep_for": 0})
+    for _ in range(3):
+        chat.turn()
+        clock[0] += 1.0
+    assert hosted.scheduler.reset_prefix_cache(), "the host keeps the history"
+    hosted.ask(prompt(HEAD, 970), ANSWER, kedge={"expects": {"no one": 0, "s": 500}})
+    assert on_device(hosted, "s") == 0, "it is far away"
+    whole = chat.whole
+    hosted.ask(prompt(HEAD, 971), ANSWER, kedge={"session": "coordinator", "expects": {"s": 0}})
+    assert on_device(hosted, "s") == whole // BLOCK
+    assert chat.turn() == whole and chat.history == stock[chat.number]
+    check(hosted)
+
+
 def test_a_session_that_a_forecast_expects_is_on_the_device_before_its_request(
     hosted: Driver, stock: dict[int, list[int]], clock: list[float]
 ) -> None:

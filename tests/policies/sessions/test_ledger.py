@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kedge.policies.sessions import SessionHints, SessionLedger, Turn, TurnEnd
 from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, TurnHints, WorkflowId
-from tests.policies.sessions.test_links import HERE, chain
+from tests.policies.sessions.test_links import HERE, THERE, chain
 
 
 def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> None:
@@ -20,11 +21,13 @@ def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> 
         workflow=WorkflowId("w"),
         run=RunId("r"),
         agent=AgentId("a"),
-        turn=TurnHints("s", "p", 2.5, is_last=True),
+        turn=TurnHints("s", "p", 2.5, True, 60.0, {"other": 1.0}),
     )
     space = Namespace(TenantId("t"))
     agent = AgentKey(space, "", RunId("r"), AgentId("a"))
-    assert SessionHints.of(request) == SessionHints("s", True, 2.5, True, flow=(space, "w", "a"), agent=agent)
+    assert SessionHints.of(request) == SessionHints(
+        "s", True, 2.5, True, 60.0, {"other": 1.0}, flow=(space, "w", "a"), agent=agent
+    )
     assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
 
 
@@ -35,6 +38,21 @@ def test_of_turns_in_flight_the_first_to_arrive_is_needed_first() -> None:
     values = [(steps[turn.session] or (9.0,))[0] for turn in turns]
     assert values == sorted(set(values)) and values[-1] < 0
     assert ledger.advance() == ({}, False), "nothing has changed since"
+
+
+def test_a_request_says_how_long_its_session_is_kept_and_which_others_are_needed() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    waiting, done = (ledger.arrive(HERE, chain(number), SessionHints(str(number))) for number in (1, 2))
+    ledger.answered(waiting, chain(1, 3))
+    ledger.answered(done, chain(2, 3), TurnEnd(returns_in=7.0))
+    ledger.advance()
+    own = ledger.arrive(HERE, chain(4), SessionHints("own", keep_for=0.0, expects={"1": 0.0, "2": math.inf, "": 1.0}))
+    steps = ledger.advance().steps
+    assert (steps[waiting.session], steps[done.session]) == ((0.0, 1.0), (math.inf, 1.0))
+    ledger.answered(own, chain(4, 5))
+    assert ledger.advance().steps[own.session] == (math.inf, 1.0)
+    ledger.arrive(THERE, chain(4), SessionHints("stranger", expects={"2": 0.0}))
+    assert done.session not in ledger.advance().steps, "nobody ranks another tenant's sessions"
 
 
 def test_a_turn_that_ends_is_idle_and_returns_when_it_is_known_to() -> None:

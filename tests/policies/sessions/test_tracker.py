@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, StopReason, TurnEnd
+from kedge.policies.sessions.tracker import KEPT
 from kedge.policies.sessions.turns import UNKNOWN_END
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -92,6 +93,36 @@ def test_a_given_return_is_the_rank() -> None:
     assert tracker.advance(60.0)[never] == math.inf
 
 
+def test_a_session_that_is_to_be_kept_ranks_before_alike_ones_until_then() -> None:
+    tracker, patient = SessionTracker(), SessionTracker()
+    kept, other = turn(tracker, [1], 0.0, TurnEnd(keep_for=300.0)), turn(patient, [1], 0.0)
+    for now in (0.0, 10.0, 100.0, 299.0):
+        tracker.advance(now), patient.advance(now)
+        assert tracker.rank(kept) == pytest.approx(patient.rank(other) / KEPT)
+    tracker.advance(301.0), patient.advance(301.0)
+    assert tracker.rank(kept) == pytest.approx(patient.rank(other))
+
+
+def test_a_session_that_need_not_be_kept_goes_first_until_it_returns() -> None:
+    tracker = SessionTracker()
+    key = turn(tracker, [1], 0.0, TurnEnd(keep_for=0.0))
+    assert tracker.advance(0.0)[key] == math.inf == tracker.rank(key)
+    assert turn(tracker, [1, 2], 5.0) == key
+    assert tracker.advance(5.0)[key] != math.inf
+
+
+def test_another_sessions_word_ranks_an_idle_session_and_none_in_flight() -> None:
+    tracker = SessionTracker()
+    key = turn(tracker, [1], 0.0)
+    tracker.expect(key, 1.0, 0.0)
+    assert tracker.advance(1.0)[key] == 0.0
+    tracker.expect(key, 1.0, math.inf)
+    assert tracker.advance(1.0)[key] == math.inf
+    tracker.arrive(HERE, chain(1, 2), 2.0)
+    tracker.expect(key, 2.0, math.inf)
+    assert tracker.advance(2.0)[key] == 0.0
+
+
 def test_an_ended_session_is_forgotten() -> None:
     tracker = SessionTracker()
     key = turn(tracker, [1], 0.0)
@@ -127,18 +158,24 @@ class Traffic(RuleBasedStateMachine):
         key = self.tracker.arrive(HERE, chain(*blocks), self.now, SessionHints(session=named))
         self.open.append((key, blocks))
 
-    @rule(cancel=st.booleans(), data=st.data())
-    def end_turn(self, cancel: bool, data: st.DataObject) -> None:
+    @rule(cancel=st.booleans(), kept=st.sampled_from([None, 0.0, 3.0, 3600.0]), data=st.data())
+    def end_turn(self, cancel: bool, kept: float | None, data: st.DataObject) -> None:
         if self.open:
             key, blocks = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
             if cancel:
                 self.tracker.cancelled(key, self.now)
             else:
-                self.tracker.answered(key, chain(*blocks, 5), self.now)
+                self.tracker.answered(key, chain(*blocks, 5), self.now, TurnEnd(keep_for=kept))
 
     @rule(seconds=st.floats(0, 1e5))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+
+    @rule(data=st.data(), seconds=st.just(math.inf) | st.floats(0, 1e5))
+    def expect(self, data: st.DataObject, seconds: float) -> None:
+        self.tracker.expect(
+            data.draw(st.sampled_from([*sorted(self.ranks, key=str), SessionKey(HERE, "no one")])), self.now, seconds
+        )
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:

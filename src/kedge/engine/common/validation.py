@@ -11,6 +11,7 @@ from typing import Final
 
 from kedge.checks import MAX_COUNT, brief, is_number, is_unicode, require_integer, require_sampling, require_text
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
+from kedge.hints.values import MAX_EXPECTED
 from kedge.types import (
     GenerateRequest,
     Namespace,
@@ -72,8 +73,20 @@ def _require_turn(turn: TurnHints) -> None:
         raise RequestError("turn", brief(turn), "must be a TurnHints")
     for key in ("session", "parent"):
         require_text(f"turn.{key}", getattr(turn, key), may_be_empty=True)
-    if turn.returns_in is not None and not (is_number(turn.returns_in) and turn.returns_in >= 0):
-        raise RequestError("turn.returns_in", brief(turn.returns_in), "must be a number of seconds from 0 on, or None")
+    for key in ("returns_in", "keep_for"):
+        seconds = getattr(turn, key)
+        if seconds is not None and not (is_number(seconds) and seconds >= 0):
+            raise RequestError(f"turn.{key}", brief(seconds), "must be a number of seconds from 0 on, or None")
+    _require_expected(turn.expects)
+
+
+def _require_expected(expects: Mapping[str, float]) -> None:
+    if not isinstance(expects, Mapping) or len(expects) > MAX_EXPECTED:
+        raise RequestError("turn.expects", brief(expects), f"must be a mapping of at most {MAX_EXPECTED} sessions")
+    for session, seconds in expects.items():
+        require_text("turn.expects", session, may_be_empty=False)
+        if not (is_number(seconds) and seconds >= 0):
+            raise RequestError(f"turn.expects[{brief(session)}]", brief(seconds), "must be a number from 0 on, or inf")
 
 
 # requests -------------------------------------------------------------------------------------------------------------

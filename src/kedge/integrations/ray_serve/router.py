@@ -67,7 +67,11 @@ class RunRouter(RequestRouter):
 
 
 def caller_of(request: PendingRequest) -> Caller | None:
-    """Return the caller of a request, whose first argument is vLLM's request body or has no hints."""
+    """Return the caller of a request, whose first argument is vLLM's request body or has no hints.
+
+    Its session is the header's or, without one, OpenAI's `prompt_cache_key`, which asks for affinity and nothing else.
+    """
     body = request.args[0] if request.args else None
     params, salt = getattr(body, "kv_transfer_params", None), getattr(body, "cache_salt", None)
-    return read_caller(params, salt, request.metadata.session_id)
+    session = request.metadata.session_id or getattr(body, "prompt_cache_key", None) or ""
+    return read_caller(params, salt, session)

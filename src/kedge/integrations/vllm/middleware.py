@@ -11,20 +11,32 @@ in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from kedge.discovery.page import page
 from kedge.errors import RequestError
 from kedge.hints import Hints, read_hints
+from kedge.hints.values import without_infinity
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PAGE, DATA = "/kedge", "/kedge/report"
 """What the plug-in has found, as a page and as JSON"""
 MAX_BODY_BYTES = 4 << 20
 """Bodies that are longer are passed on unread: they are read before vLLM checks the caller's key, in its event loop"""
-FIELDS = ("workflow", "run", "agent", "client", "seq", "fixed_tokens", "reuse", "session", "parent", "returns_in")
+FIELDS = (
+    "workflow",
+    "run",
+    "agent",
+    "client",
+    "seq",
+    "fixed_tokens",
+    "reuse",
+    "session",
+    "parent",
+    "returns_in",
+    "keep_for",
+)
 """Hints that have the same name and form in the plug-in"""
 
 Message = MutableMapping[str, Any]
@@ -123,7 +135,8 @@ def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
 def plugin_hints(hints: Hints) -> dict[str, Any]:
     """Return hints as the plug-in reads them; those without an effect there are left out."""
     found = {name: getattr(hints, name) for name in FIELDS}
-    if hints.steps is not None:
-        found["steps"] = {agent: steps if math.isfinite(steps) else None for agent, steps in hints.steps.items()}
+    for name, times in (("steps", hints.steps), ("expects", hints.expects)):
+        found[name] = times and without_infinity(times)
+    found["actions"] = [one.to_dict() for one in hints.actions] or None
     found["final"] = hints.final or None
     return {name: value for name, value in found.items() if value not in ("", None)}

@@ -34,7 +34,8 @@ class Turn:
     def end(self, end: TurnEnd) -> TurnEnd:
         """Return its end, with what its request has said of that."""
         returns_in = self.hints.returns_in if end.returns_in is None else end.returns_in
-        return replace(end, returns_in=returns_in, is_last=end.is_last or self.hints.is_last)
+        is_last = end.is_last or self.hints.is_last
+        return replace(end, returns_in=returns_in, is_last=is_last, keep_for=self.hints.keep_for)
 
 
 class LedgerChanges(NamedTuple):
@@ -63,6 +64,8 @@ class SessionLedger:
         if hints.agent is not None:
             self._record.called(hints.agent)
         key = self.steps.arrive(namespace, chain, now, hints, next(self._arrivals))
+        for other, seconds in hints.expects.items():
+            self.steps.tracker.expect(SessionKey(namespace, other), now, seconds)
         self._swaps_policy ^= self.guard.access(key, chain)
         return Turn(key, now, chain, hints)
 

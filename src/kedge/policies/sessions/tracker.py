@@ -25,6 +25,9 @@ RECENT = 0.05
 """Share of a new request in the share of requests that sessions come back with."""
 PACE = 4
 """Last idle times of a session that make its pace."""
+KEPT = 64.0
+"""How much likelier a session returns than alike ones whose clients did not ask that they are kept. Those that are kept
+are ordered by what was learned, and go before others that were idle for a while; new traffic still gets room."""
 SHRINK = 0.9
 """A session whose time of return is given is ranked again each time that this share of it is left."""
 
@@ -49,6 +52,8 @@ class _Session:
     """The bin of return times that it has been idle up to"""
     due: float | None = None
     """When it returns, if that was given"""
+    keep_for: float | None = None
+    """For how long from its answer on its KV is to be kept, if that was given; 0: it may go first"""
     ticket: int = 0
     """Number of its valid timer"""
     rank: float = 0.0
@@ -58,6 +63,11 @@ class _Session:
         """Mean of its last idle times after alike answers, on a logarithmic scale; -1 before the first."""
         gaps = self.gaps.get(self.stop)
         return min(7, int(sum(math.log2(1 + gap) for gap in gaps) / len(gaps))) if gaps else -1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its client said that it is not needed any more."""
+        return self.due == math.inf if self.due is not None else self.keep_for == 0
 
     def returned(self, now: float) -> None:
         """Note how long it was idle."""
@@ -125,6 +135,7 @@ class SessionTracker:
         session.blocks, session.stop = len(chain), end.stop
         session.kind = (end.stop, (session.pace, session.hints.sub_agent, end.tool))
         session.due = None if end.returns_in is None else now + end.returns_in
+        session.keep_for = end.keep_for
         self._ended(session, now)
 
     def cancelled(self, key: SessionKey, now: float) -> None:
@@ -136,6 +147,13 @@ class SessionTracker:
         """Forget a session that will not return."""
         if session := self._sessions.pop(key, None):
             self._forgotten(key, session)
+
+    def expect(self, key: SessionKey, now: float, seconds: float) -> None:
+        """Set when an idle session is needed, in seconds from `now`; infinite: not any more. Ignores other sessions."""
+        session = self._sessions.get(key)
+        if session and not session.in_flight:
+            session.due = now + seconds
+            self._look(session, now)
 
     def _of(self, namespace: Namespace, continued: Hashable, hints: SessionHints) -> _Session:
         self._numbers += 1
@@ -189,17 +207,26 @@ class SessionTracker:
 
     def _look(self, session: _Session, now: float) -> None:
         """Rank an idle session, and set the time at which it is ranked again."""
-        if session.due is not None:
-            left = session.due - now
-            self._rank(session, abs(left))
-            self._set_timer(session, now + max(0.25, (1 - SHRINK) * abs(left)))
-            return
+        if session.is_done:
+            self._rank(session, math.inf)
+        elif session.due is not None:
+            left = abs(session.due - now)
+            self._rank(session, left)
+            self._set_timer(session, now + max(0.25, (1 - SHRINK) * left))
+        else:
+            self._estimate(session, now)
+
+    def _estimate(self, session: _Session, now: float) -> None:
+        """Rank a session by when alike ones returned, and by how long it is to be kept."""
         self._cross(session, now)
         rate = self._returns.rate(session.kind, session.at)
+        kept_until = session.idle_since + (session.keep_for or 0.0)
+        rate *= KEPT if kept_until > now else 1.0
         self._rank(session, 1 / rate if rate else math.inf)
-        if session.at + 1 < len(EDGES):
+        bin_ends = [session.idle_since + EDGES[session.at + 1]] if session.at + 1 < len(EDGES) else []
+        if upcoming := [*bin_ends, *([kept_until] if kept_until > now else [])]:
             # Rounded, a bin may begin now and not be reached: a timer that is due at once would be set for ever.
-            self._set_timer(session, max(session.idle_since + EDGES[session.at + 1], math.nextafter(now, math.inf)))
+            self._set_timer(session, max(min(upcoming), math.nextafter(now, math.inf)))
 
     def _cross(self, session: _Session, now: float) -> None:
         """Count the bins in which the session has not returned."""

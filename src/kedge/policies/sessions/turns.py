@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -36,6 +36,10 @@ class SessionHints:
     """Seconds from the answer to the session's next request"""
     is_last: bool = False
     """Whether the session ends with this request"""
+    keep_for: float | None = None
+    """Seconds from the answer for which the session's KV is to be kept; 0: it may go first"""
+    expects: Mapping[str, float] = field(default_factory=dict)
+    """Other sessions -> seconds until they are needed; infinite: not any more"""
     flow: Hashable = None
     """The agent of a workflow that asks, the same in all runs, where it is known"""
     agent: AgentKey | None = None
@@ -45,7 +49,7 @@ class SessionHints:
     def of(cls, request: GenerateRequest) -> SessionHints:
         """Return what a request says of its session."""
         turn = request.turn
-        own = cls(turn.session, bool(turn.parent), turn.returns_in, turn.is_last)
+        own = cls(turn.session, bool(turn.parent), turn.returns_in, turn.is_last, turn.keep_for, turn.expects)
         if not request.agent:
             return own
         flow = request.namespace, request.workflow, request.agent
@@ -63,6 +67,8 @@ class TurnEnd:
     """Seconds until the session's next request"""
     is_last: bool = False
     """Whether there is none"""
+    keep_for: float | None = None
+    """Seconds for which the session's KV is to be kept; 0: it may go first"""
 
 
 NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()

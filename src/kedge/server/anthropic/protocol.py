@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kedge.errors import RequestError
+from kedge.hints.cache_marks import cache_marks
 from kedge.server.http.bodies import Body, accepted, read_as
 from kedge.server.openai.messages import CalledFunction, CalledTool, ChatMessage, Function, Tool
 from kedge.server.openai.protocol import ChatBody, Count
@@ -52,12 +53,21 @@ class MessagesBody(Body):
     def chat(self) -> ChatBody:
         """Return the same call as a chat. Raises `RequestError` naming what this server cannot read."""
         others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
+        marks = cache_marks(
+            {
+                **others,
+                "system": self.system,
+                "tools": [one.model_extra for one in self.tools or ()],
+                "messages": [{"content": one.content} for one in self.messages],
+            }
+        )
         choice = self.tool_choice or {}
         wanted = (self.output_config or {}).get("format")
         return read_as(
             ChatBody,
             {
                 **others,
+                "cache_control": marks or None,
                 "messages": self._messages(),
                 "max_completion_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,

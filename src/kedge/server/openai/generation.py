@@ -28,7 +28,6 @@ from kedge.types import (
     SampleId,
     SamplingParams,
     Segment,
-    TurnHints,
     ValueKind,
 )
 from kedge.workflow.graph import Step
@@ -130,7 +129,7 @@ class GenerationJob:
             trail=self.registered.prompts[self.step.agent].trail if self.registered and self.step else (),
             fixed=self._fixed(segments),
             is_plain=self.step is None and hints.reuse is None,
-            turn=TurnHints(hints.session, hints.parent, hints.returns_in, is_last=hints.final),
+            turn=hints.turn,
             tool_mark=TOOL_MARKS.get(tools, "") if (tools := self.context.service.settings.tool_call_parser) else "",
             logprobs=self.body.top_logprobs_count,
             prompt_logprobs=self.body.prompt_logprobs_count,

@@ -62,6 +62,11 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     @property
+    def marked_parts(self) -> list[dict[str, Any]]:
+        """What its parts have besides their text, such as `cache_control`."""
+        return [] if isinstance(self.content, str) else [part.model_extra or {} for part in self.content or ()]
+
+    @property
     def text(self) -> str:
         """The content as one text."""
         if self.content is None or isinstance(self.content, str):

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from kedge.checks import MAX_STOPS
 from kedge.errors import RequestError
+from kedge.hints.cache_marks import cache_marks
 from kedge.server.http.bodies import Body, accepted
 from kedge.server.openai.logprobs import MAX_LOGPROBS
 from kedge.server.openai.messages import ChatMessage, Tool
@@ -157,6 +158,13 @@ class ChatBody(GenerationBody):
     def tools_to_use(self) -> list[Tool]:
         """Tools that the prompt offers to the model; none with `tool_choice: "none"`."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        found = super().hints
+        content = [{"content": one.marked_parts} for one in self.messages]
+        marks = cache_marks({**found, "messages": content, "tools": [one.model_extra for one in self.tools or ()]})
+        return {**found, "cache_control": marks} if marks else found
 
     @property
     def grammar_field(self) -> str:

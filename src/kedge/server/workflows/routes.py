@@ -211,4 +211,5 @@ async def hints(
         known.client_runs.end(run)
     elif run:
         known.client_runs.look_ahead(run)
-    return JSONAnswer({"object": "hints", "hints": given.to_dict()})
+    accepted = replace(given, keep_for=None, expects=None)  # these go with a request
+    return JSONAnswer({"object": "hints", "hints": accepted.to_dict()})

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.hints.values import MAX_NAME_LENGTH
+from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.plugin.hints import segment_hints
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
@@ -47,6 +47,8 @@ def request_hints(request: GenerateRequest) -> Hints:
         "session": short(request.turn.session),
         "parent": short(request.turn.parent),
         "returns_in": request.turn.returns_in,
+        "keep_for": request.turn.keep_for,
+        "expects": without_infinity({short(name): left for name, left in request.turn.expects.items()}) or None,
         "final": request.turn.is_last or None,
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE and not request.is_plain else None,
     }

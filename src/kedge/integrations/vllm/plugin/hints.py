@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kedge.hints.values import MAX_HINT_AGENTS, read_seconds, read_text, read_whole
+from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
+from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
 from kedge.types import (
     AgentId,
     ClientId,
@@ -51,6 +52,8 @@ class HintedRequest:
     """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
     ignored: int = 0
     """Number of hints that were ignored"""
+    actions: tuple[Mapping[str, str], ...] = ()
+    """What becomes of the actions that the client asked for, for the receipt"""
 
     @property
     def run(self) -> RunKey:
@@ -70,8 +73,7 @@ def read_hints(
     `salt` is vLLM's `cache_salt`: KV is shared only among requests with the same one, so it is the namespace.
     `reuse` is the mode of a request whose hints have none.
     """
-    hints = params.get("kedge") if params else None
-    if hints is None:
+    if (hints := params.get("kedge") if params else None) is None:
         return None
     plain = plain_request(request_id, prompt, salt, reuse)
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
@@ -100,6 +102,7 @@ def read_hints(
         final=final,
         is_base=is_base,
         is_ahead=is_ahead,
+        actions=reader.take("actions", _actions, ()),
         ignored=reader.ignored + len(reader.left),
     )
 
@@ -136,7 +139,8 @@ class _Reader:
 
 def _turn(reader: _Reader, final: bool) -> TurnHints:
     session, parent = reader.take("session", read_text, ""), reader.take("parent", read_text, "")
-    return TurnHints(session, parent, reader.take("returns_in", read_seconds, None), is_last=final)
+    returns_in, keep_for = reader.take("returns_in", read_seconds, None), reader.take("keep_for", read_kept, None)
+    return TurnHints(session, parent, returns_in, final, keep_for, reader.take("expects", read_expected, {}))
 
 
 def _sample(value: Any) -> SampleId | None:
@@ -147,6 +151,25 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
     return value
+
+
+def _actions(value: Any) -> tuple[Mapping[str, str], ...]:
+    """Read outcomes of actions, as `kedge.hints` gives them."""
+    if not isinstance(value, list | tuple) or len(value) > MAX_ACTIONS:
+        raise ValueError
+    return tuple(ActionOutcome.from_dict(one).to_dict() for one in value)
+
+
+def with_actions(params: Mapping[str, Any] | None, kv_hints: Any) -> Mapping[str, Any] | None:
+    """Return `kv_transfer_params` with what vLLM's own `kv_hints` ask for (its `KvHintsEnvelope`, or None)."""
+    if kv_hints is None:
+        return params
+    actions = [
+        {name: getattr(one, name) for name in ("action_id", "action_type", "payload")} for one in kv_hints.actions
+    ]
+    own, wishes = (params or {}).get("kedge"), read_actions({"actions": actions})
+    hints = {**wishes.to_hints(), "actions": [one.to_dict() for one in wishes.outcomes]}
+    return {**(params or {}), "kedge": {**hints, **(own if isinstance(own, Mapping) else {})}}
 
 
 def _steps(value: Any) -> dict[AgentId, NextRun] | None:

@@ -30,6 +30,7 @@ from kedge.integrations.vllm.plugin.block_pools import (
 )
 from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer, BlockTransfers
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.kv_events import HOST_MEDIUM, TierEvents, are_possible
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.cost import CostModel
@@ -42,7 +43,10 @@ class HostTier(BlockTransfers):
 
     def __init__(self, device: BlockPool, num_blocks: int, policy: StepPolicy, ranks: int) -> None:
         """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block."""
-        super().__init__(device, BlockPool(num_blocks + 1, True, device.hash_block_size))  # vLLM keeps one for itself
+        options = {"enable_kv_cache_events": True, "medium": HOST_MEDIUM} if are_possible(device) else {}
+        host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
+        super().__init__(device, host)
+        self.events = TierEvents(device, host) if options else None
         self.queue = replace_queue(self.host, policy, whole_sets=True)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
@@ -203,6 +207,9 @@ class HostTier(BlockTransfers):
         meanwhile, which are owned in their place.
         """
         named = name_blocks(target, transfer.hashes, transfer.targets, transfer.first, corrupt)
+        if self.events:
+            landed = (one for one, block in zip(transfer.hashes, transfer.targets, strict=True) if block.block_hash)
+            self.events.stored(target, landed, transfer.owner)
         queue: StepFreeQueue = target.free_block_queue
         if transfer.owner is None or not queue.has_step(transfer.owner):
             return
@@ -229,5 +236,5 @@ class HostTier(BlockTransfers):
     def clear(self) -> None:
         """Empty the host tier. Copies under way are abandoned."""
         with self.without_copies():
-            self.host.reset_prefix_cache()
+            self.events.clear() if self.events else self.host.reset_prefix_cache()
             self.queue.forget_blocks()

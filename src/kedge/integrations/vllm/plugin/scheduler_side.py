@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,7 +24,7 @@ from kedge.discovery import PlainRequests
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints
+from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
@@ -81,7 +82,8 @@ class SchedulerSide:
 
     def on_arrival(self, request: Request) -> None:
         """Read a new request's hints, if it has any, and find the session that it continues."""
-        tokens, params = request.prompt_token_ids or (), request.kv_transfer_params
+        tokens = request.prompt_token_ids or ()
+        params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
         default = self._settings.reuse
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
         if hinted is not None:
@@ -188,6 +190,8 @@ class SchedulerSide:
         receipt = receipt_of(tracked, outcome.misses, outcome.ready)
         self._translated_tokens += receipt.translated
         data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
+        if tracked.hinted.actions:
+            data["actions"] = list(tracked.hinted.actions)
         if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
             self._unsent_receipts[request.request_id] = data
         return data
@@ -262,6 +266,11 @@ class SchedulerSide:
         held.update(self.loads.tier.held_on_device() if self.loads else ())
         free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in held.items())
         return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return vLLM's events of the host tier since the last call."""
+        events = self.loads.tier.events if self.loads else None
+        return events.take() if events else []
 
     def take_report(self) -> dict[str, Any] | None:
         """Return the report of plain traffic, every few seconds while requests come."""
