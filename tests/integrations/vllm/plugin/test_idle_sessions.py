@@ -72,7 +72,7 @@ class Engine:
             return self.set_step(name, step)
         blocks = found + self.pool.get_new_blocks(length - len(found))
         for block, one in zip(blocks, hashes, strict=True):
-            if block.block_hash is None and cached_block(self.pool, one) is None:
+            if block.block_hash is None:  # behind a hole there may be another block with the hash: vLLM knows both
                 self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
         self.queue.own_history([block.block_id for block in blocks], name)
         self.set_step(name, step)
