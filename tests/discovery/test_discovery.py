@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.discovery import Discovery, Found, discovery, token_bytes
-from kedge.types import RequestId, Tokens, ValueKind
+from kedge.structures.prefixes import chain_of
+from kedge.types import RequestId, SampleId, Tokens, ValueKind
 from tests.discovery.teams import judge, solver, words
 
 
@@ -183,10 +186,19 @@ def prompts() -> st.SearchStrategy[list[Tokens]]:
     return st.lists(st.lists(pieces, min_size=1, max_size=5).map(lambda found: sum(found, ())), max_size=40)
 
 
-@settings(max_examples=60)
+def few_values(tokens: Tokens, size: int) -> list[int]:
+    """Prefix hashes of which half are equal by chance."""
+    return [sum(tokens[: at * size]) % 2 for at in range(1, len(tokens) // size + 1)]
+
+
+@pytest.mark.parametrize("hashes", [chain_of, few_values, lambda tokens, size: [7] * (len(tokens) // size)])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompts())
-def test_whatever_is_found_the_segments_are_the_prompt(given_prompts: list[Tokens]) -> None:
-    team = Team(Discovery())
+def test_whatever_is_found_and_however_hashes_collide_the_segments_are_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, hashes: Callable[..., list[Any]], given_prompts: list[Tokens]
+) -> None:
+    monkeypatch.setattr(discovery, "chain_of", hashes)
+    team, values = Team(Discovery()), dict[SampleId, Tokens]()
     for number, prompt in enumerate(given_prompts):
         found = team.ask(prompt, words(number % 7, 20))
         if found is not None:
@@ -194,6 +206,9 @@ def test_whatever_is_found_the_segments_are_the_prompt(given_prompts: list[Token
             assert all(one.tokens for one in found.segments)
             names = [one.name for one in found.segments]
             assert len(set(names)) == len(names)
+            for one in found.segments:
+                if one.sample and one.sample.kind is ValueKind.INPUT:
+                    assert values.setdefault(one.sample, one.tokens) == one.tokens, "what is shared is the same text"
 
 
 def test_tokens_are_found_where_they_begin_and_not_in_the_middle_of_bytes() -> None:

@@ -257,7 +257,7 @@ class Discovery:
             before = slot.after
 
     def _new_agent(self, template: PromptTemplate, head: int) -> FoundAgent:
-        name = blake2b(token_bytes.cut(template.head, 0, head), digest_size=4).hexdigest()
+        name = blake2b(token_bytes.cut(template.head, 0, head), digest_size=6).hexdigest()
         sources = {slot.label.removeprefix("answer.").partition(".")[0] for slot in template.slots}
         teams = [one.team for one in self._agents.values() if one.id in sources]
         return FoundAgent(AgentId(name), min(teams, default=WorkflowId(f"team-{name}")), head)
@@ -308,7 +308,7 @@ class Discovery:
         value = token_bytes.cut(prompt, filled.start, filled.stop)
         sample = self.texts.answer(value)
         if sample is None:
-            sample = SampleId(ValueKind.INPUT, filled.slot.label, 0, blake2b(value, digest_size=8).hexdigest())
+            sample = SampleId(ValueKind.INPUT, filled.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
         label = self._labels[filled.slot.label]
         return Segment(token_bytes.unpack(value), name, sample, label.context, label.stand_in, label.trail)
 

@@ -81,9 +81,7 @@ GOES_FIRST = _Answer(ActionResult.DEFERRED, "goes before other KV while the sess
 KEPT = _Answer(ActionResult.APPLIED, "is kept before KV that is expected to be needed later")
 SHORTENED = _Answer(ActionResult.CLIPPED, f"is kept for {MAX_KEPT_SECONDS:g} s at most")
 AS_A_WHOLE = _Answer(ActionResult.CLIPPED, "a session's KV is kept as a whole, and all priorities above 0 alike")
-OWN_ONLY = _Answer(
-    ActionResult.REJECTED, "of other sessions than the own one, only prefetch and demote are supported"
-)
+OWN_ONLY = _Answer(ActionResult.REJECTED, "of other sessions than the own one, only prefetch and demote are supported")
 NAMELESS = _Answer(ActionResult.REJECTED, "needs a session_id: what the request itself reads is loaded anyway")
 
 
