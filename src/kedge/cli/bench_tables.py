@@ -292,6 +292,30 @@ def plain_teams(tasks: Mapping[str, Row], agents: Mapping[str, Row]) -> FittingT
     return FittingTable("teams as plain chats", headings, rows)
 
 
+def plain_sessions(traces: Mapping[str, Row]) -> FittingTable:
+    """Return the table of hit rates of sessions with and without ids."""
+    lanes = ("stock", "hinted", "plain")
+    rows = [[name, *(f"{100 * row[lane]:.1f}" for lane in lanes)] for name, row in traces.items()]
+    return FittingTable("tokens of sessions that were cached, in %", ("trace", "LRU", "with ids", "plain"), rows)
+
+
+def plain_graphs(tasks: Mapping[str, Row]) -> FittingTable:
+    """Return the table of LangGraph applications: what was not computed, and what was translated."""
+    rows = [
+        [
+            name,
+            lane,
+            f"{100 * score['reused']:.1f}",
+            f"{score['translated_calls']} of {score['calls']}",
+            f"{100 * score['accuracy']:.1f}",
+        ]
+        for name, lanes in tasks.items()
+        for lane, score in lanes.items()
+    ]
+    headings = ("team", "client", "reused %", "translated calls", "right %")
+    return FittingTable("teams on LangGraph", headings, rows, keys=2, left=frozenset({"client"}))
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from kedge.bench.plain.discovery_cost import DiscoveryCost, measure_discovery
 from kedge.bench.plain.gain import GainResult, GainSettings, measure_gain
+from kedge.bench.plain.hits import measure_hits
 from kedge.bench.plain.idle import QUICK_IDLE, IdleResult, IdleSettings, measure_idle
+from kedge.bench.plain.langgraph_teams import GraphScore, measure_langgraph
 from kedge.bench.plain.links import LinkResult, measure_links
 from kedge.bench.plain.teams import QUICK_TEAMS, PlainTeamResult, PlainTeamSettings, measure_teams
 from kedge.bench.sessions.cases import SessionBenchSettings, SessionTrace, load_traces, traffic_of
@@ -17,10 +19,8 @@ from kedge.bench.workflow.cases import QUICK as SMALL_SHAPE
 from kedge.errors import ConfigError
 
 Progress = Callable[[str], None]
-
-
-CASES = ("links", "gain", "teams", "idle")
-"""The last needs vLLM."""
+CASES = ("links", "sessions", "gain", "teams", "langgraph", "idle")
+"""Some need packages: OpenAI's client, LangGraph, vLLM."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class PlainResult:
     discovery: DiscoveryCost = DiscoveryCost()
     gain: Mapping[str, GainResult] = field(default_factory=dict)
     teams: Mapping[str, PlainTeamResult] = field(default_factory=dict)
+    langgraph: Mapping[str, Mapping[str, GraphScore]] = field(default_factory=dict)
+    sessions: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Hit rates by trace and lane"""
     idle: IdleResult | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -73,6 +76,12 @@ class PlainResult:
             found["gain"] = {name: one.as_json() for name, one in self.gain.items()}
         if self.teams:
             found["teams"] = {name: one.as_json() for name, one in self.teams.items()}
+        if self.langgraph:
+            found["langgraph"] = {
+                task: {lane: score.as_json() for lane, score in lanes.items()} for task, lanes in self.langgraph.items()
+            }
+        if self.sessions:
+            found["sessions"] = {name: dict(lanes) for name, lanes in self.sessions.items()}
         return found
 
 
@@ -82,11 +91,13 @@ def measure(files: Sequence[Path], settings: PlainBenchSettings, progress: Progr
         if case not in CASES:
             raise ConfigError("case", case, f"must be one of {', '.join(CASES)}")
     links = _measure_links(files, settings, progress) if "links" in settings.cases else {}
+    sessions = _measure_hits(files, settings, progress) if "sessions" in settings.cases else {}
     gain = measure_gain(settings.gain, progress) if "gain" in settings.cases else {}
     teams = measure_teams(settings.teams, progress) if "teams" in settings.cases else {}
+    graphs = measure_langgraph(settings.teams, progress) if "langgraph" in settings.cases else {}
     cost = measure_discovery() if links else DiscoveryCost()
     idle = measure_idle(settings.idle, progress) if "idle" in settings.cases else None
-    return PlainResult(links, cost, gain, teams, idle)
+    return PlainResult(links, cost, gain, teams, graphs, sessions, idle)
 
 
 def _measure_links(files: Sequence[Path], settings: PlainBenchSettings, progress: Progress) -> dict[str, LinkResult]:
@@ -96,6 +107,18 @@ def _measure_links(files: Sequence[Path], settings: PlainBenchSettings, progress
         progress(trace.name)
         (traffic,) = traffic_of(trace, _replay(trace, settings))
         found[trace.name] = measure_links(traffic.arrivals)
+    return found
+
+
+def _measure_hits(
+    files: Sequence[Path], settings: PlainBenchSettings, progress: Progress
+) -> dict[str, Mapping[str, float]]:
+    """Replay all traces as `kedge bench sessions` does."""
+    replay, found = SessionBenchSettings(live=(settings.live,), requests=settings.requests, seed=settings.seed), {}
+    for trace in load_traces(files):
+        progress(f"{trace.name}: hit rates")
+        (traffic,) = traffic_of(trace, replay)
+        found[trace.name] = measure_hits(traffic)
     return found
 
 

@@ -11,21 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import uvicorn
-from openai import OpenAI
+from typing import TYPE_CHECKING, Any
 
 from kedge.bench.demo import answer, questions
 from kedge.engine.local.engine import LocalEngine
 from kedge.runner.tools import tool_result
-from kedge.server.app import create_app
 from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, PlannerSettings, ServerSettings
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent
 from kedge.workflow.template import parse
 from kedge.workloads.base import QUESTION, Question
 from kedge.workloads.miniature import TASKS, Task, workflow
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 Progress = Callable[[str], None]
 MODEL = "kedge-nano"
@@ -87,9 +86,9 @@ def measure_teams(settings: PlainTeamSettings, progress: Progress) -> dict[str, 
 def _measure(task: Task, settings: PlainTeamSettings, progress: Progress) -> PlainTeamResult:
     asked = questions(task, settings.questions, settings.seed)
     progress(f"{task.name}: hinted")
-    with _engine(DiscoveryMode.OFF) as engine:
+    with engine_with(DiscoveryMode.OFF) as engine:
         hinted = answer(engine, task, asked, ReuseMode.TRANSLATE, engine.wait_idle)
-    with _engine(DiscoveryMode.TRANSLATE) as engine, _client(engine) as client:
+    with engine_with(DiscoveryMode.TRANSLATE) as engine, client_of(engine) as client:
         plain, dense = _PlainTeam(client, task, {}), _PlainTeam(client, task, {"kedge": {"reuse": "off"}})
         for team in (plain, dense):
             progress(f"{task.name}: {'plain' if team is plain else 'dense'}")
@@ -101,15 +100,20 @@ def _measure(task: Task, settings: PlainTeamSettings, progress: Progress) -> Pla
     return PlainTeamResult(plain.score, dense.score, calls, (figures["agents"], len(task.roles)))
 
 
-def _engine(mode: DiscoveryMode) -> LocalEngine:
+def engine_with(mode: DiscoveryMode) -> LocalEngine:
     """Return an engine that translates whatever it costs: the bundled model is too small to gain by it."""
     planner = PlannerSettings(by_cost=False)
     return LocalEngine(config=EngineSettings(planner=planner, discovery=DiscoverySettings(mode=mode)))
 
 
 @contextmanager
-def _client(engine: LocalEngine) -> Iterator[OpenAI]:
+def client_of(engine: LocalEngine) -> Iterator[OpenAI]:
     """Serve an engine on a free port, and yield a client of it."""
+    import uvicorn
+    from openai import OpenAI
+
+    from kedge.server.app import create_app
+
     server = uvicorn.Server(
         uvicorn.Config(create_app(engine, ServerSettings(model_name=MODEL)), port=0, log_level="warning")
     )
@@ -151,7 +155,7 @@ class _PlainTeam:
 
     def _chat(self, agent: Agent, values: Mapping[str, str]) -> str:
         messages: Any = [
-            {"role": role, "content": _filled(text, values)}
+            {"role": role, "content": filled(text, values)}
             for role, text in (("system", agent.system), ("user", agent.user))
         ]
         done = self.client.chat.completions.create(
@@ -162,5 +166,5 @@ class _PlainTeam:
         return done.choices[0].message.content or ""
 
 
-def _filled(template: str, values: Mapping[str, str]) -> str:
+def filled(template: str, values: Mapping[str, str]) -> str:
     return "".join(part if isinstance(part, str) else values[part.name] for part in parse(template))

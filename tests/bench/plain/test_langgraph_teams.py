@@ -1,0 +1,20 @@
+"""A team on LangGraph whose code knows nothing of Kedge is translated; with the adapter its agents are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kedge.bench.plain.teams import PlainTeamSettings
+
+pytest.importorskip("langchain_openai", reason="LangGraph's client is not installed")
+
+
+def test_an_unchanged_graph_is_translated_and_answers_as_without() -> None:
+    from kedge.bench.plain.langgraph_teams import ADAPTER, PLAIN, STOCK, measure_langgraph
+
+    lanes = measure_langgraph(PlainTeamSettings(questions=9, tasks=("math",)), lambda _: None)["math"]
+    figures = {lane: score.as_json() for lane, score in lanes.items()}
+    assert {one["calls"] for one in figures.values()} == {45}
+    assert figures[PLAIN]["translated_calls"] > 0 == figures[STOCK]["translated_calls"]
+    assert figures[PLAIN]["reused"] > figures[ADAPTER]["reused"] >= figures[STOCK]["reused"] > 0
+    assert {one["accuracy"] for one in figures.values()} == {1.0}
