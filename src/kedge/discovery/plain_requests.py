@@ -83,6 +83,7 @@ class PlainRequests:
         agents.sort(key=lambda one: one.calls, reverse=True)
         return {
             "mode": self._mode.value,
+            "namespaces": [str(namespace) for namespace in self._namespaces if owns(namespace)],
             **asdict(sum((one.totals for one in known), PlainTotals())),
             "runs": sum(len(one.runs) for one in known),
             "agents": [one.to_dict() for one in agents[:MAX_REPORTED]],

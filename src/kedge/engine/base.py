@@ -162,3 +162,13 @@ class Inspectable(Protocol):
         of the given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only
         on the `host`. An engine that looks at plain requests adds `traffic`, what it has found.
         """
+
+
+@runtime_checkable
+class TrafficReporter(Protocol):
+    """An engine that keeps the last report of plain requests without being asked for it. Any thread may call."""
+
+    def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
+        """Return what was found in plain requests of the tenants that `owns` picks; None where there is no such report,
+        as for one tenant of several.
+        """

@@ -38,7 +38,7 @@ def arguments(is_cpu: bool = True, **own: Any) -> dict[str, Any]:
 def test_vllms_own_arguments_reach_it_over_the_defaults() -> None:
     built = arguments(max_model_len="512", block_size=64)
     assert (built["max_model_len"], built["block_size"], built["dtype"], built["model"]) == (512, 64, "float32", "m")
-    assert built["enable_prefix_caching"] is built["skip_tokenizer_init"] is True
+    assert built["enable_prefix_caching"] is True
     assert "dtype" not in arguments(is_cpu=False)
     assert arguments(odd=[1])["odd"] == [1], "what only vLLM can check is passed on"
 

@@ -15,7 +15,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -41,8 +41,10 @@ ReceiptData = Mapping[str, Any]
 
 def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
     """Return vLLM's parameters for a streamed response. Raises `RequestError` for values that vLLM refuses."""
+    structure = arguments["structured_outputs"] and StructuredOutputsParams(**arguments["structured_outputs"])
+    given = {**arguments, "structured_outputs": structure}
     try:
-        return SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
     except VLLMClientError as refusal:
         raise RequestError("sampling", arguments, str(refusal)) from None
 
@@ -59,6 +61,8 @@ class Figures:
     prefix_hits: int = 0
     """Prompt tokens that were looked up in the prefix cache, and found"""
     plugin: Counter[str] = field(default_factory=Counter)
+    report: Mapping[str, Any] | None = None
+    """What the plug-in has found in plain requests"""
 
 
 class Driver:
@@ -240,7 +244,7 @@ class _StatsListener(StatLoggerBase):
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
         self._driver.on_base_needs(plugin_stats.pop(NEEDS, ()))
-        plugin_stats.pop(REPORT, None)
+        figures.report = plugin_stats.pop(REPORT, None) or figures.report
         figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
         figures.usage = scheduler_stats.kv_cache_usage

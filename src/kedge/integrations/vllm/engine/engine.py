@@ -18,12 +18,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kedge.checks import brief
+from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
-from kedge.errors import ConfigError, EngineClosed, InvalidGrammar, PromptTooLong, RequestError
+from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
@@ -35,7 +35,7 @@ from kedge.integrations.vllm.engine.requests import (
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RequestId, RunKey, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
@@ -93,6 +93,8 @@ class VLLMEngine:
         self._max_model_len: int = model.max_model_len
         self._vocab_size: int = model.get_vocab_size()
         self._max_logprobs: int = model.max_logprobs
+        eos = self.tokenizer.inner.eos_token_id
+        self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -104,8 +106,11 @@ class VLLMEngine:
         return self._failure
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` or `EngineClosed`."""
+        """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `InvalidGrammar`, `RequestError` or
+        `EngineClosed`.
+        """
         self._validate(request)
+        self._grammars.begin(request.sampling.grammar)  # vLLM says less of what is wrong
         request = self._with_trails(request)
         room = self._max_model_len - request.prompt_tokens
         params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
@@ -132,8 +137,6 @@ class VLLMEngine:
         if request.prompt_tokens >= self._max_model_len:
             why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
             raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
-        if request.sampling.grammar:
-            raise InvalidGrammar("grammar", brief(request.sampling.grammar), "only the embedded engine follows one")
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._max_logprobs >= 0:
                 raise RequestError(
@@ -159,6 +162,11 @@ class VLLMEngine:
     def inspect(self) -> dict[str, object]:
         """Return the counters of vLLM and the plug-in. They have none for single tenants or agents."""
         return self._call(self._figures)
+
+    def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
+        """Return the plug-in's last report of plain requests if all of it is the given tenants'."""
+        report = self._driver.figures.report
+        return report if report and all(owns(Namespace.parse(one)) for one in report["namespaces"]) else None
 
     def _figures(self) -> dict[str, object]:
         figures, cache = self._driver.figures, self._driver.llm.vllm_config.cache_config

@@ -18,9 +18,15 @@ CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
 """Defaults on the CPU: exact, small blocks, and no compiler at start."""
 ARGUMENTS = {"async_scheduling": False, "scheduler_cls": SCHEDULER}
 """Defaults: those of the plug-in's tests, with lanes."""
-OWN = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "disable_log_stats": True}
+GUIDANCE = "guidance"
+"""vLLM's name of llguidance, whose grammars those of requests are"""
+OWN = {
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+    "structured_outputs_config": {"backend": GUIDANCE},
+}
 """Fixed: prompts and answers are tokens, and statistics go to the engine."""
-RESERVED = {*OWN, "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "runner"}
+RESERVED = {*OWN, "skip_tokenizer_init", "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "runner"}
 
 _USE_OWN = "vLLM has its own: set engine.vllm.{}"
 _NO_EFFECT = "has no effect with vLLM"

@@ -97,6 +97,7 @@ def sampling_arguments(
         "logprobs": request.logprobs,
         "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,
+        "structured_outputs": {"grammar": sampling.grammar} if sampling.grammar else None,
         "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}} if hinted else None,
     }
 
