@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from kedge.types import (
     SampleId,
     Segment,
     TenantId,
+    TurnHints,
     ValueKind,
     is_owned,
 )
@@ -91,3 +94,9 @@ def test_a_request_has_the_keys_of_its_namespace_run_and_agent() -> None:
     assert request.agent_key == AgentKey(*request.run_key, AgentId("a"))
     assert request.agent_key.run == request.run_key
     assert request.run_key.name == "c/r"
+
+
+def test_a_request_is_a_key_whatever_its_client_said_of_the_session() -> None:
+    said = GenerateRequest((), turn=TurnHints(session="a", expects={"b": 2.0}))
+    unlike = GenerateRequest((), turn=TurnHints(session="a", expects={"b": 3.0}))
+    assert {said: 1, unlike: 2}[replace(said)] == 1

@@ -226,7 +226,7 @@ class TurnHints:
     """Whether the session ends with this request."""
     keep_for: float | None = None
     """Seconds from the answer for which the session's KV is to be kept; 0: it may go first."""
-    expects: Mapping[str, float] = field(default_factory=dict)
+    expects: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Other sessions of the same namespace -> seconds until they are needed; infinite: not any more."""
 
 

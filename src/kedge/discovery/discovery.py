@@ -129,6 +129,11 @@ class Discovery:
         self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request that was looked at has ended, or was forgotten."""
+        return not self._asked
+
     def arrive(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         """Return what is found out about a request that arrives at `now`, in seconds.
 

@@ -70,6 +70,11 @@ class PlainRequests:
             self._next_log, self._logged = now + LOG_SECONDS, self.totals.requests
             logger.info(line(self.report()))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request that was looked at is still running."""
+        return all(one.is_idle for one in self._namespaces.values())
+
     def stats(self) -> dict[str, object]:
         """Return the mode, the totals, and how many agents and runs are known now."""
         known = self._namespaces.values()
@@ -78,12 +83,13 @@ class PlainRequests:
 
     def report(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
         """Return what was found in the namespaces that `owns` picks, as plain data without any text of a prompt."""
-        known = [one for namespace, one in self._namespaces.items() if owns(namespace)]
+        owned = {namespace: one for namespace, one in self._namespaces.items() if owns(namespace)}
+        known = owned.values()
         agents = [agent for one in known for agent in one.agents.values()]
         agents.sort(key=lambda one: one.calls, reverse=True)
         return {
             "mode": self._mode.value,
-            "namespaces": [str(namespace) for namespace in self._namespaces if owns(namespace)],
+            "namespaces": [str(namespace) for namespace in owned],
             **asdict(sum((one.totals for one in known), PlainTotals())),
             "runs": sum(len(one.runs) for one in known),
             "agents": [one.to_dict() for one in agents[:MAX_REPORTED]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,13 +35,17 @@ def server() -> Iterator[Server]:
         yield built
 
 
-def report(server: Server) -> dict[str, Any]:
-    """What the page shows, once the engine has reported."""
+def reported(server: Server, expected: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What the page shows, once it shows what is expected: the engine reports at most once a second, in its steps."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    found: dict[str, Any] = {}
     for _ in range(60):
-        if found := json.loads(server.get("/kedge/report")):
-            return dict(found)
-        time.sleep(0.5)
-    raise AssertionError("nothing was reported")
+        found = json.loads(server.get("/kedge/report"))
+        if found and expected(found):
+            return found
+        time.sleep(1)
+        client.responses.create(model=MODEL, input="Hello", max_output_tokens=4, temperature=0)
+    raise AssertionError(f"the page still shows {found}")
 
 
 def team(ask: Any, number: int) -> bool:
@@ -69,17 +73,18 @@ def test_a_team_of_openais_client_is_translated(server: Server) -> None:
         return done.choices[0].message.content or ""
 
     assert all(team(ask, number) for number in range(12))
+    found = reported(server, lambda page: page["requests"] >= 60 and len(page["agents"]) == 5)
+    assert found["mode"] == "translate" and found["failures"] == 0
     line = next(
         one for one in server.get("/metrics").splitlines() if one.startswith("vllm:kedge_translated_tokens_total")
     )
     assert float(line.split()[-1]) > 0
-    found = report(server)
-    assert found["mode"] == "translate" and len(found["agents"]) == 5 and found["failures"] == 0
     assert "Kedge: plain traffic" in server.get("/kedge")
 
 
 def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) -> None:
-    client, known = anthropic.Anthropic(base_url=server.url, api_key="none"), report(server)["known_agents"]
+    client = anthropic.Anthropic(base_url=server.url, api_key="none")
+    known = reported(server, lambda page: len(page["agents"]) == 5)["known_agents"]
 
     def ask(system: str, user: str, count: int) -> str:
         messages: Any = [{"role": "user", "content": user}]
@@ -89,8 +94,4 @@ def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) 
         return "".join(block.text for block in done.content if block.type == "text")
 
     assert all(team(ask, number) for number in range(20, 23))
-    time.sleep(6)  # the report comes every five seconds
-    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    answer = other.responses.create(model=MODEL, input="Hello", max_output_tokens=4, temperature=0)
-    assert answer.usage.output_tokens == 4
-    assert report(server)["known_agents"] >= known + 15
+    assert reported(server, lambda page: page["known_agents"] >= known + 15)["failures"] == 0

@@ -93,7 +93,7 @@ class VLLMEngine:
         self._max_model_len: int = model.max_model_len
         self._vocab_size: int = model.get_vocab_size()
         self._max_logprobs: int = model.max_logprobs
-        eos = self.tokenizer.inner.eos_token_id
+        eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
 
     # any thread -------------------------------------------------------------------------------------------------------

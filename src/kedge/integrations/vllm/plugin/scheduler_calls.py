@@ -139,6 +139,6 @@ class SchedulerCalls(KVConnectorBase_V1):
             data[RECEIPTS] = unsent
         if needed := self._scheduler.translations.take_needed():
             data[NEEDS] = needed
-        if report := self._scheduler.take_report():
+        if report := self._scheduler.reports.take():
             data[REPORT] = report
         return KedgeStats(data=data) if data else None

@@ -6,7 +6,6 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
+from kedge.integrations.vllm.plugin.plain_reports import PlainReports
 from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
@@ -36,8 +36,6 @@ from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedR
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.types import Namespace, RequestId, ReuseMode
-
-REPORT_SECONDS = 5.0
 
 
 class SchedulerSide:
@@ -50,7 +48,7 @@ class SchedulerSide:
         self.sessions = SessionHistories()
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
         self.plain = PlainRequests(settings.discovery)
-        self._next_report, self._reported_requests = 0.0, 0
+        self.reports = PlainReports(self.plain)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}
@@ -271,14 +269,6 @@ class SchedulerSide:
         """Return vLLM's events of the host tier since the last call."""
         events = self.loads.tier.events if self.loads else None
         return events.take() if events else []
-
-    def take_report(self) -> dict[str, Any] | None:
-        """Return the report of plain traffic, every few seconds while requests come."""
-        now, requests = time.monotonic(), self.plain.totals.requests
-        if now < self._next_report or requests == self._reported_requests:
-            return None
-        self._next_report, self._reported_requests = now + REPORT_SECONDS, requests
-        return self.plain.report()
 
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
