@@ -12,7 +12,7 @@ from scripts.import_graph import ImportGraph, Name
 
 GRAPH = ImportGraph(Path(__file__).parents[1] / "src" / "kedge")
 FLOORS = (
-    ("types", "errors", "settings", "hints", "checks"),
+    ("types", "guard", "errors", "settings", "hints", "checks"),
     ("structures",),
     ("policies", "workflow"),
     ("cache", "kv", "models"),

@@ -1,4 +1,4 @@
-"""The vocabulary: ids, segments, requests, receipts. Everything else imports this; it imports nothing of Kedge."""
+"""The vocabulary: ids, segments, requests, receipts. Everything else imports this; of Kedge the guard's words only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple, NewType
+
+from kedge.guard import GuardNote, GuardOrders
 
 AgentId = NewType("AgentId", str)
 WorkflowId = NewType("WorkflowId", str)
@@ -62,10 +64,7 @@ class SampleId(NamedTuple):
 
 
 class Namespace(NamedTuple):
-    """What KV, anchors and forecasts are kept apart by: a tenant's data, or one partition of it.
-
-    Its text form is `tenant` or `tenant/partition`; a tenant's name has no `/`.
-    """
+    """What KV, anchors and forecasts are kept apart by: `tenant`, or `tenant/partition`. A tenant's name has no `/`."""
 
     tenant: TenantId
     partition: str = ""
@@ -250,13 +249,13 @@ class GenerateRequest:
     trail: Tokens = ()
     """Tokens that follow this response wherever it is read."""
     fixed: int | None = None
-    """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory; out-of-range
-    values are ignored."""
+    """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory."""
     turn: TurnHints = TurnHints()
     is_plain: bool = False
     """Whether its client left open what its prompt is made of and how far KV is reused, so that Kedge may find out."""
     tool_mark: str = ""
     """Text that an answer with a tool call has in it, where that is known: it says what the session waits for next."""
+    guard: GuardOrders = GuardOrders()
     logprobs: int | None = None
     """Return every drawn token's log-probability, and this many of the likeliest tokens'; None: neither."""
     prompt_logprobs: int | None = None
@@ -332,6 +331,7 @@ class Receipt:
     assemble, compute (or last_token), other."""
     preassembled: int = 0
     """Leading prompt tokens, of any source, whose KV was ready before the request arrived."""
+    guard: tuple[GuardNote, ...] = ()
 
     def tokens(self, *sources: Source) -> int:
         """Return the number of prompt tokens that came from any of `sources`."""

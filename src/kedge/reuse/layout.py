@@ -74,8 +74,12 @@ def next_stop(request: GenerateRequest, drafted: int) -> int:
 
 
 def template_key(request: GenerateRequest) -> str:
-    """Return workflow, agent and a digest of the template: what was observed under another wording is never used."""
+    """Return workflow, agent and a digest of the template: what was observed under another wording is never used, nor
+    what was observed before the guard discarded the agent's anchors.
+    """
     digest = hashlib.blake2b(digest_size=8)
+    if request.guard.epoch:
+        digest.update(b"epoch %d" % request.guard.epoch)
     for segment in request.segments:
         digest.update(segment.name.encode())
         if not segment.is_placeholder:

@@ -25,6 +25,7 @@ from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 NO_COSTS = NoCosts()
 CHEAPER = "computing it takes less time than translating it"
+WITHHELD = "the guard withholds it: with it translated, answers changed"
 
 
 @dataclass(slots=True)
@@ -142,6 +143,9 @@ class Planner:
     def _fill(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None) -> None:
         """Draft a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
+            return
+        if request.guard.withholds(here.segment.name):
+            draft.misses.append(Miss(here.segment.name, WITHHELD))
             return
         if not self.pays(request, here):
             if len(here) > self._policy.recompute_short:

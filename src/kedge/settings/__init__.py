@@ -22,6 +22,7 @@ Every bad value raises a `ConfigError` that names its key and the value.
 from kedge.settings.anchors import AnchorSettings, estimator_settings
 from kedge.settings.discovery import DiscoveryMode, DiscoverySettings
 from kedge.settings.engine import EngineSettings
+from kedge.settings.guard import GuardSettings
 from kedge.settings.learning import LearningSettings
 from kedge.settings.planner import PlannerSettings
 from kedge.settings.root import Settings
@@ -35,6 +36,7 @@ __all__ = [
     "DiscoveryMode",
     "DiscoverySettings",
     "EngineSettings",
+    "GuardSettings",
     "LearningSettings",
     "LimitSettings",
     "PlannerSettings",

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 
 from kedge.settings.anchors import AnchorSettings
 from kedge.settings.discovery import DiscoverySettings
+from kedge.settings.guard import GuardSettings
 from kedge.settings.learning import LearningSettings
 from kedge.settings.planner import PlannerSettings
 from kedge.settings.section import Bytes, SettingsSection
@@ -46,6 +47,7 @@ class EngineSettings(SettingsSection):
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
     learning: LearningSettings = LearningSettings()
+    guard: GuardSettings = GuardSettings()
     tiers: TierSettings = TierSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     vllm: VllmSettings = VllmSettings()

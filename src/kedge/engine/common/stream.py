@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator
 from kedge.engine.base import Item, Listener
 from kedge.types import Completion, RequestId, TokenDelta
 
+Tap = Callable[[Item], Item]
+"""Called with every item of a stream, on the thread that puts it; the reader gets what it returns. It never raises."""
+
 
 class TokenStream:
     """A queue between an engine's thread, which puts deltas and then a completion or an error, and one reader."""
+
+    tap: Tap | None = None
 
     def __init__(self, request_id: RequestId, on_end: Callable[[RequestId], object] = lambda _: None) -> None:
         """Create an empty stream. `on_end` is called when its end is put, before a reader can see it."""
@@ -25,6 +30,7 @@ class TokenStream:
 
     def put(self, item: Item) -> None:
         """Add the next item."""
+        item = self.tap(item) if self.tap else item
         if isinstance(item, BaseException) or item.completion is not None:
             self._on_end(self.request_id)
         with self._handing_over:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +20,8 @@ from kedge.cache import EvictionPolicy
 from kedge.engine.base import Quota
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.grammars import Grammars
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
@@ -91,6 +93,7 @@ class LocalEngine:
         self._state = StateKeeper(
             runner, self.tokenizer, self.config.anchors, lambda ask: self.query(lambda parts: ask(*parts.learned))
         )
+        self._guard = GuardedCalls(self.submit, self.config.guard)
         self._thread = EngineThread(self._core, self._mailbox)
 
     @property
@@ -135,6 +138,9 @@ class LocalEngine:
         """Pass a request to the core; if that fails, end the request with the error."""
         try:
             sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
+            if sequence.sampler.draw is None:
+                sequence.request, sequence.stream.tap = self._guard.begin(sequence.request)
+                sequence.logprobs = Logprobs(sequence.request)
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
@@ -151,7 +157,7 @@ class LocalEngine:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._mailbox.post(partial(self._core.end_run, run))
+        self._guard.end_run(run, partial(self._mailbox.post, partial(self._core.end_run, run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint of how soon agents run. A closed engine ignores it."""
@@ -162,7 +168,7 @@ class LocalEngine:
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
             self._validate(request)
-            self._mailbox.post(partial(self._core.prepare, self._with_trails(request)))
+            self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
@@ -174,14 +180,14 @@ class LocalEngine:
         """Wait until no work is left: requests, copies, prompts to assemble ahead, learning. Raises `TimeoutError`
         after `timeout` seconds.
         """
-        done = threading.Event()
-        self._mailbox.post(partial(self._thread.when_idle, done))
-        if not done.wait(timeout):
+        deadline = time.monotonic() + timeout
+        waits = self._thread.wait_idle, self._guard.wait_idle, self._thread.wait_idle
+        if not all(wait(deadline - time.monotonic()) for wait in waits):
             raise TimeoutError(f"the engine is still busy after {timeout} s")
 
     def inspect(self) -> dict[str, object]:
-        """Return figures of the cache and the anchors, taken between two steps."""
-        return self.query(Inspection.stats)
+        """Return figures of the cache, the anchors and the guard, taken between two steps."""
+        return {**self.query(Inspection.stats), "guard": self._guard.stats()}
 
     def query(self, question: Callable[[Inspection], T]) -> T:
         """Return the result of `question`, called with the engine's parts by its thread, between two steps.
@@ -194,7 +200,8 @@ class LocalEngine:
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
         """Return the holdings of some tenants; see `kedge.engine.base.Inspectable`."""
-        return self.query(lambda parts: parts.tenant_stats(owns, prompts))
+        held = self.query(lambda parts: parts.tenant_stats(owns, prompts))
+        return {**held, "guard": self._guard.stats(owns)}
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds, see `kedge.engine.base.Limiting`."""
@@ -203,6 +210,7 @@ class LocalEngine:
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV."""
         self._mailbox.ask(self._core.clear)
+        self._guard.clear()
 
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors and the base KV of prefix segments to `folder`, atomically.
@@ -224,8 +232,10 @@ class LocalEngine:
 
     def close(self) -> None:
         """End every stream as cancelled, and the engine's thread. Idempotent."""
+        self._guard.stop()
         self._mailbox.close()
         self._thread.join()
+        self._guard.join()
         self._state.close()
 
     def __enter__(self) -> LocalEngine:

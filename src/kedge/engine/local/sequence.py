@@ -103,12 +103,12 @@ class PreparedPrompt(Sequence):
     def agrees(self, request: GenerateRequest) -> bool:
         """Return whether `request` is the expected one, as far as this is assembled."""
         mine, drafted, held = self.request, 0, 0
-        mode = (request.reuse, request.workflow, template_key(request))
+        mode = (request.reuse, request.workflow, request.guard.withheld, template_key(request))
         if self.draft is not None:
             drafted, held = self.draft.drafted, len(self.draft.sources)
         return (
             request.prompt_logprobs is None  # a prompt with logprobs must run through the model
-            and (mine.reuse, mine.workflow, template_key(mine)) == mode
+            and (mine.reuse, mine.workflow, mine.guard.withheld, template_key(mine)) == mode
             and mine.segments[:drafted] == request.segments[:drafted]
             and mine.tokens[:held] == request.tokens[:held]
         )

@@ -110,9 +110,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._serve, name="kedge-engine", daemon=True)
         self._thread.start()
 
-    def when_idle(self, waiter: threading.Event) -> None:
-        """Set `waiter` once no work is left. To be posted as a command."""
-        self._idle_waiters.append(waiter)
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until no work is left. Returns False if some is after `timeout` seconds. Any other thread may call."""
+        waiter = threading.Event()
+        self._mailbox.post(partial(self._idle_waiters.append, waiter))
+        return waiter.wait(timeout)
 
     def join(self) -> None:
         """Wait until the thread has ended."""

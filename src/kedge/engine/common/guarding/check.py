@@ -1,0 +1,87 @@
+"""A check: a call's prompt answered a second time, with its KV from elsewhere, to be compared with the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kedge.guard import GuardMode, GuardOrders
+from kedge.reuse.guard.comparison import TOP, DecisionComparison, compare
+from kedge.settings import GuardSettings
+from kedge.types import (
+    Completion,
+    GenerateRequest,
+    Receipt,
+    ReuseMode,
+    RunKey,
+    Source,
+    TurnHints,
+    new_request_id,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A request that answers a served call's prompt again: densely if that was translated, else translated."""
+
+    of: GenerateRequest
+    """The request that was served"""
+    served: Completion
+    request: GenerateRequest
+    tried: str
+    """The placeholder that is translated now and was not; "": the served call was translated"""
+
+    @property
+    def run(self) -> RunKey:
+        """The run whose base KV it may need."""
+        return self.of.run_key
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it computes, at most."""
+        return self.request.prompt_tokens + self.request.sampling.max_tokens
+
+    def judge(self, again: Completion, margin: float) -> tuple[tuple[str, ...], DecisionComparison] | None:
+        """Return the translated placeholders and the comparison; None where nothing was translated after all."""
+        dense, translated = (self.served, again) if self.tried else (again, self.served)
+        names = translated_placeholders(self.of, translated.receipt)
+        if self.tried and self.tried not in names:
+            return None
+        return names, compare(dense, translated, margin)
+
+
+def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings) -> Check:
+    """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either."""
+    again = replace(_again(request, served, settings), reuse=ReuseMode.OFF, guard=GuardOrders(GuardMode.OFF))
+    return Check(request, served, again, "")
+
+
+def trial(request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str) -> Check:
+    """Return the check of a call that was served without `tried`, a withheld placeholder: it is translated now."""
+    orders = replace(request.guard, mode=GuardMode.OFF, withheld=request.guard.withheld - {tried})
+    return Check(request, served, replace(_again(request, served, settings), guard=orders), tried)
+
+
+def _again(request: GenerateRequest, served: Completion, settings: GuardSettings) -> GenerateRequest:
+    limit = max(1, min(settings.tokens, len(served.logprobs)))
+    sampling = replace(request.sampling, max_tokens=limit, temperature=0.0, seed=None)
+    return replace(
+        request,
+        request_id=new_request_id(),
+        sampling=sampling,
+        produces=None,
+        trail=(),
+        turn=TurnHints(),
+        logprobs=TOP,
+    )
+
+
+def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple[str, ...]:
+    """Return the names of the placeholders of which a receipt lists translated tokens."""
+    spans = [span for span in receipt.spans if span.source is Source.TRANSLATED]
+    names, start = [], 0
+    for segment in request.segments:
+        stop = start + len(segment.tokens)
+        if segment.is_placeholder and any(span.start < stop and span.stop > start for span in spans):
+            names.append(segment.name)
+        start = stop
+    return tuple(names)

@@ -1,0 +1,164 @@
+"""A thread that carries out checks one by one: freely while the engine is idle, else within a token budget."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from kedge.engine.base import Stream
+from kedge.engine.common.guarding.check import Check
+from kedge.errors import EngineClosed, KedgeError
+from kedge.settings import GuardSettings
+from kedge.types import Completion, FinishReason, GenerateRequest, RunKey
+
+logger = logging.getLogger(__name__)
+GRACE = 0.02
+"""Seconds without a request after which an engine counts as idle: a workflow's next agent comes within milliseconds"""
+MAX_CREDIT = 16384
+"""Most tokens of checks that requests may save up"""
+
+
+class CheckThread:
+    """The checks of one engine, bounded: beyond `max_pending` the oldest one is dropped. Any thread may call."""
+
+    def __init__(
+        self,
+        submit: Callable[[GenerateRequest], Stream],
+        judged: Callable[[Check, Completion], None],
+        settings: GuardSettings,
+    ) -> None:
+        """`judged` is called with every check and its answer, on this thread."""
+        self._submit, self._judged, self._settings = submit, judged, settings
+        self._changed = threading.Condition()
+        self._waiting: deque[Check] = deque()
+        self._current: Check | None = None
+        self._in_flight, self._idle_since, self._credit = 0, time.monotonic(), 0.0
+        self._draining, self._closed = 0, False
+        self._runs: Counter[RunKey] = Counter()
+        self._ends: dict[RunKey, Callable[[], None]] = {}
+        self._thread: threading.Thread | None = None
+        self.done = self.dropped = 0
+
+    # requests that are served ------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Note that a request is being served."""
+        with self._changed:
+            self._in_flight += 1
+
+    def left(self, tokens: int) -> None:
+        """Note that a request has ended, for which `tokens` tokens were computed."""
+        with self._changed:
+            self._in_flight -= 1
+            self._idle_since = time.monotonic()
+            self._credit = min(MAX_CREDIT, self._credit + self._settings.budget * tokens)
+            self._changed.notify_all()
+
+    # checks ------------------------------------------------------------------------------------------------------
+
+    def add(self, check: Check) -> None:
+        """Queue a check."""
+        with self._changed:
+            if self._closed:
+                return
+            self._waiting.append(check)
+            self._runs[check.run] += 1
+            dropped = self._waiting.popleft() if len(self._waiting) > self._settings.max_pending else None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        if dropped is not None:
+            self.dropped += 1
+            self._leave_run(dropped)
+
+    def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
+        """Call `end` as soon as no check needs what the run shared, usually at once."""
+        with self._changed:
+            if held := self._runs[run] > 0 and not self._closed:
+                self._ends[run] = end
+        if not held:
+            end()
+
+    def drain(self, timeout: float) -> bool:
+        """Carry out all checks as if the engine were idle. Returns False if some are left after `timeout` seconds."""
+        with self._changed:
+            self._draining += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not (self._waiting or self._current), timeout)
+            finally:
+                self._draining -= 1
+
+    def stop(self) -> None:
+        """Drop what waits; the check under way ends with its engine."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._ends.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the thread's end, after `stop` and the engine's end."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # its thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (check := self._next()) is not None:
+            self._carry_out(check)
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+            self._leave_run(check)
+
+    def _next(self) -> Check | None:
+        with self._changed:
+            while not self._closed:
+                wait = self._seconds_to_wait()
+                if wait == 0:
+                    self._current = self._waiting.popleft()
+                    return self._current
+                self._changed.wait(wait)
+            return None
+
+    def _seconds_to_wait(self) -> float | None:
+        """Return 0 if the first check may start, else the time until it may; None: until something changes."""
+        if not self._waiting:
+            return None
+        if self._draining:
+            return 0
+        if self._in_flight == 0:
+            return max(0.0, self._idle_since + GRACE - time.monotonic())
+        if self._credit >= self._waiting[0].cost:
+            self._credit -= self._waiting[0].cost
+            return 0
+        return None
+
+    def _carry_out(self, check: Check) -> None:
+        try:
+            again = self._submit(check.request).result()
+            if again.finish_reason is not FinishReason.CANCELLED:
+                self._judged(check, again)
+            self.done += 1
+        except KedgeError as error:  # the engine was closed, or has no room for it
+            logger.debug("a check was not carried out: %s", error)
+            self.dropped += 1
+        except Exception:  # whatever happens to a check is no request's concern
+            logger.exception("a check failed")
+            self.dropped += 1
+
+    def _leave_run(self, check: Check) -> None:
+        with self._changed:
+            self._runs[check.run] -= 1
+            end = None if self._runs[check.run] else self._ends.pop(check.run, None)
+            if not self._runs[check.run]:
+                del self._runs[check.run]
+        if end is not None:
+            with suppress(EngineClosed):
+                end()

@@ -1,0 +1,137 @@
+"""The guard between an engine and its callers: it changes requests as they arrive and reads their completions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kedge.engine.base import Item, Stream
+from kedge.engine.common.guarding.check import Check, dense_check, translated_placeholders, trial
+from kedge.engine.common.guarding.check_thread import CheckThread
+from kedge.engine.common.stream import Tap
+from kedge.guard import GuardMode
+from kedge.reuse.guard.comparison import TOP
+from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
+from kedge.settings import GuardSettings
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    RunKey,
+    TokenDelta,
+    TokenLogprob,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedCall:
+    """A request as it arrived and as it is served."""
+
+    asked: GenerateRequest
+    served: GenerateRequest
+    verdict: GuardVerdict
+
+
+class GuardedCalls:
+    """The guard of one engine at work. Any thread may call."""
+
+    def __init__(self, submit: Callable[[GenerateRequest], Stream], settings: GuardSettings) -> None:
+        """`submit` is the engine's own: checks are requests, whose guard is off."""
+        self._settings, self._guard = settings, QualityGuard(settings)
+        self._checks = CheckThread(submit, self._judged, settings)
+
+    def ordered(self, request: GenerateRequest) -> GenerateRequest:
+        """Return an expected request as it will be served."""
+        return request if request.guard.mode is GuardMode.OFF else replace(request, guard=self._guard.orders(request))
+
+    def begin(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
+        """Return the request to serve, and what its stream's items have to pass through: exactly one end of it."""
+        if request.guard.mode is GuardMode.OFF:
+            return request, None
+        verdict = self._guard.verdict(request)
+        compared = request.sampling.max_tokens > 0 and request.prompt_logprobs is None
+        verdict = replace(verdict, is_checked=verdict.is_checked and compared)
+        served = replace(request, guard=verdict.orders)
+        if verdict.is_checked:
+            served = replace(served, logprobs=max(request.logprobs or 0, TOP))
+        self._checks.arrived()
+        return served, partial(self._pass_on, GuardedCall(request, served, verdict))
+
+    def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
+        """Call `end`, which forgets what the run shared, once no check needs that any more."""
+        self._checks.end_run(run, end)
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Carry out all checks that wait. Returns False if some are left after `timeout` seconds."""
+        return self._checks.drain(timeout)
+
+    def clear(self) -> None:
+        """Forget what is known of all agents."""
+        self._guard.clear()
+
+    def stop(self) -> None:
+        """Begin no more checks."""
+        self._checks.stop()
+
+    def join(self) -> None:
+        """Wait for the check under way, once the engine has ended its stream."""
+        self._checks.join()
+
+    def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
+        """Return the agents' states with their evidence, of the namespaces that `owns` picks, and counts of checks."""
+        return {
+            "mode": self._settings.mode.value,
+            "max_changed": self._settings.max_changed,
+            "checks_done": self._checks.done,
+            "checks_dropped": self._checks.dropped,
+            "agents": self._guard.stats(owns),
+        }
+
+    # streams -----------------------------------------------------------------------------------------------------
+
+    def _pass_on(self, call: GuardedCall, item: Item) -> Item:
+        if isinstance(item, BaseException):
+            self._checks.left(0)
+            return item
+        if item.completion is None:
+            return self._stripped(call, item)
+        done = item.completion
+        self._checks.left(done.receipt.computed + len(done.tokens))
+        try:
+            self._completed(call, done)
+            noted = replace(done.receipt, guard=self._guard.notes(call.served))
+            done = replace(done, receipt=noted, logprobs=self._asked(call, done.logprobs))
+        except Exception:  # an answer is not lost for what the guard makes of it
+            logger.exception("the guard failed on request %s", call.asked.request_id)
+        return self._stripped(call, replace(item, completion=done))
+
+    def _stripped(self, call: GuardedCall, item: TokenDelta) -> TokenDelta:
+        """Leave out log-probabilities that the client did not ask for."""
+        return replace(item, logprobs=self._asked(call, item.logprobs)) if call.verdict.is_checked else item
+
+    @staticmethod
+    def _asked(call: GuardedCall, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        if call.asked.logprobs is None:
+            return ()
+        return tuple(replace(one, top=one.top[: call.asked.logprobs]) for one in logprobs)
+
+    def _completed(self, call: GuardedCall, done: Completion) -> None:
+        served = call.served
+        if done.finish_reason is FinishReason.CANCELLED or self._guard.mode(served) is GuardMode.OFF:
+            return
+        names = translated_placeholders(served, done.receipt)
+        self._guard.translated(served, names)
+        if call.verdict.tried:
+            self._checks.add(trial(served, done, self._settings, call.verdict.tried))
+        elif names and call.verdict.is_checked:
+            self._checks.add(dense_check(served, done, self._settings))
+
+    def _judged(self, check: Check, again: Completion) -> None:
+        if (judged := check.judge(again, self._settings.margin)) is not None:
+            names, seen = judged
+            self._guard.observe(check.of, (check.tried,) if check.tried else names, seen)

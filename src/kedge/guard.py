@@ -1,0 +1,61 @@
+"""The words of the quality guard: modes, states, what it orders for a request, and what a receipt says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+EVERYTHING = "*"
+"""The name that stands for all placeholders of a request"""
+
+
+class GuardMode(StrEnum):
+    """How far the guard acts on requests that may be translated."""
+
+    OFF = "off"
+    """It does nothing: what the planner finds shareable is translated."""
+    SHADOW = "shadow"
+    """Nothing is translated; what translation would have answered is measured."""
+    ON = "on"
+    """What has been shown to change too many answers is not translated."""
+
+
+class GuardState(StrEnum):
+    """How far the translation of a placeholder in an agent's prompts is trusted."""
+
+    SHADOW = "shadow"
+    """Not translated: no prediction yet, or answers changed and it has to earn its way back."""
+    CANARY = "canary"
+    """Translated, and a large share of the calls is checked."""
+    ON = "on"
+    """Translated, and a small share is checked: the changed share is below the limit with the chosen confidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardOrders:
+    """What the guard orders for one request."""
+
+    mode: GuardMode | None = None
+    """The mode that the workflow or its agent asks for; None: as the engine's settings say"""
+    withheld: frozenset[str] = frozenset()
+    """Placeholders that are computed, whatever the anchors predict; `EVERYTHING` for all"""
+    epoch: int = 0
+    """Number of times that the agent's anchors were discarded: those of an earlier epoch are not used"""
+
+    def withholds(self, placeholder: str) -> bool:
+        """Return whether a placeholder must be computed."""
+        return EVERYTHING in self.withheld or placeholder in self.withheld
+
+
+@dataclass(frozen=True, slots=True)
+class GuardNote:
+    """The state of one placeholder in an agent's prompts, with its evidence."""
+
+    placeholder: str
+    state: GuardState
+    checks: int
+    """Calls that were served both ways and compared"""
+    changed: int
+    """Of these, calls whose first decision differed"""
+    bound: float
+    """Upper confidence bound of the share of changed decisions"""

@@ -1,0 +1,172 @@
+"""The guard of one engine: what it orders for a request, which calls are checked, and what it learns from checks."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kedge.guard import GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.record import GuardRecord
+from kedge.settings import GuardSettings
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowId
+
+logger = logging.getLogger(__name__)
+
+
+class GuardKey(NamedTuple):
+    """A placeholder in the prompts of one agent of a workflow."""
+
+    namespace: Namespace
+    workflow: WorkflowId
+    agent: AgentId
+    placeholder: str
+
+    def __str__(self) -> str:
+        return f"{self.workflow}/{self.agent}/{self.placeholder}"
+
+
+@dataclass(frozen=True, slots=True)
+class GuardVerdict:
+    """What becomes of one request."""
+
+    orders: GuardOrders
+    is_checked: bool = False
+    """Whether its answer is to be compared"""
+    tried: str = ""
+    """The withheld placeholder that the comparison translates; "": the request itself is translated"""
+
+
+class QualityGuard:
+    """The records of all agents, bounded. Any thread may call."""
+
+    def __init__(self, settings: GuardSettings) -> None:
+        self._settings = settings
+        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(settings.max_agents)
+        self._lock, self._rng = threading.Lock(), random.Random(0)
+
+    def mode(self, request: GenerateRequest) -> GuardMode:
+        """Return the mode that holds for a request; `off` for one that is not translated anyway."""
+        if request.reuse is not ReuseMode.TRANSLATE or not _keys(request):
+            return GuardMode.OFF
+        return request.guard.mode or self._settings.mode
+
+    def orders(self, request: GenerateRequest) -> GuardOrders:
+        """Return what is withheld from translation in a request, and its agent's epoch."""
+        mode = self.mode(request)
+        if mode is GuardMode.OFF:
+            return request.guard
+        with self._lock:
+            records = {key: self._records[key] for key in _keys(request) if key in self._records}
+        withheld = {key.placeholder for key, record in records.items() if record.withheld}
+        if mode is GuardMode.SHADOW:
+            withheld = {key.placeholder for key in _keys(request)}
+        epoch = max((record.epoch for record in records.values()), default=0)
+        return replace(request.guard, withheld=frozenset(withheld), epoch=epoch)
+
+    def verdict(self, request: GenerateRequest) -> GuardVerdict:
+        """Return what is ordered for a request that arrives, and whether its answer is to be compared."""
+        orders = self.orders(request)
+        if orders.withheld:
+            return GuardVerdict(orders, True, min(orders.withheld, key=lambda name: self._checks(request, name)))
+        return GuardVerdict(orders, self._rng.random() < self._share(request))
+
+    def _checks(self, request: GenerateRequest, placeholder: str) -> tuple[int, str]:
+        with self._lock:
+            record = self._records.get(GuardKey(*request.workflow_agent, placeholder))
+        return (record.evidence.checks if record else 0), placeholder
+
+    def _share(self, request: GenerateRequest) -> float:
+        if self.mode(request) is GuardMode.OFF:
+            return 0.0
+        with self._lock:
+            states = {self._records[key].state for key in _keys(request) if key in self._records}
+        return self._settings.share if states == {GuardState.ON} else self._settings.canary_share
+
+    def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
+        """Note that a request was served with these placeholders translated."""
+        with self._lock:
+            for placeholder in placeholders:
+                key = GuardKey(*request.workflow_agent, placeholder)
+                record = self._records.use(key, GuardRecord)
+                before = record.state
+                record.translated()
+                _log_change(key, before, record)
+
+    def observe(self, request: GenerateRequest, placeholders: Iterable[str], seen: DecisionComparison) -> None:
+        """Take the comparison of an answer with these placeholders translated and one by dense prefill."""
+        with self._lock:
+            for placeholder in placeholders:
+                key = GuardKey(*request.workflow_agent, placeholder)
+                record = self._records.use(key, GuardRecord)
+                before, epoch = record.state, record.epoch
+                record.observe(seen, self._settings)
+                _log_change(key, before, record, is_breach=record.epoch > epoch)
+
+    def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
+        """Return the states of a request's placeholders, for its receipt."""
+        with self._lock:
+            return tuple(
+                self._note(key, self._records[key])
+                for key in _keys(request)
+                if key in self._records and self.mode(request) is not GuardMode.OFF
+            )
+
+    def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
+        evidence = record.evidence
+        return GuardNote(
+            key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(self._settings.alpha)
+        )
+
+    def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
+        """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
+        with self._lock:
+            return [self._entry(key, record) for key, record in self._records.items() if owns(key.namespace)]
+
+    def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
+        evidence = record.evidence
+        return {
+            "workflow": key.workflow,
+            "agent": key.agent,
+            "placeholder": key.placeholder,
+            "state": record.state.value,
+            "withheld": record.withheld,
+            "checks": evidence.checks,
+            "changed": evidence.changed,
+            "estimate": evidence.share,
+            "bound": evidence.upper(self._settings.alpha),
+            "max_kl": record.kl,
+            "suspicions": record.suspicions,
+            "breaches": record.epoch,
+        }
+
+    def clear(self) -> None:
+        """Forget all records."""
+        with self._lock:
+            self._records.clear()
+
+
+def _keys(request: GenerateRequest) -> list[GuardKey]:
+    names = dict.fromkeys(segment.name for segment in request.segments if segment.is_placeholder)
+    return [GuardKey(*request.workflow_agent, name) for name in names]
+
+
+def _log_change(key: GuardKey, before: GuardState, record: GuardRecord, *, is_breach: bool = False) -> None:
+    if is_breach:
+        logger.warning("guard: %s is no longer translated: too many answers changed; its anchors are discarded", key)
+    elif record.state is not before:
+        checks, changed = record.evidence.checks, record.evidence.changed
+        why = f"{changed} of {checks} checked answers changed, largest KL {record.kl:.3g}"
+        logger.log(
+            logging.WARNING if record.withheld else logging.INFO,
+            "guard: %s: %s -> %s (%s)",
+            key,
+            before,
+            record.state,
+            why,
+        )

@@ -1,0 +1,79 @@
+"""The state of one placeholder in an agent's prompts, and how evidence moves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kedge.guard import GuardState
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.evidence import ChangeEvidence
+from kedge.settings import GuardSettings
+
+AFTER_BREACH = 4
+"""Times `trials` that are needed after the first breach"""
+MAX_TRIALS = 1024
+"""Most checks without a change that are ever needed in a row"""
+
+
+@dataclass(slots=True)
+class GuardRecord:
+    """What is known of the translation of one placeholder for one agent.
+
+    It begins as `shadow` without being withheld: the planner translates nothing until the anchors predict a small
+    error. The first translation makes it a `canary`, and enough evidence of a low share of changes turns it `on`. A
+    single change, or one large divergence, makes it suspect: it is withheld, and every call is tried both ways until
+    there is evidence for or against it. Evidence against it is a breach: its anchors are discarded as well.
+    """
+
+    state: GuardState = GuardState.SHADOW
+    evidence: ChangeEvidence = field(default_factory=ChangeEvidence)
+    """Since the last change of state, but for that from `canary` to `on`"""
+    withheld: bool = False
+    epoch: int = 0
+    """Number of breaches: anchors of an earlier epoch are not used"""
+    suspicions: int = 0
+    kl: float = 0.0
+    """Largest divergence of any check since the last change of state, in nats"""
+    _needed: int = 0
+    _streak: int = 0
+    """Trials in a row without a change"""
+
+    def translated(self) -> None:
+        """Note that a call was translated, so the anchors predict a small error."""
+        if self.state is GuardState.SHADOW and not self.withheld:
+            self.state = GuardState.CANARY
+
+    def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
+        """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
+        self.evidence.observe(seen.changed)
+        self.kl = max(self.kl, seen.kl)
+        if self.evidence.exceeds(settings.max_changed, settings.alpha):
+            self._breach(settings)
+        elif self.withheld:
+            self._tried(seen, settings)
+        elif seen.changed or seen.kl > settings.max_kl:
+            self._suspect(seen, settings)
+        elif self.evidence.is_below(settings.max_changed, settings.alpha):
+            self.state = GuardState.ON
+
+    def _tried(self, seen: DecisionComparison, settings: GuardSettings) -> None:
+        clean = not seen.changed and seen.kl <= settings.max_kl
+        self._streak = self._streak + 1 if clean else 0
+        if self._streak >= self._needed:
+            self._restart(GuardState.CANARY)
+
+    def _suspect(self, seen: DecisionComparison, settings: GuardSettings) -> None:
+        self.suspicions += 1
+        self._restart(GuardState.SHADOW)
+        self.evidence.observe(seen.changed)
+        self.kl, self.withheld, self._needed = seen.kl, True, settings.trials
+
+    def _breach(self, settings: GuardSettings) -> None:
+        self.epoch += 1
+        self._restart(GuardState.SHADOW)
+        self.withheld = True
+        self._needed = min(MAX_TRIALS, settings.trials * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
+
+    def _restart(self, state: GuardState) -> None:
+        self.state, self.evidence, self.withheld = state, ChangeEvidence(), False
+        self.kl, self._streak = 0.0, 0
