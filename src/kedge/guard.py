@@ -39,6 +39,8 @@ class GuardOrders:
     """The mode that the workflow or its agent asks for; None: as the engine's settings say"""
     withheld: frozenset[str] = frozenset()
     """Placeholders that are computed, whatever the anchors predict; `EVERYTHING` for all"""
+    sentinels: int = 0
+    """Tokens of each translated value that are computed as well, to compare the two"""
     epoch: int = 0
     """Number of times that the agent's anchors were discarded: those of an earlier epoch are not used"""
 

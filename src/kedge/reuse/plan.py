@@ -52,11 +52,19 @@ class ReusePlan:
     """The estimates that were used, for counting anchor hits."""
     teaches: bool = False
     """It is computed so that something can be learned from it."""
+    sentinels: tuple[int, ...] = ()
+    """Positions that are translated and computed as well, so that the two can be compared"""
 
     def __post_init__(self) -> None:
         starts, stops = [span.start for span in self.spans], [span.stop for span in self.spans]
         if starts != [0, *stops[:-1]] or any(len(span) <= 0 for span in self.spans):
             raise PlanError("spans", self.spans, "they do not tile the prompt")
+
+    def without_translation(self, miss: Miss) -> ReusePlan:
+        """Return the plan that computes everything from the first translated token on, for this reason."""
+        kept = tuple(span for span in self.spans if span.stop <= self.exact_tokens)
+        spans = (*kept, Span(self.exact_tokens, self.spans[-1].stop, Source.COMPUTED))
+        return ReusePlan(spans, misses=(*self.misses, miss))
 
     @property
     def translates(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from kedge.reuse.contracts import (
@@ -24,6 +25,8 @@ from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 NO_COSTS = NoCosts()
+SPARSE = 8
+"""At most one translated token in so many is a sentinel."""
 CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 
@@ -48,6 +51,8 @@ class Draft:
     """Nothing of this prompt is translated, for its segments or those before them forbid it"""
     translations: list[Translation] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
+    sentinels: list[int] = field(default_factory=list)
+    """Positions that are translated and computed as well"""
     misses: list[Miss] = field(default_factory=list)
 
     @property
@@ -74,11 +79,12 @@ class Draft:
         self.dense = True
         self.translations.clear()
         self.estimates.clear()
+        self.sentinels.clear()
         self.misses += misses
 
     def sealed(self) -> ReusePlan:
         found = tuple(self.translations), tuple(self.misses), tuple(self.estimates)
-        return ReusePlan(spans_of(self.sources), *found, self.teaches)
+        return ReusePlan(spans_of(self.sources), *found, self.teaches, tuple(self.sentinels))
 
 
 class Planner:
@@ -187,6 +193,7 @@ class Planner:
             return False
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
+        self._post_sentinels(request, draft, here)
         if after is not None and not after.segment.is_placeholder:
             weak = estimate.weak_prefix_positions()
             if len(after) and self._costs.translation_pays(len(after), len(after) - len(weak)):
@@ -204,6 +211,14 @@ class Planner:
         head = range(start, min(placed.start + self._policy.recompute_head, placed.stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
+
+    def _post_sentinels(self, request: GenerateRequest, draft: Draft, here: Placed) -> None:
+        """Compute some translated tokens of a value as well, other ones in every request."""
+        translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
+        wanted = min(request.guard.sentinels, len(translated) // SPARSE)
+        for at in Random(request.request_id).sample(translated, wanted):
+            draft.sentinels.append(at)
+            self._compute(draft, at)
 
     @staticmethod
     def _compute(draft: Draft, position: int) -> None:

@@ -10,6 +10,7 @@ from kedge.engine.local.components import Assembler
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
+from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
@@ -32,6 +33,7 @@ class Admission:
         preassembly: PromptPreassembler,
         learning: Learning,
         costs: EngineCosts,
+        sentinels: Sentinels,
         preempt: Callable[[RequestSequence], bool],
         end: Callable[[RequestSequence, BaseException], None],
     ) -> None:
@@ -40,6 +42,7 @@ class Admission:
         """
         self._cache, self._runtime, self._loading, self._assembler = cache, runtime, loading, assembler
         self._preassembly, self._learning, self._costs = preassembly, learning, costs
+        self._sentinels = sentinels
         self._preempt, self._end = preempt, end
 
     def admit(self, sequence: Sequence) -> bool:
@@ -128,6 +131,8 @@ class Admission:
         matched = time.monotonic()
         sequence.plan = self._assembler.assemble(sequence.request, sequence.table, plan)
         sequence.todo = sequence.plan.computed
+        if sequence.plan.sentinels:
+            sequence.sentinels = [self._sentinels.read(sequence.table, sequence.plan.sentinels)]
         if plan.translations:
             self._costs.observe_translation(len(plan.translations), plan.translated_tokens, time.monotonic() - began)
         return matched

@@ -31,6 +31,8 @@ from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.prompt_writer import PromptWriter
 from kedge.engine.local.requests import Requests
 from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.sentinel_checks import SentinelChecks
+from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
@@ -73,12 +75,15 @@ class EngineCore:
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
         jobs: deque[BaseJob] = deque()
         ahead: deque[PreparedPrompt] = deque()
-        writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs)
+        sentinels = Sentinels(storage)
+        self.sentinel_checks = SentinelChecks(sentinels)
+        writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs, sentinels)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
         self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions, self.plain)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
-            cache, runtime, loading, assembler, self._preassembly, self._learning, costs, requests.preempt, requests.end
+            *(cache, runtime, loading, assembler, self._preassembly, self._learning, costs, sentinels),
+            *(requests.preempt, requests.end),
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
         service = ServiceOrders(cache, self._sessions) if config.tiers.policy == "sessions" else None
@@ -182,7 +187,8 @@ class EngineCore:
         for item in work:
             del item.sequence.todo[: len(item.positions)]
         self._answers.read_prompts(work, logits)
-        ready = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
+        ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
+        ready = [(item, row) for item, row in ended if not self.sentinel_checks.refute(item.sequence)]
         self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
         if ready:  # a GPU has certainly finished only once a result has been read

@@ -94,6 +94,7 @@ class LocalEngine:
             runner, self.tokenizer, self.config.anchors, lambda ask: self.query(lambda parts: ask(*parts.learned))
         )
         self._guard = GuardedCalls(self.submit, self.config.guard)
+        self._core.sentinel_checks.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
 
     @property

@@ -190,6 +190,7 @@ class PromptPreassembler:
         self._writer.grow(preparation, sequence.table, len(request.segments))
         assert preparation.plan is not None
         self._runtime.use(preparation.plan)
+        sequence.sentinels = preparation.sentinels
         todo = [*preparation.todo, request.prompt_tokens - 1]
         sequence.preassembled = min(ready, todo[0])
         self._used_tokens += sequence.preassembled

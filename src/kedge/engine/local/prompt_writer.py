@@ -7,6 +7,7 @@ from collections import deque
 
 from kedge.anchors.translator import Translator
 from kedge.cache import CacheManager, Readiness
+from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt
 from kedge.errors import OutOfBlocks
 from kedge.kv.storage import SlotTable
@@ -14,7 +15,6 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.planner import Draft
 from kedge.reuse.runtime import Runtime
-from kedge.types import GenerateRequest
 
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
@@ -31,9 +31,10 @@ class PromptWriter:
         block_size: int,
         queue: deque[PreparedPrompt],
         costs: EngineCosts,
+        sentinels: Sentinels,
     ) -> None:
         self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
-        self._ahead, self._costs = queue, costs
+        self._ahead, self._costs, self._sentinels = queue, costs, sentinels
         self.begun = 0
         """Number of prompts that got blocks."""
         self.wasted_tokens = 0
@@ -70,9 +71,11 @@ class PromptWriter:
         assert draft is not None
         before, translated, made = len(draft.sources), preparation.translates, preparation.made
         if segments > draft.drafted:
-            self._translate(table, draft, request, segments)
+            self._translate(preparation, table, draft, segments)
         if preparation.plan is None and segments == len(request.segments):
             preparation.plan = self._runtime.seal(draft, request)
+        if draft.dense:
+            preparation.sentinels.clear()
         if translated and draft.dense:  # what was written and computed beside it must not be seen
             preparation.todo, before = [], draft.exact_tokens
             self.wasted_tokens += made
@@ -80,10 +83,12 @@ class PromptWriter:
         if preparation.plan is not None:
             preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
 
-    def _translate(self, table: SlotTable, draft: Draft, request: GenerateRequest, segments: int) -> None:
-        began = time.monotonic()
-        translations = self._runtime.grow(draft, request, segments)
+    def _translate(self, preparation: PreparedPrompt, table: SlotTable, draft: Draft, segments: int) -> None:
+        began, posted = time.monotonic(), len(draft.sentinels)
+        translations = self._runtime.grow(draft, preparation.request, segments)
         self._translator.write(table, translations)
+        if new := draft.sentinels[posted:]:
+            preparation.sentinels.append(self._sentinels.read(table, new))
         if translations:
             tokens = sum(one.tokens for one in translations)
             self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)

@@ -68,6 +68,7 @@ class Requests:
         victim.table, victim.todo = None, []
         if victim.waits_for_first_token:
             victim.plan = None
+            victim.sentinels.clear()
         self.scheduler.preempt(victim)
         return True
 

@@ -9,6 +9,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sentinels import SentinelRows
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
 from kedge.reuse.contracts import Cut
@@ -42,6 +43,8 @@ class Sequence:
     table: SlotTable | None = None
     todo: list[int] = field(default_factory=list)
     """Positions to compute; the last one yields the next token."""
+    sentinels: list[SentinelRows] = field(default_factory=list)
+    """Translated KV of tokens that are computed as well, until the two are compared"""
 
     @property
     def tenant(self) -> TenantId:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple
 
 from kedge.guard import GuardMode, GuardNote, GuardOrders, GuardState
@@ -29,6 +30,16 @@ class GuardKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.workflow}/{self.agent}/{self.placeholder}"
+
+
+class SentinelFinding(StrEnum):
+    """What the sentinel tokens of a request say of its translation."""
+
+    USUAL = "usual"
+    UNUSUAL = "unusual"
+    """The errors are larger than before: its answer is worth a check."""
+    REFUTED = "refuted"
+    """What was translated is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class QualityGuard:
         if mode is GuardMode.SHADOW:
             withheld = {key.placeholder for key in _keys(request)}
         epoch = max((record.epoch for record in records.values()), default=0)
-        return replace(request.guard, withheld=frozenset(withheld), epoch=epoch)
+        return replace(request.guard, withheld=frozenset(withheld), sentinels=self._settings.sentinels, epoch=epoch)
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
         """Return what is ordered for a request that arrives, and whether its answer is to be compared."""
@@ -108,6 +119,21 @@ class QualityGuard:
                 record.observe(seen, self._settings)
                 _log_change(key, before, record, is_breach=record.epoch > epoch)
 
+    def sentinels_read(self, request: GenerateRequest, errors: Mapping[str, float]) -> SentinelFinding:
+        """Take the mean relative error of each placeholder's sentinel tokens."""
+        finding = SentinelFinding.USUAL
+        with self._lock:
+            for placeholder, error in errors.items():
+                key = GuardKey(*request.workflow_agent, placeholder)
+                record = self._records.use(key, GuardRecord)
+                before, epoch = record.state, record.epoch
+                if record.refutes(error, self._settings):
+                    finding = SentinelFinding.REFUTED
+                elif record.is_unusual(error) and finding is SentinelFinding.USUAL:
+                    finding = SentinelFinding.UNUSUAL
+                _log_change(key, before, record, is_breach=record.epoch > epoch)
+        return finding
+
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""
         with self._lock:
@@ -141,6 +167,7 @@ class QualityGuard:
             "estimate": evidence.share,
             "bound": evidence.upper(self._settings.alpha),
             "max_kl": record.kl,
+            "sentinel_error": record.sentinel_error,
             "suspicions": record.suspicions,
             "breaches": record.epoch,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 from kedge.guard import GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
@@ -11,6 +12,12 @@ from kedge.settings import GuardSettings
 
 AFTER_BREACH = 4
 """Times `trials` that are needed after the first breach"""
+SETTLED = 8
+"""Calls with sentinel tokens before any error counts as unusual"""
+UNUSUAL = 2.0
+"""Times the usual error of sentinel tokens from which a call is checked"""
+FORGET = 0.02
+"""Weight of a new error in the usual one"""
 MAX_TRIALS = 1024
 """Most checks without a change that are ever needed in a row"""
 
@@ -34,9 +41,14 @@ class GuardRecord:
     suspicions: int = 0
     kl: float = 0.0
     """Largest divergence of any check since the last change of state, in nats"""
+    sentinel_error: float = 0.0
+    """Usual relative error of sentinel tokens, a moving average"""
     _needed: int = 0
     _streak: int = 0
     """Trials in a row without a change"""
+    _errors: int = 0
+    _refuted: bool = False
+    """Whether sentinel tokens have refuted a translation since it was trusted"""
 
     def translated(self) -> None:
         """Note that a call was translated, so the anchors predict a small error."""
@@ -54,7 +66,30 @@ class GuardRecord:
         elif seen.changed or seen.kl > settings.max_kl:
             self._suspect(seen, settings)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
-            self.state = GuardState.ON
+            self.state, self._refuted = GuardState.ON, False
+
+    def refutes(self, error: float, settings: GuardSettings) -> bool:
+        """Take the mean error of a call's sentinel tokens. Returns whether what was translated is wrong: the
+        placeholder is suspect then, and after another time before it is trusted its anchors are discarded.
+        """
+        if not error > settings.max_sentinel_error and isfinite(error):
+            return False
+        if self._refuted:
+            self._breach(settings)
+        else:
+            self._suspect(DecisionComparison(False, None, 0.0, 0.0), settings)
+        self._refuted = True
+        return True
+
+    def is_unusual(self, error: float) -> bool:
+        """Take the mean error of a call's sentinel tokens. Returns whether it is far above those of earlier calls."""
+        self._errors += 1
+        usual, self.sentinel_error = self.sentinel_error, self._averaged(error)
+        return self._errors > SETTLED and error > UNUSUAL * usual
+
+    def _averaged(self, error: float) -> float:
+        weight = max(1 / self._errors, FORGET)
+        return self.sentinel_error + weight * (error - self.sentinel_error)
 
     def _tried(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         clean = not seen.changed and seen.kl <= settings.max_kl

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from kedge.guard import GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, DecisionComparison, compare
@@ -85,3 +87,16 @@ def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple
             names.append(segment.name)
         start = stop
     return tuple(names)
+
+
+def by_placeholder(request: GenerateRequest, errors: Mapping[int, float]) -> dict[str, float]:
+    """Return the mean of what is given by position for each placeholder that holds any of these positions."""
+    found: dict[str, list[float]] = {}
+    start = 0
+    for segment in request.segments:
+        stop = start + len(segment.tokens)
+        inside = [error for at, error in errors.items() if start <= at < stop]
+        if segment.is_placeholder and inside:
+            found.setdefault(segment.name, []).extend(inside)
+        start = stop
+    return {name: fmean(these) for name, these in found.items()}

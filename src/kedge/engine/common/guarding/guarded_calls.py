@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from kedge.engine.base import Item, Stream
-from kedge.engine.common.guarding.check import Check, dense_check, translated_placeholders, trial
+from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
 from kedge.engine.common.guarding.check_thread import CheckThread
 from kedge.engine.common.stream import Tap
 from kedge.guard import GuardMode
 from kedge.reuse.guard.comparison import TOP
-from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
+from kedge.reuse.guard.guard import QualityGuard, SentinelFinding
 from kedge.settings import GuardSettings
 from kedge.types import (
     Completion,
     FinishReason,
     GenerateRequest,
     Namespace,
+    RequestId,
     RunKey,
     TokenDelta,
     TokenLogprob,
@@ -28,13 +29,15 @@ from kedge.types import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GuardedCall:
     """A request as it arrived and as it is served."""
 
     asked: GenerateRequest
     served: GenerateRequest
-    verdict: GuardVerdict
+    tried: str
+    """The withheld placeholder that a check would translate; "": none is withheld"""
+    is_checked: bool
 
 
 class GuardedCalls:
@@ -43,6 +46,7 @@ class GuardedCalls:
     def __init__(self, submit: Callable[[GenerateRequest], Stream], settings: GuardSettings) -> None:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
         self._settings, self._guard = settings, QualityGuard(settings)
+        self._calls: dict[RequestId, GuardedCall] = {}
         self._checks = CheckThread(submit, self._judged, settings)
 
     def ordered(self, request: GenerateRequest) -> GenerateRequest:
@@ -54,13 +58,33 @@ class GuardedCalls:
         if request.guard.mode is GuardMode.OFF:
             return request, None
         verdict = self._guard.verdict(request)
-        compared = request.sampling.max_tokens > 0 and request.prompt_logprobs is None
-        verdict = replace(verdict, is_checked=verdict.is_checked and compared)
-        served = replace(request, guard=verdict.orders)
+        call = GuardedCall(request, replace(request, guard=verdict.orders), verdict.tried, is_checked=False)
         if verdict.is_checked:
-            served = replace(served, logprobs=max(request.logprobs or 0, TOP))
+            self._check(call)
         self._checks.arrived()
-        return served, partial(self._pass_on, GuardedCall(request, served, verdict))
+        self._calls[request.request_id] = call
+        return call.served, partial(self._pass_on, call)
+
+    def _check(self, call: GuardedCall) -> None:
+        """Let the call's answer be compared, if that is possible: nothing of it has been drawn yet."""
+        request = call.served
+        if request.sampling.max_tokens > 0 and request.prompt_logprobs is None:
+            call.is_checked = True
+            call.served = replace(request, logprobs=max(request.logprobs or 0, TOP))
+
+    def sentinels_read(self, request: GenerateRequest, errors: Mapping[int, float]) -> tuple[GenerateRequest, bool]:
+        """Take the relative errors of a request's sentinel tokens, by position, before its first token is drawn.
+
+        Returns the request, which is compared from here on if they are unusual, and whether its prompt has to be
+        computed.
+        """
+        call = self._calls.get(request.request_id)
+        if call is None:
+            return request, False
+        found = self._guard.sentinels_read(request, by_placeholder(request, errors))
+        if found is SentinelFinding.UNUSUAL and not call.is_checked:
+            self._check(call)
+        return call.served, found is SentinelFinding.REFUTED
 
     def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
         """Call `end`, which forgets what the run shared, once no check needs that any more."""
@@ -96,11 +120,13 @@ class GuardedCalls:
 
     def _pass_on(self, call: GuardedCall, item: Item) -> Item:
         if isinstance(item, BaseException):
+            self._calls.pop(call.asked.request_id, None)
             self._checks.left(0)
             return item
         if item.completion is None:
             return self._stripped(call, item)
         done = item.completion
+        self._calls.pop(call.asked.request_id, None)
         self._checks.left(done.receipt.computed + len(done.tokens))
         try:
             self._completed(call, done)
@@ -112,7 +138,7 @@ class GuardedCalls:
 
     def _stripped(self, call: GuardedCall, item: TokenDelta) -> TokenDelta:
         """Leave out log-probabilities that the client did not ask for."""
-        return replace(item, logprobs=self._asked(call, item.logprobs)) if call.verdict.is_checked else item
+        return replace(item, logprobs=self._asked(call, item.logprobs)) if call.is_checked else item
 
     @staticmethod
     def _asked(call: GuardedCall, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
@@ -126,9 +152,9 @@ class GuardedCalls:
             return
         names = translated_placeholders(served, done.receipt)
         self._guard.translated(served, names)
-        if call.verdict.tried:
-            self._checks.add(trial(served, done, self._settings, call.verdict.tried))
-        elif names and call.verdict.is_checked:
+        if call.tried and call.is_checked:
+            self._checks.add(trial(served, done, self._settings, call.tried))
+        elif names and call.is_checked:
             self._checks.add(dense_check(served, done, self._settings))
 
     def _judged(self, check: Check, again: Completion) -> None:

@@ -1,0 +1,103 @@
+"""Sentinel tokens: translated KV is compared with computed KV, and a refuted translation is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kedge.engine.local.sentinels import Sentinels
+from kedge.guard import GuardOrders
+from kedge.kv.storage import SlotTable
+from kedge.types import GenerateRequest, ReuseMode, Source
+from tests.engine.local.test_translation import Driver, relative, request, tokens
+
+WATCHED = GuardOrders(sentinels=2)
+
+
+def asked(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE, agent: str = "critic") -> GenerateRequest:
+    made = request(tokens(seed, 30), tokens(seed + 1, 24), reuse, agent)
+    return replace(made, guard=WATCHED if agent == "critic" else GuardOrders())
+
+
+def driver(*seeds: int, refutes: bool = False) -> tuple[Driver, list[dict[int, float]]]:
+    """An engine that has base KV of these values and offsets of others, and the errors of its later prompts."""
+    made, seen = Driver(), []
+    for taught in (50, 60):
+        made.serve(asked(taught, agent="solver"))
+        made.serve(asked(taught))
+    for seed in seeds:
+        made.serve(asked(seed, agent="solver"))
+    made.core.sentinel_checks.judge = lambda one, errors: (seen.append(dict(errors)), (one, refutes))[1]
+    return made, seen
+
+
+def test_sentinels_are_computed_and_lie_in_translated_values() -> None:
+    made, seen = driver(70)
+    served, _ = made.serve(asked(70))
+    assert served.plan is not None and served.plan.translates
+    assert len(seen) == 1 and len(seen[0]) == 4  # two in each of two values
+    assert set(seen[0]) <= set(served.plan.computed)
+    assert all(33 <= at < 63 or 72 <= at < 96 for at in seen[0])
+    assert all(error > 0 for error in seen[0].values())
+
+
+def test_other_requests_have_other_sentinels() -> None:
+    made, seen = driver(70)
+    for _ in range(6):
+        made.serve(asked(70))
+    assert len({frozenset(one) for one in seen}) > 1
+
+
+def test_without_a_guard_there_are_none() -> None:
+    made, seen = driver(70)
+    made.serve(replace(asked(70), guard=GuardOrders()))
+    assert not seen
+
+
+def test_short_values_have_none() -> None:
+    """At most one translated token in eight is computed for a comparison."""
+    made, seen = driver()
+    made.serve(request(tokens(70, 7), tokens(71, 20)))
+    made.serve(replace(request(tokens(70, 7), tokens(71, 20), agent="critic"), guard=WATCHED))
+    assert [len(one) for one in seen] == [2]
+
+
+def test_a_refuted_translation_is_computed_before_the_first_token() -> None:
+    made, seen = driver(70, refutes=True)
+    served, kv = made.serve(asked(70))
+    dense, expected = made.serve(asked(70, ReuseMode.OFF))
+    assert len(seen) == 1
+    assert relative(kv.values, expected.values) < 1e-5 and relative(kv.keys, expected.keys) < 1e-5
+    assert served.response == dense.response
+    receipt = served.receipt()
+    assert receipt.tokens(Source.TRANSLATED) == 0 and receipt.prompt_tokens == 101
+    assert any("the guard computed it" in miss.reason for miss in receipt.misses)
+
+
+def test_what_was_refuted_is_learned_from() -> None:
+    made, _ = driver(70, refutes=True)
+    before = made.core.inspection.stats()["learning"]["observed"]
+    made.serve(asked(70))
+    assert made.core.inspection.stats()["learning"]["observed"] == before + 1
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_an_error_is_relative_to_what_is_computed(part: str) -> None:
+    storage = Driver().core.inspection.storage
+    table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
+    torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
+    before = sentinels.read(table, [2, 17])
+    assert sentinels.errors(table, before) == [0.0, 0.0]
+    getattr(storage, part)[:, table.slots[17]] *= 2  # half of what is there now is missing
+    assert sentinels.errors(table, before) == pytest.approx([0.0, 0.5])
+
+
+def test_the_first_layer_does_not_count() -> None:
+    storage = Driver().core.inspection.storage
+    table, sentinels = SlotTable.of([3], storage.block_size), Sentinels(storage)
+    torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
+    before = sentinels.read(table, [0])
+    storage.keys[0] += 1
+    assert sentinels.errors(table, before) == [0.0]
