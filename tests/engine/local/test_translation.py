@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from transformers import PreTrainedModel
 
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
@@ -68,9 +69,9 @@ def request(
 class Driver:
     """The engine without its thread, so that a test can look at the KV of a request that still runs."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, model: PreTrainedModel | None = None, **settings: object) -> None:
         config = EngineSettings(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
-        self.runner = checked_runner(tiny_model("llama").to(config.device))
+        self.runner = checked_runner((model or tiny_model("llama")).to(config.device))
         self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
 
