@@ -136,6 +136,8 @@ def _kv_per_token(config: PretrainedConfig) -> str:
 
 
 def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    share = "" if rotary_dim == head_dim else f", first {rotary_dim} of {head_dim} dimensions"
-    return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta', 'unknown')}{share}"
+    from kedge.kv.spec import ropes
+
+    kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
+    share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
+    return "; ".join(dict.fromkeys(kinds)) + share

@@ -59,7 +59,7 @@ def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
 def require_place(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> None:
     """Raise `UnsupportedModel` unless keys and values [1, kv_heads, tokens, dim] fit into their layer's pools."""
     layer = getattr(module, "layer_idx", None)
-    if layer not in range(len(storage.pools)):
+    if not isinstance(layer, int) or layer not in range(len(storage.pools)):
         raise unsupported(module, f"it attends in layer {layer}, and the model has {len(storage.pools)} layers")
     _, heads, dim = storage.pools[layer][0].shape
     for name, tensor in (("keys", keys), ("values", values)):

@@ -59,7 +59,8 @@ class Recording:
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
         """The shapes of all layers, in their order."""
-        return tuple(LayerShape(*self.keys[n].shape[1:], self.values[n].shape[2]) for n in sorted(self.keys))
+        pairs = [(self.keys[layer], self.values[layer]) for layer in sorted(self.keys)]
+        return tuple(LayerShape(key.shape[1], key.shape[2], value.shape[2]) for key, value in pairs)
 
 
 def find(model: PreTrainedModel, spec: KVSpec, max_positions: int) -> Layout:

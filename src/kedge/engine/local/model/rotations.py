@@ -108,9 +108,8 @@ class Candidates:
         """Return the rotation of a layer's keys [places, kv_heads, key_dim], which are equal but for their rotation to
         `places`, and the relative error; None if they are not rotated.
         """
-        options = list(self._of(keys.shape[2]))
-        errors = [spread(one.unrotate(keys[None], places)[0]) for one in options]
-        options, errors = [*options, None], [*errors, spread(keys)]
+        options: list[Rotary | None] = [*self._of(keys.shape[2]), None]
+        errors = [spread(one.unrotate(keys[None], places)[0] if one else keys) for one in options]
         good = next(n for n, error in enumerate(errors) if not error > AS_GOOD * min(errors) + ROUNDING)
         return options[good], errors[good]
 
