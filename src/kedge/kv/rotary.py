@@ -46,7 +46,7 @@ class Rotary:
         with torch.no_grad():
             cos, sin = module(probe, position_ids=torch.arange(max_positions, device=device)[None])
         half = cos.shape[-1] // 2
-        self._cos, self._sin = cos[0, :, None, :half], sin[0, :, None, :half]  # [positions, 1, pairs]
+        self._cos, self._sin = (table[0, :, None, :half].contiguous() for table in (cos, sin))  # [positions, 1, pairs]
         self._scale = float(self._cos[0, 0, 0] ** 2 + self._sin[0, 0, 0] ** 2)
         self.pairing = HALVES
 
@@ -86,7 +86,8 @@ class Rotary:
         out_first, out_second = self.pairing.split(out, pairs)
         torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
         torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-        out[..., :start] = keys[..., :start]
+        if start:
+            out[..., :start] = keys[..., :start]
         if keys.shape[-1] > start + 2 * pairs:
             out[..., start + 2 * pairs :] = keys[..., start + 2 * pairs :]
 

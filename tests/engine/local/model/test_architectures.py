@@ -18,7 +18,6 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import RequestSequence, Sequence
 from kedge.errors import RequestError
-from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, TenantId, Tokens

@@ -116,7 +116,7 @@ ARCHITECTURES = (
     Architecture("MiniCPM3, MLA", "minicpm3", LATENT),
     Architecture("Phi-3, LongRoPE", "phi3", {
         "original_max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
                             "long_factor": [4.0] * 8, "original_max_position_embeddings": 512},
     }),
     Architecture("DeepSeek-V3.2, sparse MLA", "deepseek_v32", DEEPSEEK),

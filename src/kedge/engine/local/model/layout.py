@@ -108,13 +108,11 @@ def _require_every_layer(model: PreTrainedModel, spec: KVSpec, layers: Sequence[
 def _refusal(spec: KVSpec, keys: Sequence[float], values: Sequence[float]) -> str | None:
     """Return why KV cannot be moved to another position, by the relative errors of each layer's keys and values."""
     limit = TOLERANCE.get(precision(spec.dtype), 0.0)
-    for name, errors, why in (
-        ("keys", keys, "are rotated in none of the known ways"),
-        ("values", values, "depend on their position"),
-    ):
-        odd = [layer for layer, error in enumerate(errors) if not error <= limit]
-        if odd:
-            return f"the {name} of layer {odd[0]} {why}"
+    for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
+        if not of_keys <= limit:
+            return f"the keys of layer {layer} are rotated in none of the known ways"
+        if not of_values <= limit:
+            return f"the values of layer {layer} depend on their position"
     return None
 
 
