@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from kedge.engine.local.model.architectures import Verdict
+    from kedge.engine.local.model.architectures import TriedArchitecture
 
 
 def show_architectures(console: Console) -> None:
@@ -29,7 +29,7 @@ def show_architectures(console: Console) -> None:
     console.print(table)
 
 
-def _cells(found: Verdict) -> tuple[str, str]:
+def _cells(found: TriedArchitecture) -> tuple[str, str]:
     """Return what is shown about exact reuse and about translation."""
     if found.refusal:
         return "no", f"no: {found.refusal}"

@@ -53,7 +53,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TriedArchitecture:
     """What Kedge does with an architecture, found by trying it."""
 
     refusal: str | None
@@ -132,11 +132,11 @@ ARCHITECTURES = (
 """One place that names what is tried, the served first"""
 
 
-def verdict(architecture: Architecture) -> Verdict:
+def verdict(architecture: Architecture) -> TriedArchitecture:
     """Try a small random model. Unlike `kedge.engine.local.model.replica.trial`, its sizes are chosen, not cut down."""
     config = architecture.config()
     try:
         require_buildable(config)
-        return Verdict(None, checked_runner(random_model(config)).refusal)
+        return TriedArchitecture(None, checked_runner(random_model(config)).refusal)
     except UnsupportedModel as error:
-        return Verdict(error.why, error.why)
+        return TriedArchitecture(error.why, error.why)

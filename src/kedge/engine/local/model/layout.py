@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention.arguments import unsupported, without_batch
-from kedge.engine.local.model.probe import TOLERANCE, attention, precision
+from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.rotations import Candidates, RotaryCall, recorded, spread
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Rotary, Rotation, by_layer

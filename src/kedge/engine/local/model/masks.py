@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention.arguments import unsupported
-from kedge.engine.local.model.probe import attention
+from kedge.engine.local.model.comparing import attention
 
 if TYPE_CHECKING:
     from kedge.engine.local.model.runner import ModelRunner

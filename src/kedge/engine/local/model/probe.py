@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.passes import PromptPiece, one_pass, refusal, run, storage_for
 from kedge.errors import KedgeError, UnsupportedModel
 
@@ -26,11 +27,6 @@ LENGTH = 16
 """Tokens of a prompt"""
 SPLITS = (5, 11)
 """Positions at which the prompts are cut in two: the second pieces read cached keys, at positions of their own"""
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""By how much of their size logits may differ: rounding errors grow from layer to layer (with 32 random layers to 1e-5,
-0.008 and 0.06). Logits that have nothing in common differ by 1.4 times their size."""
-FASTER = {"high": torch.float16, "medium": torch.bfloat16}
-"""Dtypes that products of float32 are rounded to, by PyTorch's precision setting"""
 
 
 @contextmanager
@@ -44,17 +40,6 @@ def refusing(model_type: str) -> Iterator[None]:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         why = f"its code fails with Kedge's attention: {words}"
         raise UnsupportedModel("model_type", model_type, why) from error
-
-
-@contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run a model with another attention function temporarily."""
-    before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def require_interface(model: type[PreTrainedModel]) -> None:
@@ -102,11 +87,6 @@ def _eager(model: PreTrainedModel, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab] as the model computes them without Kedge."""
     with attention(model, "eager"):
         return model(input_ids=prompts, use_cache=False).logits.float()
-
-
-def precision(dtype: torch.dtype) -> torch.dtype:
-    """Return the coarsest dtype that a product of a model of this dtype is rounded to."""
-    return FASTER.get(torch.get_float32_matmul_precision(), dtype) if dtype is torch.float32 else dtype
 
 
 def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:
