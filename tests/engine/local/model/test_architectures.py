@@ -40,7 +40,10 @@ REFUSED = {
     "StableLM": "attention of its own only",
     "GPT-2, learned positions": "no rotary position embedding",
 }
-NOT_TRANSLATED = {"Phi-3, LongRoPE": "longrope RoPE changes with the length of the prompt"}
+NOT_TRANSLATED = {
+    "HunYuan, keys scaled after rotation": "the keys of layer 0 are rotated in none of the known ways",
+    "Phi-3, LongRoPE": "longrope RoPE changes with the length of the prompt",
+}
 SERVED = [name for name in BY_NAME if name not in REFUSED]
 TRANSLATED = [name for name in SERVED if name not in NOT_TRANSLATED]
 ANSWER = 64
@@ -185,7 +188,8 @@ def divergence(dense: RequestSequence, translated: RequestSequence) -> float:
 DENSE, ALL_CHOSEN = {"first_k_dense_replace": 3}, {"num_local_experts": 2}
 """No choice between experts, since other ones add an error that is not that of attention"""
 LIKE_LLAMA = {
-    "Mistral, sliding window": {}, "Gemma 2": {}, "Gemma 3": {}, "Gemma 4": {}, "OLMo 3": {}, "Phi, partial rotary": {},
+    "Mistral, sliding window": {}, "Gemma 2": {}, "Gemma 3": {}, "Gemma 4": {}, "Gemma 3n": {}, "OLMo 3": {},
+    "Phi, partial rotary": {},
     "GLM-4, partial rotary": {}, "Cohere, neighbours paired": {}, "SmolLM3, layers without RoPE": {},
     "gpt-oss, attention sinks": ALL_CHOSEN, "MiMo V2, sinks and narrow values": {}, "DeepSeek-V2, MLA": DENSE,
     "DeepSeek-V3 and Kimi K2, MLA": DENSE, "MiniCPM3, MLA": {},

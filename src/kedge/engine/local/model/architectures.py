@@ -109,11 +109,18 @@ ARCHITECTURES = (
         {**EXPERTS, "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4, "sliding_window": 16,
          "layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": TWO_ROPES},
     ),
+    Architecture(
+        "Gemma 3n", "gemma3n_text",
+        {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 6, "layer_types": 2 * MIXED, "laurel_rank": 8,
+         "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+         "rope_parameters": TWO_ROPES, "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [96] * 6},
+    ),
     Architecture("DeepSeek-V2, MLA", "deepseek_v2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     Architecture("DeepSeek-V3 and Kimi K2, MLA", "deepseek_v3", DEEPSEEK),
     Architecture("DeepSeek-V3, MLA and YaRN", "deepseek_v3", {**DEEPSEEK, "rope_parameters": YARN}),
     Architecture("GLM-4.7-Flash, MLA", "glm4_moe_lite", DEEPSEEK),
     Architecture("MiniCPM3, MLA", "minicpm3", LATENT),
+    Architecture("HunYuan, keys scaled after rotation", "hunyuan_v1_dense", {"head_dim": 16}),
     Architecture("Phi-3, LongRoPE", "phi3", {
         "original_max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
