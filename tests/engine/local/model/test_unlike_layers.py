@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kedge.anchors.translator import in_chunks, in_one_pass, translate_into
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.graphs import StepGraphs, on_gpu
 from kedge.engine.local.model.loading import checked_runner
@@ -144,6 +147,18 @@ def test_keys_of_several_shapes_have_no_graphs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(PagedStorage, "has_kernels", True)
     runner = checked_runner(model_of("Gemma 4"))
     assert on_gpu(runner.run, zeroed(runner), 200) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("Llama", in_one_pass), ("Gemma 3", in_chunks), ("DeepSeek-V2, MLA", in_chunks)]
+)
+def test_the_kernel_that_translates_takes_one_rotation_of_the_first_dimensions(
+    name: str, how: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PagedStorage, "has_kernels", True)
+    chosen = translate_into(zeroed(checked_runner(model_of(name))))
+    assert isinstance(chosen, partial)
+    assert chosen.func is how
 
 
 def test_a_segment_written_elsewhere_is_read_back_in_every_layer() -> None:
