@@ -11,12 +11,13 @@ import yaml
 from transformers import (
     BertConfig,
     FalconConfig,
-    GptOssConfig,
+    Gemma3TextConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
-    MistralConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
+    Qwen3NextConfig,
     StableLmConfig,
     T5Config,
 )
@@ -71,20 +72,26 @@ def test_part_of_the_dimensions_rotated_and_scaled_rope_are_shown(tmp_path: Path
         "partial_rotary_factor": 0.5,
     }
     shown = rows(tmp_path, PhiConfig(**SMALL, rope_parameters=scaled))
-    assert shown["RoPE"] == "llama3, theta 500000.0, first 8 of 16 dimensions"
+    assert shown["RoPE"] == "llama3, theta 500000.0, 8 of 16 dimensions"
 
 
-def test_a_sliding_window_is_run_but_not_translated(tmp_path: Path) -> None:
-    shown = rows(tmp_path, MistralConfig(**SMALL, sliding_window=128))
+def test_layers_that_differ_have_one_rope_each(tmp_path: Path) -> None:
+    shown = rows(tmp_path, Gemma3TextConfig(**SMALL, head_dim=16))
+    assert (shown["runs, exact reuse"], shown["translation"]) == ("yes", "yes")
+    assert shown["RoPE"] == "default, theta 1000000.0; default, theta 10000.0"
+
+
+def test_keys_that_are_scaled_after_their_rotation_are_run_but_not_translated(tmp_path: Path) -> None:
+    shown = rows(tmp_path, HunYuanDenseV1Config(**SMALL, head_dim=16))
     assert shown["runs, exact reuse"] == "yes"
-    assert shown["translation"].startswith("no: sliding-window attention (window 128)")
+    assert shown["translation"] == "no: the keys of layer 0 are rotated in none of the known ways"
 
 
 HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
 REFUSED = {
     "encoder-decoder": (T5Config, {}, "an encoder-decoder has no single KV cache"),
     "no rope": (BertConfig, {}, "no rotary position embedding in its config"),
-    "attention sinks": (GptOssConfig, SMALL, "Kedge's attention does not know its argument `s_aux` (attention sinks)"),
+    "linear attention": (Qwen3NextConfig, SMALL, "layers of type linear_attention (hybrid, sparse or state-space)"),
     "ALiBi": (FalconConfig, {"alibi": True}, "ALiBi: positions are a bias of the scores, not a rotation of the keys"),
     "attention of its own": (StableLmConfig, SMALL, "Transformers runs it with attention of its own only"),
     "rope for half of a key": (

@@ -19,26 +19,27 @@ SHAPES = {
     "a head of 128": (8, 2, 128),
 }
 LENGTHS = [1, 17, 64, 383]
+SCALE = 0.3
 
 
 def expected(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float, window: int | None, cap: float | None
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None, cap: float | None, sinks: Tensor
 ) -> Tensor:
     """One row: query [heads, dim] over the slots of its context."""
     if window:
         slots = slots[-window:]
     group = len(query) // keys.shape[1]
     keys, values = (x[slots].double().repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = torch.einsum("hd,khd->hk", query.double(), keys) * scaling
-    weights = (cap * (scores / cap).tanh() if cap else scores).softmax(-1)
-    return torch.einsum("hk,khd->hd", weights, values)
+    scores = torch.einsum("hd,khd->hk", query.double(), keys) * SCALE
+    weights = (cap * (scores / cap).tanh() if cap else scores).exp()
+    return torch.einsum("hk,khd->hd", weights / (weights.sum(-1, keepdim=True) + sinks.double().exp()), values)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (40, 0.5)])
+@pytest.mark.parametrize(("window", "cap", "beside_sinks"), [(None, None, False), (40, 0.5, False), (40, None, True)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_row_sees_its_own_context(
-    shape: tuple[int, int, int], window: int | None, cap: float | None, dtype: torch.dtype
+    shape: tuple[int, int, int], window: int | None, cap: float | None, beside_sinks: bool, dtype: torch.dtype
 ) -> None:
     from kedge.kv.attention_kernel import attend
 
@@ -50,10 +51,14 @@ def test_every_row_sees_its_own_context(
     query = torch.randn(heads, len(lengths), dim, device=DEVICE).to(dtype).transpose(0, 1)
     blocks = torch.stack([torch.randperm(BLOCKS) for _ in lengths]).to(torch.int32).to(DEVICE)
 
-    out = attend(query, keys, values, blocks, torch.tensor(lengths, device=DEVICE).int(), BLOCK, 0.3, window, cap)
+    sinks = torch.randn(heads, device=DEVICE).to(dtype) if beside_sinks else None
+    contexts = (blocks, torch.tensor(lengths, device=DEVICE).int(), BLOCK)
+
+    out = attend(query, keys, values, *contexts, SCALE, window, cap, sinks)
 
     assert out.dtype == dtype
     for row, length in enumerate(lengths):
         slots = (blocks[row, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
-        wanted = expected(query[row], keys, values, slots, 0.3, window, cap)
+        absent = torch.full((heads, 1), -torch.inf, device=DEVICE)
+        wanted = expected(query[row], keys, values, slots, window, cap, absent if sinks is None else sinks[:, None])
         torch.testing.assert_close(out[row].double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

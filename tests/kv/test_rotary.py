@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kedge.kv.rotary import Rotary
+from kedge.kv.rotary import HALVES, Pairing, Rotary, RotaryByLayer, by_layer
 from tests.engine.local.conftest import FAMILIES, tiny_model
 
 
@@ -42,3 +42,63 @@ def test_dimensions_beyond_the_rotary_ones_stay() -> None:
     rotary.rotate(keys, slice(10, 14), out=out)
     torch.testing.assert_close(out[..., head_dim:], keys[..., head_dim:])
     assert not torch.allclose(out[..., :head_dim], keys[..., :head_dim])
+
+
+PAIRINGS = {
+    "neighbours": Pairing(neighbours=True),
+    "backwards": Pairing(backwards=True),
+    "the last ones": Pairing(start=6),
+    "the last ones, neighbours": Pairing(start=6, neighbours=True),
+}
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS.values(), ids=PAIRINGS)
+def test_a_pairing_is_a_permutation_of_the_usual_one(pairing: Pairing) -> None:
+    """Rotated as usual after its dimensions are sorted, and sorted back; backwards, at the negative angle."""
+    rotary, module, size = rotary_of("llama")
+    order = torch.arange(size)
+    if pairing.neighbours:
+        order = torch.cat((order[::2], order[1::2]))
+    start = pairing.start
+    keys, positions = torch.randn(2, 5, 2, start + size), torch.tensor([0, 1, 5, 99, 400])
+    cos, sin = module(keys, position_ids=positions[None])
+    wanted, inner = keys.clone(), keys[..., start:][..., order].transpose(1, 2)
+    turned = apply_rotary_pos_emb(inner, inner, cos, -sin if pairing.backwards else sin)[1].transpose(1, 2)
+    wanted[..., start + order] = turned
+    out = torch.empty_like(keys)
+    rotary.paired(pairing).rotate(keys, positions, out=out)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotary.paired(pairing).unrotate(out, positions), keys, atol=1e-5, rtol=1e-4)
+    assert rotary.pairing == HALVES
+
+
+def test_kernels_get_tables_for_the_first_dimensions_in_halves_only() -> None:
+    rotary, _, _ = rotary_of("llama")
+    assert rotary.tables is not None
+    backwards = rotary.paired(Pairing(backwards=True)).tables
+    assert backwards is not None
+    torch.testing.assert_close(backwards[1], -rotary.tables[1])
+    assert rotary.paired(Pairing(start=2)).tables is None
+    assert rotary.paired(Pairing(neighbours=True)).tables is None
+    assert RotaryByLayer([rotary, None]).tables is None
+
+
+def test_layers_are_rotated_each_in_its_own_way() -> None:
+    rotary, _, size = rotary_of("llama")
+    other = rotary.paired(Pairing(neighbours=True))
+    layers = [rotary, rotary, None, other, rotary]
+    keys, out = torch.randn(5, 7, 2, size), torch.empty(5, 7, 2, size)
+    mixed = by_layer(layers)
+    mixed.rotate(keys, slice(30, 37), out=out)
+    for layer, one in enumerate(layers):
+        alone = keys[layer : layer + 1].clone()
+        if one is not None:
+            one.rotate(keys[layer : layer + 1], slice(30, 37), out=alone)
+        torch.testing.assert_close(out[layer : layer + 1], alone)
+    torch.testing.assert_close(mixed.unrotate(out, slice(30, 37)), keys, atol=1e-5, rtol=1e-4)
+
+
+def test_layers_with_the_same_rotation_keep_the_one_of_all() -> None:
+    rotary, _, _ = rotary_of("llama")
+    assert by_layer([rotary, rotary]) is rotary
+    assert isinstance(by_layer([None, None]), RotaryByLayer)

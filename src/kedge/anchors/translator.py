@@ -40,10 +40,10 @@ class Translator:
 
 
 def translate_into(storage: Storage) -> Translate:
-    """Return the fastest `Translate` for a storage: the kernel on a GPU with Kedge's memory layout, PyTorch operations
-    elsewhere.
+    """Return the fastest `Translate` for a storage: the kernel on a GPU with Kedge's memory layout and one rotation for
+    all layers, PyTorch operations elsewhere.
     """
-    if isinstance(storage, PagedStorage) and storage.has_kernels:
+    if isinstance(storage, PagedStorage) and storage.has_kernels and storage.rotary.tables is not None:
         return partial(in_one_pass, storage)
     return partial(in_chunks, storage)
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kedge.cli.inspect_architectures import show_architectures
 from kedge.cli.inspect_flow import Counts, GraphOutput, show_flow
 from kedge.cli.inspect_traffic import show_traffic
 from kedge.errors import ConfigError, UnsupportedModel
@@ -49,6 +50,9 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
     ] = None,
+    architectures: Annotated[
+        bool, typer.Option("--architectures", help="Try a small random model of every known architecture.")
+    ] = False,
     from_traffic: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A running server, Kedge's or vLLM's: what was found in its plain requests."),
@@ -62,6 +66,8 @@ def inspect(
     """
     if from_traffic is not None:
         show_traffic(Console(), from_traffic, api_key)
+    elif architectures:
+        show_architectures(Console())
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
         show_flow(Console(), target, counts, GraphOutput(picture, graph), show_all=show_all)
@@ -136,6 +142,8 @@ def _kv_per_token(config: PretrainedConfig) -> str:
 
 
 def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    share = "" if rotary_dim == head_dim else f", first {rotary_dim} of {head_dim} dimensions"
-    return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta', 'unknown')}{share}"
+    from kedge.kv.spec import ropes
+
+    kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
+    share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
+    return "; ".join(dict.fromkeys(kinds)) + share

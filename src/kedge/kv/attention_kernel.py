@@ -30,12 +30,13 @@ def attend(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of `query` [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim].
 
     Returns [rows, heads, head_dim]. `blocks` (int32 [rows, width]) are the blocks of each row's context, of which the
     first `lengths` (int32 [rows]) tokens are visible; with a `window` only the last ones. With a `softcap` a score s
-    becomes softcap * tanh(s / softcap).
+    becomes softcap * tanh(s / softcap). `sinks` [heads] are one more score of every row, whose weight goes to no token.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -49,7 +50,9 @@ def attend(
             HEADS=heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=block_size, SHARES=SHARES, TILE=TILE,
             ROWS=max(FEWEST, triton.next_power_of_2(heads // kv_heads)), WHOLE=max(16, triton.next_power_of_2(dim)),
         )  # fmt: skip
-    return (parts * sums.softmax(-1)[..., None]).sum(2).to(query.dtype)
+    if sinks is not None:
+        sums = torch.cat([sums, sinks.float()[None, :, None].expand(rows, -1, -1)], dim=-1)
+    return (parts * sums.softmax(-1)[..., :SHARES, None]).sum(2).to(query.dtype)
 
 
 @triton.jit

@@ -17,8 +17,17 @@ CHANGING = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The shape of one token's KV in one layer: keys [kv_heads, key_dim] and values [kv_heads, value_dim]."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The shape of one token's KV: `layers` x 2 x [kv_heads, head_dim] of `dtype`; the first `rotary_dim` of a key are
+    """The shape of one token's KV: `layers` x 2 x [kv_heads, head_dim] of `dtype`; `rotary_dim` dimensions of a key are
     rotated.
     """
 
@@ -27,6 +36,8 @@ class KVSpec:
     head_dim: int
     rotary_dim: int
     dtype: torch.dtype
+    shapes: tuple[LayerShape, ...] = ()
+    """The shape of every layer, where not all of them fill [kv_heads, head_dim]; otherwise empty."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -35,16 +46,18 @@ class KVSpec:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> KVSpec:
-        """Return the shape. Raises `UnsupportedModel` unless it is a RoPE decoder with one KV per token and layer."""
+        """Return the shape according to a config. Raises `UnsupportedModel` unless it is a RoPE decoder with one KV
+        per token and layer. `kedge.engine.local.model.layout` finds the shape that a model really has.
+        """
         config = _text(config)
         if reason := _unservable(config):
             raise UnsupportedModel("model_type", config.model_type, reason)
-        heads, head_dim = config.num_attention_heads, _head_dim(config)
+        layers = _layers(config)
         return cls(
             layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=head_dim,
-            rotary_dim=int(head_dim * (_rope(config).get("partial_rotary_factor") or 1.0)),
+            kv_heads=max(getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers),
+            head_dim=max(map(_head_dim, layers)),
+            rotary_dim=max(map(_rotary_dim, layers)),
             dtype=dtype,
         )
 
@@ -56,10 +69,16 @@ def longest(config: PretrainedConfig) -> int:
     shorter sequences in the same pass, would differ.
     """
     config = _text(config)
-    rope, positions = _rope(config), config.max_position_embeddings
-    if rope.get("rope_type") not in CHANGING:
-        return positions
-    return min(positions, rope.get("original_max_position_embeddings") or positions)
+    positions: int = config.max_position_embeddings
+    changing = [rope for rope in ropes(config) if rope.get("rope_type") in CHANGING]
+    return min([positions, *(rope.get("original_max_position_embeddings") or positions for rope in changing)])
+
+
+def ropes(config: PretrainedConfig) -> list[dict]:
+    """Return the parameters of RoPE: one entry, or one for every kind of layer that has its own."""
+    rope = getattr(_text(config), "rope_parameters", None) or {}
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]
+    return by_kind or ([rope] if rope else [])
 
 
 def _text(config: PretrainedConfig) -> PretrainedConfig:
@@ -70,50 +89,69 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
         raise UnsupportedModel("model_type", config.model_type, "it has more than one language model") from error
 
 
-def _rope(config: PretrainedConfig) -> dict:
-    return getattr(config, "rope_parameters", None) or {}
+def _layers(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the config of every layer where they differ, else the one of all layers."""
+    return list(getattr(config, "per_layer_config", None) or [config])
 
 
 def _head_dim(config: PretrainedConfig) -> int:
+    """Return the dimensions of a key in memory. With latent attention (MLA) `head_dim` is of its rotated part only."""
+    if rotated := getattr(config, "qk_rope_head_dim", None):
+        return rotated + config.qk_nope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rotary_dim(config: PretrainedConfig) -> int:
+    if rotated := getattr(config, "qk_rope_head_dim", None):
+        return rotated
+    shares = [rope.get("partial_rotary_factor") or 1.0 for rope in ropes(config)]
+    return int(_head_dim(config) * max(shares))
 
 
 def _unservable(config: PretrainedConfig) -> str | None:
     """Return why Kedge cannot run such a model according to its text part's `config`, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has no single KV cache"
-    if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention (MLA) keeps no per-head KV"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if odd := layer_types - {"full_attention", "sliding_attention"}:
         return f"layers of type {', '.join(sorted(odd))} (hybrid, sparse or state-space) keep no KV that all tokens see"
     if getattr(config, "alibi", False):
         return "ALiBi: positions are a bias of the scores, not a rotation of the keys"
-    if not getattr(config, "num_attention_heads", None) or not _rope(config):
+    if not getattr(config, "num_attention_heads", None) or not ropes(config):
         return "no rotary position embedding in its config"
-    if any(isinstance(value, dict) for value in _rope(config).values()):
-        return "its layers rotate in different ways: a key has no single unrotated form"
     return _incomplete(config)
 
 
 def _incomplete(config: PretrainedConfig) -> str | None:
     """Return the size that the config does not give as a single number, or None."""
     sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
-    sizes.append("head_dim" if getattr(config, "head_dim", None) else "hidden_size")
-    odd = [name for name in sizes if not isinstance(getattr(config, name, None), int)]
+    one = _layers(config)[0]
+    sizes.append("head_dim" if getattr(one, "head_dim", None) else "hidden_size")
+    odd = [name for name in sizes if not isinstance(getattr(one, name, None), int)]
     return f"its config has no single `{odd[0]}`" if odd else None
 
 
 def translation_refusal(config: PretrainedConfig) -> str | None:
-    """Return why this model's KV cannot be translated, or None where it can. Exact reuse works either way."""
+    """Return why this model's KV cannot be translated according to its config, or None. Exact reuse works either way.
+
+    Whether the rotation of its keys can be undone is not in a config: `kedge.engine.local.model.layout` tries it.
+    """
     config = _text(config)
     if reason := _unservable(config):
         return reason
-    rope = _rope(config)
+    changing = [rope["rope_type"] for rope in ropes(config) if rope.get("rope_type") in CHANGING]
+    return f"{changing[0]} RoPE changes with the length of the prompt" if changing else None
+
+
+def mixed_layers(config: PretrainedConfig) -> str | None:
+    """Return how the layers differ from full attention with one rotation of whole keys, or None where they do not."""
+    config = _text(config)
+    if getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention (MLA) keeps no per-head KV"
+    if len(ropes(config)) > 1:
+        return "its layers rotate in different ways: a key has no single unrotated form"
     if 0 in (getattr(config, "no_rope_layers", None) or ()):
         return "some of its layers do not rotate keys"
-    if rope.get("rope_type") in CHANGING:
-        return f"{rope['rope_type']} RoPE changes with the length of the prompt"
     if _slides(config):
         return f"sliding-window attention (window {config.sliding_window}): a token does not see its whole context"
     return None

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kedge.kv.rotary import Rotary
+from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 
@@ -43,14 +43,17 @@ class SlotTable:
 
 class PagedStorage:
     """The keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one
-    request.
+    request. What a layer does not fill, where layers have different shapes, is zero.
     """
 
-    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotary) -> None:
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotation) -> None:
         shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
-        self.values = torch.empty(shape, dtype=spec.dtype, device=device)
+        allocate = torch.zeros if spec.shapes else torch.empty
+        self.keys = allocate(shape, dtype=spec.dtype, device=device)
+        self.values = allocate(shape, dtype=spec.dtype, device=device)
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
+        self.pools = layer_pools(spec, self.keys, self.values)
+        """The keys and values of each layer as attention reads them, each [slots, kv_heads, key_dim]: views"""
 
     @property
     def has_kernels(self) -> bool:
@@ -58,9 +61,14 @@ class PagedStorage:
         return self.keys.is_cuda and find_spec("triton") is not None
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens]."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        """Write one layer's rotated keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] to
+        `slots` [tokens].
+        """
+        key_pool, value_pool = self.pools[layer]
+        key_pool.index_copy_(0, slots, keys)
+        if values.shape[2] < value_pool.shape[2]:
+            value_pool = value_pool[..., : values.shape[2]]
+        value_pool.index_copy_(0, slots, values)
 
     def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
         """Return a copy of positions [start, stop) of a request, keys unrotated."""
@@ -81,6 +89,14 @@ class PagedStorage:
             self.rotary.rotate(total, slice(start + part.start, start + part.stop), out=self.keys[:, run])
             add_offsets(base.values[:, part], offsets.values[:, part], out=self.values[:, run])
             done = part.stop
+
+
+def layer_pools(spec: KVSpec, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return each layer's part of the pools. Values are read as wide as keys, which fused kernels require."""
+    if not spec.shapes:
+        return list(zip(keys, values, strict=True))
+    parts = zip(keys, values, spec.shapes, strict=True)
+    return [(k[:, : of.kv_heads, : of.key_dim], v[:, : of.kv_heads, : of.key_dim]) for k, v, of in parts]
 
 
 def add_offsets(base: Tensor, offsets: Tensor, out: Tensor) -> None:

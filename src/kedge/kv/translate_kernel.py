@@ -39,6 +39,7 @@ def translate(
     layers, tokens, heads, dim = base.keys.shape
     if not tokens:
         return
+    assert storage.rotary.tables is not None, "the kernel rotates all layers alike"
     cos, sin = storage.rotary.tables
     half = cos.shape[1]
     # A program is a tile of tokens in one head of one layer, of the keys (0) or of the values (1).

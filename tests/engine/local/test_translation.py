@@ -6,12 +6,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from transformers import HunYuanDenseV1Config, PreTrainedModel
 
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.replica import random_model, small_config
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.kv.segment import KVSegment
@@ -68,9 +70,9 @@ def request(
 class Driver:
     """The engine without its thread, so that a test can look at the KV of a request that still runs."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, model: PreTrainedModel | None = None, **settings: object) -> None:
         config = EngineSettings(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
-        self.runner = checked_runner(tiny_model("llama").to(config.device))
+        self.runner = checked_runner((model or tiny_model("llama")).to(config.device))
         self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
 
@@ -218,12 +220,12 @@ def test_a_cancelled_request_holds_nothing() -> None:
 
 
 def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -> None:
-    with engine_of(tiny_model("mistral-sliding"), **SETTINGS) as engine:
-        assert "sliding-window" in str(engine.translation_refusal)
+    with engine_of(random_model(small_config(HunYuanDenseV1Config())), **SETTINGS) as engine:
+        assert "rotated in none of the known ways" in str(engine.translation_refusal)
         done = [engine.submit(request(tokens(50, 30))).result(60) for _ in range(3)]
     assert [c.receipt.translated for c in done] == [0, 0, 0]
     assert done[-1].receipt.exact > 0
-    assert "sliding-window" in done[-1].receipt.misses[0].reason
+    assert "rotated in none of the known ways" in done[-1].receipt.misses[0].reason
 
 
 @pytest.mark.parametrize("estimator", ["token", "interpolate"])

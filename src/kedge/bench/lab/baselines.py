@@ -16,7 +16,7 @@ from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.engine.local.components import Assembler
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.kv.rotary import Rotary
+from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.contracts import PlaceholderSite, SampleView
@@ -76,7 +76,7 @@ class _AblatedAssembler:
 
     works_ahead: ClassVar[bool] = False
     steps: Ablation
-    rotary: Rotary
+    rotary: Rotation
     translator: Translator
     prompts: dict[tuple[RunKey, SampleId], int] = field(default_factory=dict)
     """Tokens of the prompt before an answer."""

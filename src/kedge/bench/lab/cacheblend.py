@@ -97,7 +97,7 @@ class _FilteredStorage(PagedStorage):
 
     def __init__(self, storage: PagedStorage, reused: Tensor) -> None:
         """Take `reused`, bool [rows] on the CPU. Rows that are not reused are always written and always kept."""
-        self.keys, self.values = storage.keys, storage.values
+        self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
         self.keep = 0
         self.kept = torch.ones_like(reused)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention import softcap
+from kedge.engine.local.attention import written_out
 from kedge.engine.local.attention.paged import FEW, SequenceSlice, _attend, _attend_causal, _attend_lower_right
-from kedge.kv.storage import PagedStorage
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
 RUNS = [
@@ -32,36 +28,43 @@ POSITIONS = {
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def expected(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def expected(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """[queries, heads, dim], from query [heads, queries, dim] and contiguous KV [context, kv_heads, dim]."""
     keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1).float() for x in (keys, values))
     places = torch.arange(len(keys))
     seen = places <= positions[:, None]
     if window is not None:
         seen &= places > positions[:, None] - window
-    scores = torch.einsum("hqd,khd->hqk", query.float(), keys) * SCALE
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+    scores = (torch.einsum("hqd,khd->hqk", query.float(), keys) * SCALE).masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.float().exp()[:, None, None])
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("beside_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 64, 10_000])
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("runs", RUNS, ids=["one run", "two runs", "three runs", "short runs"])
 def test_attention_reads_its_context_run_by_run(
-    runs: tuple[slice, ...], where: str, window: int | None, dtype: torch.dtype
+    runs: tuple[slice, ...], where: str, window: int | None, beside_sinks: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    pool = [torch.randn(1, 1200, KV_HEADS, DIM).to(dtype) for _ in range(2)]
-    storage = cast(PagedStorage, SimpleNamespace(keys=pool[0], values=pool[1]))
+    keys, values = (torch.randn(1200, KV_HEADS, DIM).to(dtype) for _ in range(2))
+    sinks = 2 * torch.randn(HEADS).to(dtype) if beside_sinks else None
     positions = torch.tensor(POSITIONS[where])
     query = torch.randn(HEADS, len(positions), DIM).to(dtype)
     contiguous = bool(positions[0] == 800 - len(positions))
     sequence = SequenceSlice(0, len(positions), runs, 800, positions, contiguous)
 
-    out = _attend(query, storage, 0, sequence, SCALE, window)
+    out = _attend(query, (keys, values), sequence, SCALE, window, sinks)
 
-    keys, values = (torch.cat([x[0, run] for run in runs]) for x in pool)
-    assert (out.float() - expected(query, keys, values, positions, window)).abs().max() < TOLERANCE[dtype]
+    keys, values = (torch.cat([x[run] for run in runs]) for x in (keys, values))
+    assert (out.float() - expected(query, keys, values, positions, window, sinks)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("queries", [1, 5, 40])
@@ -73,16 +76,22 @@ def test_a_gpu_sees_the_same_of_a_chunk(queries: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("queries", [1, 5, softcap.ROWS + 44])
-def test_capped_scores_are_capped_before_they_are_masked(queries: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("queries", [1, 5, written_out.ROWS + 44])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("beside_sinks", [False, True])
+def test_scores_that_are_written_out_are_capped_masked_and_joined_by_sinks_in_this_order(
+    beside_sinks: bool, cap: float | None, queries: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     query = torch.randn(HEADS, queries, DIM).to(dtype)
     key, value = (torch.randn(KV_HEADS, 400, DIM).to(dtype) for _ in range(2))
+    sinks = torch.randn(HEADS).to(dtype) if beside_sinks else None
     mask = torch.where(torch.arange(400) <= torch.arange(400 - queries, 400)[:, None], 0.0, -torch.inf)
 
-    out = softcap.attend(query, key, value, mask, SCALE, 1.5)
+    out = written_out.attend(query, key, value, mask, SCALE, cap, sinks)
 
-    heads = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
-    key, value = heads
-    scores = 1.5 * (query.double() @ key.transpose(1, 2) * SCALE / 1.5).tanh() + mask
-    assert (out.double() - scores.softmax(-1) @ value).abs().max() < TOLERANCE[dtype]
+    key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
+    scores = query.double() @ key.transpose(1, 2) * SCALE
+    weights = ((cap * (scores / cap).tanh() if cap else scores) + mask).exp()
+    nowhere = 0 if sinks is None else sinks.double().exp()[:, None, None]
+    assert (out.double() - weights / (weights.sum(-1, keepdim=True) + nowhere) @ value).abs().max() < TOLERANCE[dtype]

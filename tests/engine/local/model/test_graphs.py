@@ -49,7 +49,7 @@ class Graphs:
 
 def row_by_row(
     query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
-    block_size: int, scaling: float, window: int | None, softcap: float | None,
+    block_size: int, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """What the kernel does, row by row."""
     group, rows = query.shape[1] // keys.shape[1], []
@@ -58,7 +58,10 @@ def row_by_row(
         slots = slots[-window:] if window else slots
         key, value = (pool[slots].repeat_interleave(group, dim=1) for pool in (keys, values))
         scores = torch.einsum("hd,khd->hk", one, key) * scaling
-        weights = (softcap * (scores / softcap).tanh() if softcap else scores).softmax(-1)
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None]], dim=-1)
+        weights = scores.softmax(-1)[:, : len(slots)]
         rows.append(torch.einsum("hk,khd->hd", weights, value))
     return torch.stack(rows)
 

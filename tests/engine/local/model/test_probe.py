@@ -13,8 +13,7 @@ from transformers import (
     CohereConfig,
     FalconConfig,
     Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -22,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    SmolLM3Config,
     StableLmConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -36,8 +34,6 @@ from tests.engine.local.conftest import SHAPE, tiny_model
 
 HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
 REFUSED = {
-    "attention sinks": (GptOssConfig(), "`s_aux` (attention sinks)"),
-    "rope by kind of layer": (Gemma3TextConfig(), "its layers rotate in different ways"),
     "partial rotary without an interface": (StableLmConfig(), "attention of its own only"),
     "ALiBi": (FalconConfig(alibi=True), "ALiBi"),
     "no interface": (FalconConfig(), "attention of its own only"),
@@ -186,9 +182,10 @@ def test_half_precision_does_not_hide_a_difference(dtype: torch.dtype) -> None:
         checked_runner(model.to(dtype))
 
 
-def test_keys_that_are_turned_otherwise_are_served_and_not_translated() -> None:
-    assert "are not rotated" in str(checked_runner(random_model(small_config(CohereConfig()))).refusal)
-    assert "do not rotate keys" in str(checked_runner(random_model(small_config(SmolLM3Config()))).refusal)
+def test_keys_whose_rotation_cannot_be_undone_are_served_and_not_translated() -> None:
+    """HunYuan normalises keys, with a weight per dimension, after it has rotated them."""
+    refusal = checked_runner(random_model(small_config(HunYuanDenseV1Config()))).refusal
+    assert refusal == "the keys of layer 0 are rotated in none of the known ways"
     assert checked_runner(random_model(small_config(LlamaConfig()))).refusal is None
 
 

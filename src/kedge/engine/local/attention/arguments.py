@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from kedge.errors import UnsupportedModel
+from kedge.kv.storage import PagedStorage
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -40,7 +41,6 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "indices": "sparse attention",
         "is_causal": "attention to later tokens",
         "position_bias": "a bias by distance",
-        "s_aux": "attention sinks",
     }
 )
 """The meanings of arguments that are known but not supported."""
@@ -56,15 +56,21 @@ def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
         raise unsupported(module, "its tokens attend to later ones (`is_causal` is False)")
 
 
-def require_place(module: nn.Module, pool: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raise `UnsupportedModel` unless a layer's keys and values fit into a pool [layers, slots, kv_heads, head_dim]."""
-    layers, _, *expected = pool.shape
-    if (layer := getattr(module, "layer_idx", None)) not in range(layers):
-        raise unsupported(module, f"it attends in layer {layer}, and its config has {layers} layers")
+def require_place(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> None:
+    """Raise `UnsupportedModel` unless keys and values [1, kv_heads, tokens, dim] fit into their layer's pools."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or layer not in range(len(storage.pools)):
+        raise unsupported(module, f"it attends in layer {layer}, and the model has {len(storage.pools)} layers")
+    _, heads, dim = storage.pools[layer][0].shape
     for name, tensor in (("keys", keys), ("values", values)):
-        if (heads := tensor.shape[1], dim := tensor.shape[3]) != tuple(expected):
-            wanted = f"{expected[0]} of {expected[1]} in its config"
-            raise unsupported(module, f"its {name} have {heads} heads of {dim} dimensions, {wanted}")
+        if tensor.shape[1] != heads or tensor.shape[3] > dim or (name == "keys" and tensor.shape[3] != dim):
+            found = f"{tensor.shape[1]} heads of {tensor.shape[3]} dimensions"
+            raise unsupported(module, f"its {name} have {found}, {heads} of {dim} when it was loaded")
+
+
+def without_batch(module: nn.Module) -> UnsupportedModel:
+    """Return the error for a model whose attention does not get what the model is called with."""
+    return unsupported(module, "it does not get the batch: its model does not hand on what its `forward` is given")
 
 
 def unsupported(module: nn.Module, why: str) -> UnsupportedModel:

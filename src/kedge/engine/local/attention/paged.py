@@ -16,8 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from kedge.engine.local.attention import softcap as capped
-from kedge.engine.local.attention.arguments import require_known, require_place, unsupported
+from kedge.engine.local.attention import written_out
+from kedge.engine.local.attention.arguments import require_known, require_place, without_batch
 from kedge.kv.storage import PagedStorage, Runs
 
 NAME = "kedge"
@@ -98,18 +98,21 @@ class Batch:
     """Rows that need logits."""
     storage: PagedStorage
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """Return each sequence's attention over its own context: query [heads, tokens, head_dim] -> [tokens, heads,
         head_dim].
         """
         out = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
+        pools = self.storage.pools[layer]
         for sequence in self.sequences:
             rows = slice(sequence.start, sequence.stop)
             mine = query[:, rows]
-            if softcap is None:
-                out[rows] = _attend(mine, self.storage, layer, sequence, scaling, window)
+            if softcap is None and (sinks is None or query.device.type == "cpu"):
+                out[rows] = _attend(mine, pools, sequence, scaling, window, sinks)
             else:
-                out[rows] = _attend_capped(mine, self.storage, layer, sequence, scaling, window, softcap)
+                out[rows] = _attend_written_out(mine, pools, sequence, scaling, window, softcap, sinks)
         return out
 
 
@@ -136,7 +139,9 @@ class ForwardBatch(Protocol):
     def logits_rows(self) -> Tensor | int:
         """Rows that need logits; 0 is all of them."""
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """Compute attention as `Batch.attend` does."""
 
 
@@ -151,39 +156,50 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Compute paged attention, with Transformers' signature: query [1, heads, tokens, head_dim] -> [1, tokens, heads,
-    head_dim].
+    """Compute paged attention, with Transformers' signature: query [1, heads, tokens, key_dim] -> [1, tokens, heads,
+    value_dim]. `s_aux` [heads] are attention sinks: one more score of every query, whose weight goes to no token.
 
     Raises `UnsupportedModel` for any other argument that a model's scores depend on.
     """
     if kedge is None:
-        raise unsupported(module, "it does not get the batch: its model does not hand on what its `forward` is given")
+        raise without_batch(module)
     require_known(module, {"attention_mask": attention_mask, **others})
-    require_place(module, kedge.storage.keys, key, value)
+    require_place(module, kedge.storage, key, value)
     layer = cast(int, module.layer_idx)
     kedge.storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return kedge.attend(layer, query[0], scaling, sliding_window, softcap)[None], None
+    out = kedge.attend(layer, query[0], scaling, sliding_window, softcap, s_aux)[None]
+    return out if value.shape[-1] == out.shape[-1] else out[..., : value.shape[-1]].contiguous(), None
 
 
 def _attend(
-    query: Tensor, storage: PagedStorage, layer: int, sequence: SequenceSlice, scaling: float, window: int | None
+    query: Tensor,
+    pools: tuple[Tensor, Tensor],
+    sequence: SequenceSlice,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return one sequence's attention: queries [heads, tokens, head_dim] over its context -> [tokens, heads,
-    head_dim].
+    head_dim]. Sinks are supported on a CPU only.
     """
     if window is not None and window >= sequence.context:
         window = None
     if query.shape[1] <= FEW and query.device.type == "cpu":
-        return _attend_few(query, storage, layer, sequence, scaling, window)
-    key, value = (_gather(pool[layer], sequence.runs) for pool in (storage.keys, storage.values))
+        return _attend_few(query, pools, sequence, scaling, window, sinks)
+    key, value = (_gather(pool, sequence.runs) for pool in pools)
     groups = len(query) // len(key)
     # Heads of one group share their KV: an expanded view gives SDPA its heads without a copy.
     grouped = query.reshape(len(key), groups, *query.shape[1:])
     key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
-    if sequence.contiguous and window is None:
+    is_causal = sequence.contiguous and window is None
+    if sinks is not None:
+        mask = None if is_causal else sequence.mask(window, query.dtype)
+        out = _attend_with_sinks(grouped, key, value, mask, scaling, sinks)
+    elif is_causal:
         attend = _attend_causal if query.device.type == "cpu" else _attend_lower_right
         out = attend(grouped, key, value, scaling)
     else:
@@ -192,30 +208,50 @@ def _attend(
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _attend_capped(
+def _attend_written_out(
     query: Tensor,
-    storage: PagedStorage,
-    layer: int,
+    pools: tuple[Tensor, Tensor],
     sequence: SequenceSlice,
     scaling: float,
     window: int | None,
-    softcap: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with scores capped before the softmax, for which PyTorch has no fused kernel."""
-    key, value = (_gather(pool[layer], sequence.runs) for pool in (storage.keys, storage.values))
-    return capped.attend(query, key, value, sequence.mask(window, torch.float32), scaling, softcap).transpose(0, 1)
+    """Compute attention for which PyTorch has no fused kernel: capped scores, and sinks on a GPU."""
+    key, value = (_gather(pool, sequence.runs) for pool in pools)
+    mask = sequence.mask(window, torch.float32)
+    return written_out.attend(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor
+) -> Tensor:
+    """Return attention [kv_heads, group, tokens, head_dim] beside sinks [heads]; without a mask it is causal."""
+    if mask is None:
+        outs, sums = _causal_parts(query, key, value, scaling)
+    else:
+        outs, sums = ([one] for one in _flash(query, key, value, attn_mask=mask, scale=scaling))
+    return _joined(outs, sums, sinks.view(*query.shape[:2], 1))
 
 
 def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Return causal attention of a context's last tokens [batch, heads, tokens, head_dim]: all earlier keys are
     visible, and the kernel masks those tokens themselves. An explicit mask would cost the work of all pairs.
     """
+    outs, sums = _causal_parts(query, key, value, scaling)
+    return outs[0] if len(outs) == 1 else _joined(outs, sums)
+
+
+def _causal_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Return causal attention to the tokens themselves and, if there are any, to all keys before them, each with the
+    logarithm of its softmax sum.
+    """
     before = key.shape[2] - query.shape[2]
     out, own = _flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
     if not before:
-        return out
+        return [out], [own]
     rest, past = _flash(query, key[:, :, :before], value[:, :, :before], scale=scaling)
-    return _joined([rest, out], [past, own])
+    return [rest, out], [past, own]
 
 
 def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -233,12 +269,17 @@ def _gather(pool: Tensor, runs: Runs) -> Tensor:
 
 
 def _attend_few(
-    query: Tensor, storage: PagedStorage, layer: int, sequence: SequenceSlice, scaling: float, window: int | None
+    query: Tensor,
+    pools: tuple[Tensor, Tensor],
+    sequence: SequenceSlice,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention of a few queries over a long context. Reading it is the cost, so long runs are read in
     place, once for all heads of a group, and the parts' results are joined by their softmax sums.
     """
-    kv_heads, head_dim = storage.keys.shape[2:]
+    kv_heads, head_dim = pools[0].shape[1:]
     grouped = query.reshape(1, kv_heads, -1, head_dim)  # the heads of a group, and in each its queries
     parts = sequence.parts()
     biases: Sequence[Bias | None] = [None] * len(parts)
@@ -247,20 +288,26 @@ def _attend_few(
     outs, sums = [], []
     for part, bias in zip(parts, biases, strict=True):
         runs = tuple(sequence.runs[i] for i in part)
-        key, value = (_gather(pool[layer], runs)[None] for pool in (storage.keys, storage.values))
+        key, value = (_gather(pool, runs)[None] for pool in pools)
         out, logsumexp = _flash(grouped, key, value, attn_mask=bias and bias.scores, scale=scaling)
         outs.append(out)
         # For a query that sees no key of a part the kernel returns 0, which would count as a weight.
         sums.append(logsumexp if bias is None else logsumexp + bias.seen)
-    out = outs[0] if len(outs) == 1 else _joined(outs, sums)
+    if sinks is not None:
+        out = _joined(outs, sums, sinks.repeat_interleave(query.shape[1]).view(1, kv_heads, -1))
+    else:
+        out = outs[0] if len(outs) == 1 else _joined(outs, sums)
     return out.view(len(query), -1, head_dim).transpose(0, 1)
 
 
-def _joined(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
+def _joined(outs: list[Tensor], sums: list[Tensor], sink: Tensor | None = None) -> Tensor:
     """Return the attention over all parts [1, heads, queries, head_dim], joined from each part's attention and the
-    logarithms of its softmax sums.
+    logarithms of its softmax sums. A `sink` is one more of those sums, with nothing to attend to.
     """
-    return torch.stack(outs).mul_(torch.stack(sums).softmax(0)[..., None]).sum(0)
+    if sink is not None:
+        sums = [*sums, sink.to(sums[0].dtype).expand_as(sums[0])]
+    weights = torch.stack(sums).softmax(0)[: len(outs)]
+    return torch.stack(outs).mul_(weights[..., None]).sum(0)
 
 
 AttentionInterface.register(NAME, paged_attention)

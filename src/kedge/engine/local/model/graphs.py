@@ -33,7 +33,7 @@ class Attend(Protocol):
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
-        block_size: int, scaling: float, window: int | None, softcap: float | None, /,
+        block_size: int, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None, /,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -76,10 +76,12 @@ class Rows:
         _fill(self.lengths, batch.positions + 1)
         _fill(self.blocks[:, : blocks.shape[1]], blocks.to(self.blocks.device))
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.storage.keys[layer], self.storage.values[layer]
+    def attend(
+        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        keys, values = self.storage.pools[layer]
         context = (self.blocks, self.lengths, self.storage.block_size)
-        return self.attend_with(query.transpose(0, 1), keys, values, *context, scaling, window, softcap)
+        return self.attend_with(query.transpose(0, 1), keys, values, *context, scaling, window, softcap, sinks)
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
@@ -167,8 +169,8 @@ class CudaCapture:
 
 
 def on_gpu(run: Callable[[ForwardBatch], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
-    """Return graphs for passes over `storage`; None if it has no kernels."""
-    if not storage.has_kernels:
+    """Return graphs for passes over `storage`; None if it has no kernels, or keys do not fill it in all layers."""
+    if not storage.has_kernels or any(keys.shape != storage.keys.shape[1:] for keys, _ in storage.pools):
         return None
     from kedge.kv.attention_kernel import attend
 

@@ -21,7 +21,8 @@ def model_digest(runner: ModelRunner) -> Any:
     """
     digest = hashlib.sha256()
     config = {k: v for k, v in runner.model.config.to_dict().items() if k not in _CHANCE}
-    add(digest, {"config": config, "kv": asdict(runner.spec)})
+    spec = {name: value for name, value in asdict(runner.spec).items() if name != "shapes"}  # the config has them
+    add(digest, {"config": config, "kv": spec})
     for name, weight in sorted(runner.model.state_dict().items()):
         add(digest, [name, list(weight.shape), str(weight.dtype)])
         flat = weight.detach().flatten()

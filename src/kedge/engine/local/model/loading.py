@@ -23,7 +23,7 @@ from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.model import masks, probe
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import CorruptWeights, UnsupportedModel
-from kedge.kv.spec import KVSpec, translation_refusal
+from kedge.kv.spec import KVSpec
 
 MIN_BYTES_WITH_BAR = 1 << 30
 """Bytes of weights from which loading takes seconds."""
@@ -93,5 +93,4 @@ def checked_runner(model: PreTrainedModel) -> ModelRunner:
 def _checked(runner: ModelRunner) -> ModelRunner:
     probe.require_same(runner)
     masks.require_same(runner)
-    runner.refusal = translation_refusal(runner.model.config) or probe.foreign_rotation(runner)
     return runner

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention.arguments import unsupported
-from kedge.engine.local.model.probe import attention
+from kedge.engine.local.model.comparing import attention
 
 if TYPE_CHECKING:
     from kedge.engine.local.model.runner import ModelRunner
@@ -89,7 +89,7 @@ def _look(
 ) -> tuple[Tensor, None]:
     """Check the mask and return the values: value [1, kv_heads, 1, head_dim] -> [1, 1, heads, head_dim]."""
     kedge.require_same(module, attention_mask, sliding_window)
-    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _look)

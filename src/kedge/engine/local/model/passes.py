@@ -23,9 +23,11 @@ class Watched(Batch):
 
     layers: list[int] = field(default_factory=list)
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         self.layers.append(layer)
-        return Batch.attend(self, layer, query, scaling, window, softcap)
+        return Batch.attend(self, layer, query, scaling, window, softcap, sinks)
 
 
 @dataclass(frozen=True, slots=True)

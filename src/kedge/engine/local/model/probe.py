@@ -2,8 +2,7 @@
 
 Two short prompts run through the model's own eager attention, whole and without a cache, and through the paged one,
 side by side and in two pieces each. What differs by more than the rounding of the dtype is refused, and so is whatever
-the model's code raises on the way. That is three forward passes of at most 32 tokens; one of four tokens looks at how
-keys are rotated.
+the model's code raises on the way. That is three forward passes of at most 32 tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.passes import PromptPiece, one_pass, refusal, run, storage_for
 from kedge.errors import KedgeError, UnsupportedModel
 
@@ -27,13 +27,6 @@ LENGTH = 16
 """Tokens of a prompt"""
 SPLITS = (5, 11)
 """Positions at which the prompts are cut in two: the second pieces read cached keys, at positions of their own"""
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""By how much of their size logits may differ: rounding errors grow from layer to layer (with 32 random layers to 1e-5,
-0.008 and 0.06). Logits that have nothing in common differ by 1.4 times their size."""
-FASTER = {"high": torch.float16, "medium": torch.bfloat16}
-"""Dtypes that products of float32 are rounded to, by PyTorch's precision setting"""
-PLACES = (0, 1, 5, 100)
-"""Positions at which rotated keys are compared"""
 
 
 @contextmanager
@@ -47,17 +40,6 @@ def refusing(model_type: str) -> Iterator[None]:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         why = f"its code fails with Kedge's attention: {words}"
         raise UnsupportedModel("model_type", model_type, why) from error
-
-
-@contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run a model with another attention function temporarily."""
-    before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def require_interface(model: type[PreTrainedModel]) -> None:
@@ -79,25 +61,9 @@ def require_same(runner: ModelRunner) -> None:
         raise refusal(runner, f"it gives logits of shape {tuple(ours.shape)}, and {tuple(theirs.shape)} by itself")
     if not theirs.isfinite().all():
         raise refusal(runner, "its own logits are not finite")
-    error, most = _difference(ours, theirs, _precision(runner))
+    error, most = _difference(ours, theirs, precision(runner.spec.dtype))
     if not error <= most:
         raise refusal(runner, f"its logits differ from those of its own attention by {error:.2g} of their size")
-
-
-def foreign_rotation(runner: ModelRunner) -> str | None:
-    """Return the reason if a layer's keys are not rotated as `Rotary` does it, found by rotating them back, or None.
-
-    A single token attends only to itself, so its keys at two positions differ by their rotation only.
-    """
-    places = torch.tensor([place for place in PLACES if place < runner.max_positions], device=runner.device)
-    storage = storage_for(runner, len(places))
-    batch = one_pass([PromptPiece(_prompts(runner)[0], slot, 0, 1) for slot in range(len(places))], storage)
-    batch.positions = places
-    run(runner, batch)
-    keys = runner.rotary.unrotate(storage.keys, places).float()
-    errors = (keys - keys[:, :1]).flatten(1).norm(dim=1) / keys.flatten(1).norm(dim=1).clamp(min=1e-9)
-    odd = (~(errors <= TOLERANCE[_precision(runner)])).nonzero().flatten().tolist()
-    return f"the keys of layer {odd[0]} are not rotated, or with other dimensions paired" if odd else None
 
 
 def _prompts(runner: ModelRunner) -> Tensor:
@@ -121,12 +87,6 @@ def _eager(model: PreTrainedModel, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab] as the model computes them without Kedge."""
     with attention(model, "eager"):
         return model(input_ids=prompts, use_cache=False).logits.float()
-
-
-def _precision(runner: ModelRunner) -> torch.dtype:
-    """Return the coarsest dtype that a product of the model is rounded to."""
-    dtype = runner.spec.dtype
-    return FASTER.get(torch.get_float32_matmul_precision(), dtype) if dtype is torch.float32 else dtype
 
 
 def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:

@@ -74,8 +74,7 @@ def trial(config: PretrainedConfig) -> Trial:
     except Exception as error:  # whatever a family raises for sizes that do not go together
         logger.info("no small copy of this %s can be built: %s", config.model_type, error)
         return Trial(False, translation_refusal(config))
-    runner = checked_runner(model)
-    return Trial(True, translation_refusal(config) or runner.refusal)
+    return Trial(True, translation_refusal(config) or checked_runner(model).refusal)
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -139,6 +138,9 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
 
 def _cut(name: str, value: Any, layers: _Layers) -> Any:
     """Return one value of a config cut down."""
+    if name == "per_layer_config" and isinstance(value, dict):
+        by_layer = {int(layer): _small(changes) for layer, changes in value.items()}
+        return {at: by_layer[layer] for at, layer in enumerate(layers.kept) if layer in by_layer}
     if isinstance(value, dict):
         return _cut_rope(value) if name.startswith("rope") else _small(value) if name.endswith("_config") else value
     if isinstance(value, list):

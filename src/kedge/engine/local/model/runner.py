@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.paged import Batch, ForwardBatch
+from kedge.engine.local.model import layout
 from kedge.engine.local.model.graphs import StepGraphs
-from kedge.errors import UnsupportedModel
-from kedge.kv.rotary import Rotary
-from kedge.kv.spec import KVSpec, longest
+from kedge.kv.spec import KVSpec, longest, translation_refusal
 
 
 class ModelRunner:
@@ -23,18 +20,18 @@ class ModelRunner:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Give the model Kedge's attention. Raises `UnsupportedModel` if its layers share no rotary module."""
+        """Find out what its KV looks like, and give the model Kedge's attention. Raises `UnsupportedModel`."""
         self.model = model
         self.graphs: StepGraphs | None = None
         """CUDA graphs over the engine's storage, if it has any."""
-        self.refusal: str | None = None
-        """Why the model's KV cannot be translated; None if it can."""
         config = model.config.get_text_config()
-        self.spec = KVSpec.from_config(model.config, dtype=model.dtype)
         self.device = model.device
         self.vocab_size: int = config.vocab_size
         self.max_positions = longest(config)
-        self.rotary = Rotary(_rotary_module(model), self.max_positions, self.device)
+        found = layout.find(model, KVSpec.from_config(model.config, dtype=model.dtype), self.max_positions)
+        self.spec, self.rotary = found.spec, found.rotary
+        self.refusal = translation_refusal(model.config) or found.refusal
+        """Why the model's KV cannot be translated; None if it can."""
         eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
         model.set_attn_implementation(attention.NAME)
@@ -57,11 +54,3 @@ class ModelRunner:
             kedge=batch,
         )
         return out.logits[0].float()
-
-
-def _rotary_module(model: PreTrainedModel) -> nn.Module:
-    """Return the rotary module that all layers share. Raises `UnsupportedModel` if there is none."""
-    module = getattr(model.base_model, "rotary_emb", None)
-    if module is None:
-        raise UnsupportedModel("model_type", model.config.model_type, "it has no rotary module for all layers")
-    return cast(nn.Module, module)

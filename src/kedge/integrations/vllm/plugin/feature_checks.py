@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, GapLanes
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.kv.spec import translation_refusal
+from kedge.kv.spec import mixed_layers, translation_refusal
 
 logger = logging.getLogger(__name__)
 VERSIONS = ("0.32.",)
@@ -178,7 +178,8 @@ def _model_refusal(config: VllmConfig) -> str | None:
         return "multi-head latent attention (MLA) has no per-head KV"
     if config.model_config.uses_mrope:
         return "M-RoPE: a position is not one number"
-    return translation_refusal(config.model_config.hf_text_config)
+    text = config.model_config.hf_text_config
+    return translation_refusal(text) or mixed_layers(text)
 
 
 def _load_failure_refusal(config: VllmConfig) -> str | None:
