@@ -84,6 +84,8 @@ class Learner:
         self.lessons: tuple[WorkflowAgent, ...] = ()
         """Agents of which requests wait until a prompt has been learned from"""
         self._taught: list[WorkflowAgent] = []
+        self._is_settled = True
+        """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self._refusal: str | None = UNCHECKED
 
     # before a request is admitted -------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class Learner:
         needed.
         """
         began, request, table = time.monotonic(), order.request, self._pages.table(order.blocks)
-        start = request.prompt_tokens
+        start, self._is_settled = request.prompt_tokens, False
         if order.response:
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
@@ -214,6 +216,8 @@ class Learner:
     @property
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
+        if self._is_settled:
+            return False
         return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
 
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
@@ -235,11 +239,14 @@ class Learner:
 
         Returns False if there is nothing of this to be done now.
         """
+        if self._is_settled:
+            return False
         lesson = None if self.writes else self._lesson()
         if lesson is None and (urgent_only or self._prepare()):
             return not urgent_only
         prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
+            self._is_settled = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
         if not self._observe(prompt):
@@ -255,6 +262,7 @@ class Learner:
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
+        self._is_settled = False
         self._expected.expect(request)
 
     def _prepare(self) -> bool:

@@ -59,6 +59,10 @@ class _Outbox:
     dropped: list[RequestId] = field(default_factory=list)
     ended_runs: list[RunKey] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.queries or self.writes or self.captures or self.expected or self.dropped or self.ended_runs)
+
     def to_orders(self) -> Orders:
         return Orders(
             queries=tuple(self.queries),
@@ -221,15 +225,14 @@ class Translations:
         """Return the orders for this step, with captures of the prompts that the one before completed."""
         self._outbox.captures += self._completed
         self._completed = []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        for request_id, scheduled in output.num_scheduled_tokens.items() if self._candidates else ():
             candidate = self._candidates.get(request_id)
             if candidate is None or candidate.captured:
                 continue
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
                 self._capture_prompt(candidate, output)
-        orders, self._outbox = self._outbox.to_orders(), _Outbox()
-        self._is_learning = self._is_learning or bool(orders.expected)
+        orders = self._take_outbox()
         tokens, rows = self.lanes.taken
         orders.lessons = self._lessons.awaited
         orders.scheduled = output.total_num_scheduled_tokens + tokens
@@ -237,6 +240,13 @@ class Translations:
         orders.prefills = bool(output.scheduled_new_reqs) or output.total_num_scheduled_tokens > len(
             output.num_scheduled_tokens
         )
+        return orders
+
+    def _take_outbox(self) -> Orders:
+        if self._outbox.is_empty:
+            return Orders()
+        orders, self._outbox = self._outbox.to_orders(), _Outbox()
+        self._is_learning = self._is_learning or bool(orders.expected)
         return orders
 
     def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:
