@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kedge.integrations.vllm.plugin.base_jobs import PassLimits
+from kedge.integrations.vllm.plugin.count_reports import CountReports
 from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusal
 from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-COUNT_SECONDS = 0.2
-"""Seconds between two looks at the counters while requests run; when the last one has ended, every step looks"""
-
-
 class SchedulerCalls(KVConnectorBase_V1):
     """The scheduler's half of a connector."""
 
@@ -44,11 +39,10 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def _open_scheduler(self, config: VllmConfig, settings: PluginSettings) -> None:
         self._features.log()
-        self._reported: Counter[str] = Counter()
-        self._unfinished, self._next_count = 0, 0.0
         ranks = config.parallel_config.world_size
         translations = Translations(self._features.translation, ranks)
         self._scheduler = SchedulerSide(settings, config.cache_config.block_size, ranks, translations)
+        self._counts = CountReports(self._scheduler.totals)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -101,7 +95,7 @@ class SchedulerCalls(KVConnectorBase_V1):
     # called by vLLM -------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        self._unfinished += 1
+        self._counts.began()
         self._scheduler.on_arrival(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -124,7 +118,7 @@ class SchedulerCalls(KVConnectorBase_V1):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._unfinished -= 1
+        self._counts.ended()
         receipt = self._scheduler.on_finish(request, block_ids)
         return False, None if receipt is None else {"kedge": receipt}
 
@@ -140,7 +134,7 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def _take_stats(self) -> KVConnectorStats | None:
         """Return what was counted since the last call, with receipts and base prefills that no output carries."""
-        data: dict[str, Any] = self._take_counts()
+        data: dict[str, Any] = dict(self._counts.take())
         if unsent := self._scheduler.take_unsent_receipts():
             data[RECEIPTS] = unsent
         if needed := self._scheduler.translations.take_needed():
@@ -148,15 +142,3 @@ class SchedulerCalls(KVConnectorBase_V1):
         if report := self._scheduler.reports.take():
             data[REPORT] = report
         return KedgeStats(data=data) if data else None
-
-    def _take_counts(self) -> dict[str, int]:
-        """Return what was counted since the last call. vLLM asks in every step, but only a person reads it: while
-        requests run, it is added up a few times a second.
-        """
-        now = time.monotonic()
-        if self._unfinished and now < self._next_count:
-            return {}
-        self._next_count = now + COUNT_SECONDS
-        totals = Counter(self._scheduler.totals())
-        news, self._reported = totals - self._reported, totals
-        return dict(news)
