@@ -20,8 +20,8 @@ machine.
 """
 CERTAIN = 2.0
 """Weight of a certain delay, relative to time saved only if the expectation comes true."""
-REFIT, LATER_REFIT = 8, 32
-"""Observations between two fits of the coefficients: of the first ones, and once there were `LATER_REFIT`."""
+REFIT = 8
+"""Observations between two fits of the coefficients."""
 RIDGE = 1e-6
 """Ridge that keeps the fit defined if observations are alike, in units of each feature's mean square."""
 SETTLED_RIDGE = 3e-2
@@ -53,8 +53,7 @@ class LinearCost:
             seconds = min(seconds, OUTLIER * self.of(counts))
         self._recent.append((counts, seconds))
         self._observed += 1
-        every = REFIT if self._observed <= LATER_REFIT else LATER_REFIT
-        if self._observed < REFIT or self._observed % every == 0:
+        if self._observed < REFIT or self._observed % REFIT == 0:
             self._seconds = self._fit()
 
     def settle(self) -> None:

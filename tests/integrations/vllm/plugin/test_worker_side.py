@@ -10,16 +10,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin import worker_side
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
-from kedge.integrations.vllm.plugin.messages import (
-    Capture,
-    Orders,
-    TranslationQuery,
-    TranslationVerdict,
-    TranslationWrite,
-)
+from kedge.integrations.vllm.plugin.messages import Capture, Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.reuse.costs import EngineCosts, LinearCost
-from kedge.types import GenerateRequest, RequestId, Segment
+from kedge.types import GenerateRequest, RequestId
 
 WRITE = TranslationWrite(RequestId("r"), (1,), (range(3),))
 
@@ -35,7 +29,7 @@ class Clock:
 class SlowLearner:
     """Writes take two seconds."""
 
-    is_learning = is_urgent = is_settled = False
+    is_learning = is_urgent = False
     take_taught = tuple
 
     def __init__(self, clock: Clock) -> None:
@@ -44,13 +38,6 @@ class SlowLearner:
 
     def capture(self, _: Capture, seconds: float) -> None:
         self.charged.append(seconds)
-
-    def charge(self, _: GenerateRequest, seconds: float) -> None:
-        self.charged.append(seconds)
-
-    def judge(self, query: TranslationQuery) -> TranslationVerdict:
-        self._clock.now += 3.0
-        return TranslationVerdict((range(query.request.prompt_tokens),))
 
     def write(self, _: object) -> None:
         self._clock.now += 2.0
@@ -108,43 +95,3 @@ def test_ends_of_answers_pay_for_a_pass_of_their_own(
     clock.now += 5.0
     side.after_pass(Orders(scheduled=scheduled, rows=2, captures=ENDS))
     assert side._learner.charged == pytest.approx(charged)
-
-
-def asked(number: int, scheduled: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a side after a step that answered so many queries, and one that began `seconds` later."""
-    clock, costs = Clock(), Costs()
-    costs._passes = LinearCost((1.0, 0.5, 0.5))
-    monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
-    side.measure_passes(costs)
-    side._learner = SlowLearner(clock)
-    queries = tuple(TranslationQuery(GenerateRequest((Segment((at,), "p0"),)), 0) for at in range(number))
-    side.begin_step()
-    side.after_pass(Orders(scheduled=scheduled, queries=queries))
-    clock.now += seconds
-    side.begin_step()
-    side.begin_step()
-    return side
-
-
-@pytest.mark.parametrize(("seconds", "charged"), [(0.5, 0.25), (60.0, 1.0)], ids=["short", "no longer than a pass"])
-def test_requests_pay_for_a_step_that_only_answers_about_them(
-    seconds: float, charged: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = asked(2, 0, seconds, monkeypatch)
-    assert side._learner.charged == pytest.approx([charged, charged]), "once, and without the time of the answers"
-
-
-@pytest.mark.parametrize(("number", "scheduled"), [(2, 7), (0, 0)], ids=["beside a pass", "nothing asked"])
-def test_no_step_is_paid_for_that_takes_place_anyway(
-    number: int, scheduled: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert asked(number, scheduled, 0.5, monkeypatch)._learner.charged == []
-
-
-def test_ends_of_answers_alone_pay_for_what_a_step_takes_beside_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = asked(1, 0, 0.5, monkeypatch)
-    side._learner.charged.clear()
-    side._learner._clock.now += 5.0
-    side.after_pass(Orders(scheduled=4, rows=2, captures=ENDS))
-    assert side._learner.charged == pytest.approx([5.5 / 4, 0.0, 3 * 5.5 / 4])

@@ -84,7 +84,7 @@ class Learner:
         self.lessons: tuple[WorkflowAgent, ...] = ()
         """Agents of which requests wait until a prompt has been learned from"""
         self._taught: list[WorkflowAgent] = []
-        self.is_settled = True
+        self._is_settled = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self._refusal: str | None = UNCHECKED
 
@@ -100,10 +100,6 @@ class Learner:
         is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
         lessons = self._runtime.lessons_missing(query.request, query.exact) if verdict.is_lesson else 0
         return replace(verdict, is_losing=is_losing, lessons=lessons)
-
-    def charge(self, request: GenerateRequest, seconds: float) -> None:
-        """Count time that was lost to others by asking about a request."""
-        self._balances.spend(request, seconds)
 
     def _judged(self, query: TranslationQuery) -> TranslationVerdict:
         request = query.request
@@ -187,7 +183,7 @@ class Learner:
         needed.
         """
         began, request, table = time.monotonic(), order.request, self._pages.table(order.blocks)
-        start, self.is_settled = request.prompt_tokens, False
+        start, self._is_settled = request.prompt_tokens, False
         if order.response:
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
@@ -220,7 +216,7 @@ class Learner:
     @property
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
-        if self.is_settled:
+        if self._is_settled:
             return False
         return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
 
@@ -243,14 +239,14 @@ class Learner:
 
         Returns False if there is nothing of this to be done now.
         """
-        if self.is_settled:
+        if self._is_settled:
             return False
         lesson = None if self.writes else self._lesson()
         if lesson is None and (urgent_only or self._prepare()):
             return not urgent_only
         prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
-            self.is_settled = prompt is None
+            self._is_settled = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
         if not self._observe(prompt):
@@ -266,7 +262,7 @@ class Learner:
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
-        self.is_settled = False
+        self._is_settled = False
         self._expected.expect(request)
 
     def _prepare(self) -> bool:

@@ -36,7 +36,9 @@ class LearningBudget:
         a first token is computed or a verdict `is_awaited`, nothing is learned in most steps, but for what requests
         wait for, if there is something of that (`is_urgent`). `learn(urgent_only)` returns False if none is left.
         """
-        self.pass_by(idle=idle, is_awaited=is_awaited)
+        if not idle:
+            self._earn()
+        self._passed = self._passed + 1 if is_awaited and self._passed < PATIENCE else 0
         if self._passed and not is_urgent:
             return
         one = partial(learn, self._passed > 0)
@@ -44,12 +46,6 @@ class LearningBudget:
             one()
         elif not idle:
             self._spend(one)
-
-    def pass_by(self, *, idle: bool, is_awaited: bool) -> None:
-        """Take a step in which there is nothing to learn."""
-        if not idle:
-            self._earn()
-        self._passed = self._passed + 1 if is_awaited and self._passed < PATIENCE else 0
 
     def _earn(self) -> None:
         self._computed = self._clock()

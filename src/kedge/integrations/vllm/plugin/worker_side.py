@@ -24,7 +24,7 @@ from kedge.integrations.vllm.plugin.messages import (
 from kedge.integrations.vllm.plugin.pages import memory_order
 from kedge.kv.copy import PoolCopier
 from kedge.reuse.costs import EngineCosts
-from kedge.types import GenerateRequest, Miss
+from kedge.types import Miss
 
 logger = logging.getLogger(__name__)
 MIN_MEASURED = 64
@@ -42,15 +42,11 @@ class WorkerSide:
         self._refusal = "translation is off"
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
-        self._began = self._ended = self._not_computing = 0.0
-        """When the step began, when the one before it ended, and how long it was about something else than its pass"""
+        self._began = self._not_computing = 0.0
+        """When the step began, and how long it was about something else than its pass"""
         self._costs: EngineCosts | None = None
         """Set where a pass has ended when vLLM returns from it: on a GPU it has only been started"""
         self._reported_learning = False
-        self._round_trip = 0.0
-        """Seconds from the end of a step in which only queries were answered to the next step"""
-        self._asked: tuple[GenerateRequest, ...] = ()
-        """The requests of such a step, which was taken for them alone"""
 
     def open_host_tier(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> None:
         """Allocate the host tier: `num_blocks` blocks for every layer, each in the device's memory order."""
@@ -76,19 +72,8 @@ class WorkerSide:
 
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
-        ended, self._began = self._ended, time.monotonic()
-        if self._asked and self._learner and self._costs:
-            self._charge(self._learner, self._costs, self._began - ended)
+        self._began = time.monotonic()
         self._budget.begin()
-
-    def _charge(self, learner: Learner, costs: EngineCosts, seconds: float) -> None:
-        """Let requests pay for the step that was taken to answer their queries: without them, what follows it would
-        have come so much earlier. That was no longer than a pass, or it was something else.
-        """
-        self._round_trip = min(seconds, costs.pass_seconds(1, 1))
-        for request in self._asked:
-            learner.charge(request, self._round_trip / len(self._asked))
-        self._asked = ()
 
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
@@ -120,8 +105,6 @@ class WorkerSide:
             self._reports.captured[capture.capture_id] = 1
         for query in orders.queries:
             self._reports.verdicts[query.request.request_id] = self._verdict(query)
-        if orders.queries and not orders.scheduled:
-            self._asked, self._ended = tuple(query.request for query in orders.queries), time.monotonic()
 
     def _measure(self, costs: EngineCosts, orders: Orders, seconds: float) -> None:
         costs.observe_pass(orders.scheduled, orders.rows, seconds)
@@ -130,13 +113,13 @@ class WorkerSide:
 
     def _end_seconds(self, orders: Orders, seconds: float) -> float:
         """Return the seconds that each position of the ends of answers took in a pass of `seconds`: all of a pass over
-        nothing else, which would not have taken place without them, and of what a step takes beside its pass.
+        nothing else, which would not have taken place without them.
         """
         ends = [capture.end for capture in orders.captures if capture.end]
         if not ends or not self._costs:
             return 0.0
-        alone = sum(ends) == orders.scheduled
-        seconds = seconds + self._round_trip if alone else self._costs.added_seconds(sum(ends), len(ends))
+        if sum(ends) < orders.scheduled:
+            seconds = self._costs.added_seconds(sum(ends), len(ends))
         return seconds / sum(ends)
 
     def _learn_from_step(self, learner: Learner, orders: Orders, end_seconds: float) -> None:
@@ -151,12 +134,7 @@ class WorkerSide:
             learner.end_run(run)
         learner.lessons = orders.lessons
         is_awaited = orders.prefills or bool(orders.queries)
-        if learner.is_settled:
-            self._budget.pass_by(idle=not orders.scheduled, is_awaited=is_awaited)
-        else:
-            self._budget.spend(
-                learner.learn, idle=not orders.scheduled, is_awaited=is_awaited, is_urgent=learner.is_urgent
-            )
+        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited, is_urgent=learner.is_urgent)
         self._reports.learning, self._reports.taught = learner.is_learning, learner.take_taught()
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
