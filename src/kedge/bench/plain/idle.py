@@ -33,7 +33,7 @@ class IdleSettings:
     clients: int = 16
     calls: int = 2
     """Calls of each client in one batch"""
-    batches: int = 24
+    batches: int = 16
     """Batches of each engine, after one that is not counted. Short ones in turn: what else the machine does then falls
     on both alike."""
     seed: int = 0

@@ -73,10 +73,9 @@ class Learner:
         self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None, costs=costs)
         self._pages = pages
         self._min_translated = settings.planner.min_translated
-        self._expected = ExpectedPrompts(
-            self._runtime, pages, self._exact_at_hand, settings.anchors.max_base_bytes // EXPECTED_SHARE
-        )
         self._costs, self._balances = costs, Balances()
+        most = settings.anchors.max_base_bytes // EXPECTED_SHARE
+        self._expected = ExpectedPrompts(self._runtime, pages, self._exact_at_hand, most, self._balances.spend)
         self.writes = PlannedWrites(pages, costs, self._balances)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
@@ -91,9 +90,14 @@ class Learner:
     # before a request is admitted -------------------------------------------------------------------------------
 
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
-        """Return what of a prompt has to be computed, and which base KV would help."""
+        """Return what of a prompt has to be computed, and which base KV would help.
+
+        A request that is asked about begins a step later, and its prompt is sent to the workers before: that counts as
+        the smallest of passes.
+        """
         began = time.monotonic()
         self._balances.request(query.request)
+        self._balances.spend(query.request, self._costs.pass_seconds(1, 1))
         verdict = self._judged(query)
         if verdict.tokens == query.request.prompt_tokens:
             self._balances.spend(query.request, time.monotonic() - began)
@@ -134,6 +138,7 @@ class Learner:
         if plan.translates and self._lanes is not None:
             holes, misses = self._without_gap(plan, query.exact)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
+            self._balances.spend(request, seconds)
             is_lesson = plan.translates or head is None or self._runtime.wants_harvest(request, plan)
             dense = (range(request.prompt_tokens),)
             return TranslationVerdict(
