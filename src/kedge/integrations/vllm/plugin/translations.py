@@ -59,12 +59,12 @@ class _Outbox:
     dropped: list[RequestId] = field(default_factory=list)
     ended_runs: list[RunKey] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.queries or self.writes or self.captures or self.expected or self.dropped or self.ended_runs)
-
-    def to_orders(self) -> Orders:
-        return Orders(
+    def take(self) -> Orders:
+        """Return what was collected, and begin anew. Most steps have nothing."""
+        kept = (self.queries, self.writes, self.captures, self.expected, self.dropped, self.ended_runs)
+        if not any(kept):
+            return Orders()
+        orders = Orders(
             queries=tuple(self.queries),
             writes=tuple(self.writes),
             captures=tuple(self.captures),
@@ -72,6 +72,9 @@ class _Outbox:
             dropped=tuple(self.dropped),
             ended_runs=tuple(self.ended_runs),
         )
+        for one in kept:
+            one.clear()
+        return orders
 
 
 class Translations:
@@ -232,7 +235,8 @@ class Translations:
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
                 self._capture_prompt(candidate, output)
-        orders = self._take_outbox()
+        orders = self._outbox.take()
+        self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
         orders.lessons = self._lessons.awaited
         orders.scheduled = output.total_num_scheduled_tokens + tokens
@@ -240,13 +244,6 @@ class Translations:
         orders.prefills = bool(output.scheduled_new_reqs) or output.total_num_scheduled_tokens > len(
             output.num_scheduled_tokens
         )
-        return orders
-
-    def _take_outbox(self) -> Orders:
-        if self._outbox.is_empty:
-            return Orders()
-        orders, self._outbox = self._outbox.to_orders(), _Outbox()
-        self._is_learning = self._is_learning or bool(orders.expected)
         return orders
 
     def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:
