@@ -97,4 +97,6 @@ def _show(console: Console, data: Mapping[str, Any]) -> None:
     if "langgraph" in data:
         console.print(tables.plain_graphs(data["langgraph"]))
     if "idle_share" in data.get("cost", {}):
-        console.print(f"with nothing to gain: {data['cost']['idle_share']:.1%} of stock vLLM's throughput")
+        share, (lower, upper), pairs = (data["cost"][name] for name in ("idle_share", "idle_quartiles", "idle_pairs"))
+        console.print(f"with nothing to gain: {share:.1%} of stock vLLM's throughput")
+        console.print(f"the middle half of {pairs} pairs: {lower:.1%} to {upper:.1%}")

@@ -30,7 +30,7 @@ def vllm(
     trials: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Trials of each engine in each case. Default 5, sessions 2; quick 3 and 1."
+            metavar="N", min=1, help="Trials of each engine in each case. Default 5, sessions 2, load 1; quick 3, 1, 1."
         ),
     ] = None,
     load_ratio: Annotated[
@@ -72,7 +72,7 @@ def vllm(
         replace(team, samples=samples or team.samples),
         replace(sessions, trials=trials or sessions.trials),
         replace(accuracy, questions=questions or accuracy.questions),
-        replace(load, clients=tuple(clients or load.clients), seconds=seconds or load.seconds),
+        replace(load, clients=tuple(clients or load.clients), seconds=seconds or load.seconds, trials=trials or 1),
     )
     console = Console()
     with console.status("building the model") as status:
@@ -96,3 +96,5 @@ def _show(console: Console, result: VllmResult, settings: VllmBenchSettings) -> 
         console.print(tables.vllm_accuracy(result.accuracy.as_json()))
     for name, by_clients in result.load.as_json().items() if result.load else ():
         console.print(tables.load(name, settings.load.seconds, by_clients, "engine"))
+        for clients, engines in by_clients.items():
+            console.print(f"{clients} at once, times stock in each pair: {engines['kedge']['times_stock']}")

@@ -7,6 +7,7 @@ tenants by cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,8 @@ SETTLED_RIDGE = 3e-2
 class LinearCost:
     """A cost in seconds as a linear function of a few counts, fitted to observations; recent ones weigh more.
 
-    Coefficients are never negative. O(features²) per observation.
+    Coefficients are never negative. O(features) per observation, and O(observations x features²) for a fit: every step
+    of an engine is observed, so observations are added up only where coefficients are fitted.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -40,16 +42,16 @@ class LinearCost:
         size = len(prior)
         self._squares = np.zeros((size, size))
         self._sums = np.zeros(size)
-        self._seconds: NDArray[np.float64] = self._prior
+        self._seconds = list(map(float, prior))
         self._observed = 0
+        self._recent: list[tuple[Sequence[float], float]] = []
+        """Observations since the last fit"""
 
     def observe(self, counts: Sequence[float], seconds: float) -> None:
         """Record that work with these counts took `seconds`."""
-        row = np.array(counts, dtype=np.float64)
         if self._observed >= REFIT:
             seconds = min(seconds, OUTLIER * self.of(counts))
-        self._squares = FORGET * self._squares + np.outer(row, row)
-        self._sums = FORGET * self._sums + row * seconds
+        self._recent.append((counts, seconds))
         self._observed += 1
         if self._observed < REFIT or self._observed % REFIT == 0:
             self._seconds = self._fit()
@@ -57,21 +59,33 @@ class LinearCost:
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""
         if self._observed:
-            self._prior = self._seconds = self._fit()
+            self._seconds = self._fit()
+            self._prior = np.array(self._seconds)
             self._ridge = SETTLED_RIDGE
 
     def of(self, counts: Sequence[float]) -> float:
         """Return the expected seconds of work with these counts."""
-        return float(self._seconds @ np.array(counts, dtype=np.float64))
+        return sum(map(mul, self._seconds, counts))
 
     @property
     def coefficients(self) -> list[float]:
         """Seconds for each feature."""
-        seconds: list[float] = self._seconds.tolist()
-        return seconds
+        return list(self._seconds)
 
-    def _fit(self) -> NDArray[np.float64]:
+    def _add_up(self) -> None:
+        """Add the observations since the last fit to the sums, each with its weight."""
+        rows = np.array([counts for counts, _ in self._recent], dtype=np.float64)
+        seconds = np.array([seconds for _, seconds in self._recent])
+        weighted = rows * FORGET ** np.arange(len(rows) - 1, -1, -1)[:, None]
+        faded = FORGET ** len(rows)
+        self._squares = faded * self._squares + weighted.T @ rows
+        self._sums = faded * self._sums + seconds @ weighted
+        self._recent.clear()
+
+    def _fit(self) -> list[float]:
         """Solve the ridge regression around the prior; negative coefficients become 0."""
+        if self._recent:
+            self._add_up()
         ridge = np.diag(self._ridge * np.diag(self._squares) + 1e-12)
         left, right = self._squares + ridge, self._sums + ridge @ self._prior
         free = np.ones(len(right), dtype=bool)
@@ -82,7 +96,8 @@ class LinearCost:
                 solution[free] = part
                 break
             free[np.flatnonzero(free)[part < 0]] = False
-        return solution
+        fitted: list[float] = solution.tolist()
+        return fitted
 
 
 class EngineCosts:

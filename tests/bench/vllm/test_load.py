@@ -70,13 +70,16 @@ def test_every_combination_has_an_engine_of_its_own_that_one_team_has_warmed_up(
 ) -> None:
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(bench, "VLLMEngine", FakeEngine)
-    load, notes = VllmLoad(clients=(1, 2), seconds=0.2, models=(NANO,)), list[str]()
+    load, notes = VllmLoad(clients=(1, 2), seconds=0.2, models=(NANO,), trials=2), list[str]()
     found = measure_load(load, "tiny", tmp_path, notes.append).as_json()
     assert {name: {count: list(engines) for count, engines in counts.items()} for name, counts in found.items()} == {
         NANO: {"1": [STOCK, KEDGE], "2": [STOCK, KEDGE]}
     }
-    assert notes == [f"load: {NANO}, {count} at once, {name}" for count in (1, 2) for name in (STOCK, KEDGE)]
-    assert [engine.plugged for engine in FakeEngine.made] == [False, True] * 2
+    turns = [(1, STOCK), (1, KEDGE), (2, KEDGE), (2, STOCK)]
+    assert notes == [
+        f"load: {NANO}, {count} at once, {name}, trial {trial} of 2" for count in (1, 2) for trial, name in turns
+    ]
+    assert [engine.plugged for engine in FakeEngine.made] == [False, True, True, False] * 2
     for engine in FakeEngine.made:
         team = len(bench.nano_team(0).flow.steps)
         modes = [request.reuse for request in engine.asked]
@@ -86,6 +89,19 @@ def test_every_combination_has_an_engine_of_its_own_that_one_team_has_warmed_up(
             engine.submit(engine.asked[0])
     for engines in found[NANO].values():
         assert all(row["teams_per_min"] > 0 and not row["errors"] for row in engines.values())
+
+
+def test_engines_are_reported_by_their_median_trials_and_compared_by_pairs() -> None:
+    pairs = [
+        {STOCK: {"teams_per_min": stock, "at": at}, KEDGE: {"teams_per_min": ours, "at": at}}
+        for at, (stock, ours) in enumerate([(10.0, 5.0), (4.0, 8.0), (5.0, 5.5)])
+    ]
+    assert bench.summary(pairs) == {
+        STOCK: {"teams_per_min": 5.0, "at": 2},
+        KEDGE: {"teams_per_min": 5.5, "at": 2, "times_stock": [0.5, 2.0, 1.1]},
+    }
+    pairs[0][STOCK]["teams_per_min"] = 0.0
+    assert bench.summary(pairs)[KEDGE]["times_stock"] == [None, 2.0, 1.1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from typing import Any
 
 from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmLane
 from kedge.bench.vllm.measure import save_model
@@ -30,10 +31,11 @@ class IdleSettings:
     output: int = 32
     """Tokens of an answer"""
     clients: int = 16
-    calls: int = 4
+    calls: int = 2
     """Calls of each client in one batch"""
-    batches: int = 8
-    """Batches of each engine, after one that is not counted"""
+    batches: int = 16
+    """Batches of each engine, after one that is not counted. Short ones in turn: what else the machine does then falls
+    on both alike."""
     seed: int = 0
 
 
@@ -48,9 +50,25 @@ class IdleResult:
     kedge: tuple[float, ...]
 
     @property
+    def ratios(self) -> list[float]:
+        """Throughput with the plug-in over stock's in each pair."""
+        return [one / other for one, other in zip(self.stock, self.kedge, strict=True)]
+
+    @property
     def share(self) -> float:
         """Throughput with the plug-in over stock's: the median of all pairs."""
-        return median(one / other for one, other in zip(self.stock, self.kedge, strict=True))
+        return median(self.ratios)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The middle half of all pairs."""
+        lower, _, upper = quantiles(self.ratios, n=4, method="inclusive")
+        return lower, upper
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
+        quartiles = [round(one, 4) for one in self.quartiles]
+        return {"idle_share": round(self.share, 4), "idle_quartiles": quartiles, "idle_pairs": len(self.ratios)}
 
 
 def measure_idle(settings: IdleSettings, progress: Progress) -> IdleResult:

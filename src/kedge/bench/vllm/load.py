@@ -2,15 +2,15 @@
 
 The teams, their questions, the clients and the figures are those of `kedge bench load`; both engines are driven by the
 same code. Each combination of model, number of teams and engine has a fresh engine in a process of its own, and the
-same room for KV. One team's run before the clock starts warms it up and leaves the agents' own prefixes in the prefix
-cache of either.
+same room for KV. Trials of both engines take turns, and each is reported by its median one. One team's run before the
+clock starts warms it up and leaves the agents' own prefixes in the prefix cache of either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class VllmLoad:
     kv: KvRoom = KvRoom(32_768, 2048)
     rows: int = 64
     """Most requests, and parts of a prompt that are computed side by side, in a pass."""
+    trials: int = 1
+    """Of each engine, in turn: on a machine that does other things as well, one says little."""
     seed: int = 0
 
 
@@ -63,6 +65,7 @@ QUICK_TEAMS = VllmLoad(clients=(2,), seconds=5.0, models=(NANO,))
 class ServedTeam:
     """A workflow with its questions and its model."""
 
+    name: str
     model: Path | None
     """None is the bundled one."""
     flow: Workflow
@@ -81,29 +84,48 @@ class VllmLoadResult:
         return dict(self.models)
 
 
+def summary(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """Return the figures of each engine's median trial, by teams per minute, and those of the plug-in over stock vLLM's
+    in each pair.
+    """
+    teams = "teams_per_min"
+    median = {name: sorted((pair[name] for pair in pairs), key=itemgetter(teams))[len(pairs) // 2] for name in MODES}
+    ratios = [round(pair[KEDGE][teams] / pair[STOCK][teams], 3) if pair[STOCK][teams] else None for pair in pairs]
+    return {STOCK: median[STOCK], KEDGE: {**median[KEDGE], "times_stock": ratios}}
+
+
 def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progress) -> VllmLoadResult:
     """Measure all combinations one after the other. `folder` has the random model of that size."""
     found: dict[str, dict[str, dict[str, Figures]]] = {}
     for name in load.models or (model_size, NANO):
         team = nano_team(load.seed) if name == NANO else random_team(name, folder, load.seed)
         by_clients = found.setdefault(name, {})
-        for clients, engine in product(load.clients, MODES):
-            progress(f"load: {name}, {clients} at once, {engine}")
-            by_clients.setdefault(str(clients), {})[engine] = measure_one(load, team, clients, engine)
+        for clients in load.clients:
+            pairs = [_pair(load, team, clients, number, progress) for number in range(load.trials)]
+            by_clients[str(clients)] = summary(pairs)
     return VllmLoadResult(found)
+
+
+def _pair(load: VllmLoad, team: ServedTeam, clients: int, number: int, progress: Progress) -> dict[str, Figures]:
+    """Measure one trial of both engines; which of them goes first takes turns."""
+    found = {}
+    for engine in list(MODES) if number % 2 == 0 else reversed(MODES):
+        progress(f"load: {team.name}, {clients} at once, {engine}, trial {number + 1} of {load.trials}")
+        found[engine] = measure_one(load, team, clients, engine)
+    return found
 
 
 def nano_team(seed: int) -> ServedTeam:
     """Return the math team of the bundled model."""
-    return ServedTeam(None, workflow(TASKS["math"]), nano_questions(seed))
+    return ServedTeam(NANO, None, workflow(TASKS["math"]), nano_questions(seed))
 
 
 def random_team(model_size: str, folder: Path, seed: int) -> ServedTeam:
     """Return the team of the random model that is saved in `folder`; save its tokenizer there."""
     vocab = SHAPES[model_size]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
-    anchors = {**SHARE_ALL, "weak_error": OPEN.weak_error}
-    return ServedTeam(folder, random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed), anchors)
+    anchors, questions = {**SHARE_ALL, "weak_error": OPEN.weak_error}, random_questions(vocab, USUAL, seed)
+    return ServedTeam(model_size, folder, random_flow(vocab, USUAL.answer), questions, anchors)
 
 
 def measure_one(load: VllmLoad, team: ServedTeam, clients: int, name: str) -> Figures:

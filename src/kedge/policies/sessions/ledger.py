@@ -108,6 +108,7 @@ class SessionLedger:
     def advance(self) -> LedgerChanges:
         """Return what has changed since the last call. O(changed sessions x log n)."""
         steps = self.steps.advance(self._clock())
-        self.guard.on_steps(steps)
+        if steps:
+            self.guard.on_steps(steps)
         swaps, self._swaps_policy = self._swaps_policy, False
         return LedgerChanges(steps, swaps)

@@ -94,6 +94,8 @@ class SessionSteps:
     def advance(self, now: float) -> NextRuns:
         """Return the steps that have changed since the last call. O(changed sessions x log n)."""
         ranks = self.tracker.advance(now)
+        if not ranks and not self._moved:
+            return {}
         for key in self._moved:
             ranks.setdefault(key, self.tracker.rank(key))
         self._moved.clear()

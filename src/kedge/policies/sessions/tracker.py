@@ -202,6 +202,8 @@ class SessionTracker:
             _, ticket, session = heappop(self._timers)
             if ticket == session.ticket:
                 self._look(session, now)
+        if not self._changed:
+            return {}
         changed, self._changed = self._changed, {}
         return changed
 

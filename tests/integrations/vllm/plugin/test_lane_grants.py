@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.answer_tails import AnswerTails
-from kedge.integrations.vllm.plugin.base_jobs import BaseJobs
+from kedge.integrations.vllm.plugin.base_jobs import BaseJobs, PassLimits
 from kedge.integrations.vllm.plugin.candidates import NEAR, TranslationCandidate
 from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
 from kedge.integrations.vllm.plugin.hints import read_hints
@@ -21,7 +21,7 @@ from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget
-from kedge.types import ReuseMode
+from kedge.types import Namespace, ReuseMode
 from tests.reuse.test_holes import SIZE, layouts, positions
 
 HOLES: Holes = (range(10, 20), range(30, 31), range(40, 42), range(59, 60))
@@ -52,6 +52,24 @@ def test_near_holes_are_one_and_too_many_are_joined() -> None:
     assert judged((range(5, 6), range(6 + NEAR, 12), range(59, 60))).holes[0] == range(5, 6)
     assert judged(max_lanes=2).holes == (range(10, 20), range(30, 42), range(59, 60))
     assert judged(max_lanes=0).holes == (range(10, 60),), "up to the first hole, as without lanes"
+
+
+def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
+    candidates = {"r": judged((range(59, 60),))}
+    lanes = lane_grants(candidates)
+    assert not lanes.is_wanted
+    candidates["s"] = judged(name="s")
+    assert lanes.is_wanted
+    lanes.grant_none()
+    assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
+    del candidates["s"]
+    lanes.tails._ended[0] = SimpleNamespace()  # type: ignore[assignment]
+    assert lanes.is_wanted
+    lanes.tails.give_up()
+    lanes.bases.open(PassLimits(100, 100, 16), 4)
+    assert not lanes.is_wanted
+    lanes.bases.add(Namespace("default"), tuple(range(8)))
+    assert lanes.is_wanted
 
 
 @given(layouts(), st.integers(0, SIZE - 1), st.integers(0, 6))

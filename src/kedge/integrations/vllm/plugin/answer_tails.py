@@ -69,6 +69,11 @@ class AnswerTails(HeldLanes):
         """Let ends be computed by a model with `limit` positions and `vocabulary` tokens."""
         self._limit, self._vocabulary, self._block_size = limit, vocabulary, block_size
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an answer has ended since the last step whose end may be computed."""
+        return bool(self._ended)
+
     def add(self, answer: EndedAnswer, block_ids: list[int]) -> None:
         """Hold the blocks of an answer, and order its capture: for the next step if its end may be computed there."""
         if not block_ids or not answer.tokens:

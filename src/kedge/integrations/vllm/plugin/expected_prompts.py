@@ -77,13 +77,21 @@ class ExpectedPrompts:
     """All expected prompts of one rank."""
 
     def __init__(
-        self, runtime: Runtime, pages: Pages, exact_of: Callable[[GenerateRequest], int], max_bytes: int
+        self,
+        runtime: Runtime,
+        pages: Pages,
+        exact_of: Callable[[GenerateRequest], int],
+        max_bytes: int,
+        on_wasted: Callable[[GenerateRequest, float], None] = lambda _request, _seconds: None,
     ) -> None:
         """`exact_of` returns how many leading tokens of a prompt have exact KV at hand. Translated KV takes at most
-        `max_bytes`.
+        `max_bytes`. `on_wasted` takes the seconds that were spent on a prompt which is then of no use.
         """
         self._runtime, self._pages, self._exact_of, self._max_bytes = runtime, pages, exact_of, max_bytes
-        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_EXPECTED)
+        self._on_wasted = on_wasted
+        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(
+            MAX_EXPECTED, lambda _, one: self._waste(one)
+        )
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -93,16 +101,24 @@ class ExpectedPrompts:
         """Bytes of all translated KV."""
         return sum(one.nbytes for one in self._expected.values())
 
+    def _waste(self, prompt: ExpectedPrompt) -> None:
+        if prompt.seconds:
+            self._on_wasted(prompt.request, prompt.seconds)
+
+    def _drop(self, key: AgentKey) -> None:
+        if prompt := self._expected.pop(key, None):
+            self._waste(prompt)
+
     def expect(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, or more of its segments; it replaces one that differs."""
         old = self._expected.get(request.agent_key)
         if old is not None and old.agrees(request):
             old.request = request
             self._expected.move_to_end(request.agent_key)
-        elif exact := self._exact_of(request):
+            return
+        self._drop(request.agent_key)
+        if exact := self._exact_of(request):
             self._expected[request.agent_key] = ExpectedPrompt(request, exact)
-        else:
-            self._expected.pop(request.agent_key, None)
 
     @property
     def is_due(self) -> bool:
@@ -123,13 +139,13 @@ class ExpectedPrompts:
         try:
             self._advance(found)
         except Exception:
-            del self._expected[found.request.agent_key]
+            self._drop(found.request.agent_key)
             raise
         found.seconds += time.monotonic() - began
         if found.draft is None or found.draft.dense:  # what is computed needs no preparation
-            del self._expected[found.request.agent_key]
+            self._drop(found.request.agent_key)
         while self.nbytes > self._max_bytes:
-            self._expected.popitem(last=False)
+            self._drop(next(iter(self._expected)))
         return True
 
     def _advance(self, prompt: ExpectedPrompt) -> None:
@@ -148,12 +164,16 @@ class ExpectedPrompts:
         drafted of it holds. It is expected no longer.
         """
         found = self._expected.pop(request.agent_key, None)
-        return found if found and found.draft and found.exact <= exact and found.agrees(request) else None
+        if found and found.draft and found.exact <= exact and found.agrees(request):
+            return found
+        if found:
+            self._waste(found)
+        return None
 
     def end_run(self, run: RunKey) -> None:
         """Forget the prompts of a run."""
         for key in [key for key, one in self._expected.items() if one.request.run_key == run]:
-            del self._expected[key]
+            self._drop(key)
 
     def clear(self) -> None:
         """Forget all prompts."""

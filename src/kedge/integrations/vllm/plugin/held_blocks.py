@@ -27,6 +27,11 @@ class HeldLanes:
         self._granted: list[HeldLane] = []
 
     @property
+    def has_granted(self) -> bool:
+        """Whether there are lanes in this step."""
+        return bool(self._granted)
+
+    @property
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it."""
         return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))

@@ -40,6 +40,21 @@ class LaneGrants:
         """Let requests have so many lanes each. `hold_back` ends the admissions of the step under way."""
         self.max_lanes, self._hold_back = max_lanes, hold_back
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether lanes may be granted in this step: to a request, to the end of an answer or to a base prefill."""
+        return self.tails.is_wanted or bool(self.bases) or self._has_gaps
+
+    @property
+    def _has_gaps(self) -> bool:
+        return any(len(candidate.holes) > 1 for candidate in self._candidates.values())
+
+    def grant_none(self) -> None:
+        """Grant no lanes in this step, in which none are wanted."""
+        self._granted = {}
+        self.tails.take_granted()
+        self.bases.take_granted()
+
     def grant(
         self, waiting: Iterable[Request], deferred: Collection[Request], budget: LaneBudget, demand: int
     ) -> LaneBudget:
@@ -48,7 +63,7 @@ class LaneGrants:
         `waiting` are vLLM's requests in the order of service, of which `deferred` were not ready when last looked at.
         """
         self._granted = {}
-        if any(len(candidate.holes) > 1 for candidate in self._candidates.values()):
+        if self._has_gaps:
             self._granted = grant(self._prompts(waiting, deferred), budget, demand)
         rows = sum(len(holes) - 1 for holes in self._granted.values())
         return LaneBudget(sum(map(lane_tokens, self._granted.values())), rows)
@@ -80,6 +95,8 @@ class LaneGrants:
     @property
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
+        if not (self._admitted or self.tails.has_granted or self.bases.has_granted):
+            return LaneBudget(0, 0)
         lanes = [lane for admitted in self._admitted for lane in admitted.lanes]
         parts = (LaneBudget(sum(map(len, lanes)), len(lanes)), self.tails.taken, self.bases.taken)
         return LaneBudget(*map(sum, zip(*parts, strict=True)))

@@ -79,7 +79,12 @@ class GapLanes:
         if self._lanes is None:
             return super().schedule(*args, **more)  # type: ignore[misc]
         before = {name: getattr(self, name) for name in LOWERED}
-        self._reserve(self._lanes)
+        if self.requests:
+            self._base_share.computes()
+        if self._lanes.is_wanted:
+            self._reserve(self._lanes)
+        else:
+            self._lanes.grant_none()
         try:
             output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
         finally:
@@ -94,8 +99,6 @@ class GapLanes:
         """Grant lanes, and leave their tokens and rows to them."""
         running = len(self.running) + self.num_waiting_for_streaming_input
         rows = self.scheduler_config.max_num_seqs
-        if self.requests:
-            self._base_share.computes()
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
         is_paused = self.pause_state is not PauseState.UNPAUSED
         tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))

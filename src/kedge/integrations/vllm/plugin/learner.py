@@ -73,10 +73,9 @@ class Learner:
         self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None, costs=costs)
         self._pages = pages
         self._min_translated = settings.planner.min_translated
-        self._expected = ExpectedPrompts(
-            self._runtime, pages, self._exact_at_hand, settings.anchors.max_base_bytes // EXPECTED_SHARE
-        )
         self._costs, self._balances = costs, Balances()
+        most = settings.anchors.max_base_bytes // EXPECTED_SHARE
+        self._expected = ExpectedPrompts(self._runtime, pages, self._exact_at_hand, most, self._balances.spend)
         self.writes = PlannedWrites(pages, costs, self._balances)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
@@ -84,14 +83,21 @@ class Learner:
         self.lessons: tuple[WorkflowAgent, ...] = ()
         """Agents of which requests wait until a prompt has been learned from"""
         self._taught: list[WorkflowAgent] = []
+        self._is_settled = True
+        """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self._refusal: str | None = UNCHECKED
 
     # before a request is admitted -------------------------------------------------------------------------------
 
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
-        """Return what of a prompt has to be computed, and which base KV would help."""
+        """Return what of a prompt has to be computed, and which base KV would help.
+
+        A request that is asked about begins a step later, and its prompt is sent to the workers before: that counts as
+        the smallest of passes.
+        """
         began = time.monotonic()
         self._balances.request(query.request)
+        self._balances.spend(query.request, self._costs.pass_seconds(1, 1))
         verdict = self._judged(query)
         if verdict.tokens == query.request.prompt_tokens:
             self._balances.spend(query.request, time.monotonic() - began)
@@ -132,6 +138,7 @@ class Learner:
         if plan.translates and self._lanes is not None:
             holes, misses = self._without_gap(plan, query.exact)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
+            self._balances.spend(request, seconds)
             is_lesson = plan.translates or head is None or self._runtime.wants_harvest(request, plan)
             dense = (range(request.prompt_tokens),)
             return TranslationVerdict(
@@ -181,7 +188,7 @@ class Learner:
         needed.
         """
         began, request, table = time.monotonic(), order.request, self._pages.table(order.blocks)
-        start = request.prompt_tokens
+        start, self._is_settled = request.prompt_tokens, False
         if order.response:
             kv = self._pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
@@ -214,6 +221,8 @@ class Learner:
     @property
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
+        if self._is_settled:
+            return False
         return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
 
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
@@ -235,11 +244,14 @@ class Learner:
 
         Returns False if there is nothing of this to be done now.
         """
+        if self._is_settled:
+            return False
         lesson = None if self.writes else self._lesson()
         if lesson is None and (urgent_only or self._prepare()):
             return not urgent_only
         prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
+            self._is_settled = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
         if not self._observe(prompt):
@@ -255,6 +267,7 @@ class Learner:
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
+        self._is_settled = False
         self._expected.expect(request)
 
     def _prepare(self) -> bool:

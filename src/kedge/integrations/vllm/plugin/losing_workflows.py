@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RunKey, WorkflowId
 
 LOSING = "translating this workflow takes more time than it saves"
-TRIED = 16
-"""One in so many runs of such a workflow is translated, so that it is seen when that pays again"""
+TRIED, MAX_TRIED = 16, 256
+"""Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
+shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
+"""
 MAX_WORKFLOWS, MAX_RUNS = 1024, 4096
+
+
+@dataclass(slots=True)
+class _Tries:
+    """When runs of a workflow are translated although it loses."""
+
+    every: int = TRIED
+    left: int = TRIED
+    """Runs until the next one"""
+
+    def take(self) -> bool:
+        """Return whether the run that begins is translated."""
+        self.left -= 1
+        if self.left:
+            return False
+        self.every = self.left = min(2 * self.every, MAX_TRIED)
+        return True
 
 
 class LosingWorkflows:
@@ -17,27 +38,23 @@ class LosingWorkflows:
     """
 
     def __init__(self) -> None:
-        self._runs_of: BoundedDict[tuple[Namespace, WorkflowId], int] = BoundedDict(MAX_WORKFLOWS)
-        """Number of runs since a workflow began to lose"""
+        self._losing: BoundedDict[tuple[Namespace, WorkflowId], _Tries] = BoundedDict(MAX_WORKFLOWS)
         self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(MAX_RUNS)
 
     def report(self, request: GenerateRequest, *, is_losing: bool) -> None:
         """Take what the workers say about the workflow of a request."""
         workflow = request.namespace, request.workflow
         if not is_losing:
-            self._runs_of.pop(workflow, None)
-        elif workflow not in self._runs_of:
-            self._runs_of[workflow] = 0
+            self._losing.pop(workflow, None)
+        elif workflow not in self._losing:
+            self._losing[workflow] = _Tries()
 
     def leaves_alone(self, request: GenerateRequest) -> bool:
         """Return whether a request is left alone, since its run is."""
         workflow = request.namespace, request.workflow
-        if workflow not in self._runs_of:
+        tries = self._losing.get(workflow)
+        if tries is None:
             return False
         if not request.run:
-            return not self._tries(workflow)
-        return not self._is_tried.use(request.run_key, lambda: self._tries(workflow))
-
-    def _tries(self, workflow: tuple[Namespace, WorkflowId]) -> bool:
-        self._runs_of[workflow] += 1
-        return self._runs_of[workflow] % TRIED == 0
+            return not tries.take()
+        return not self._is_tried.use(request.run_key, tries.take)

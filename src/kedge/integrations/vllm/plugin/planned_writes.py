@@ -62,7 +62,8 @@ class PlannedWrites:
         seconds = planned.seconds + time.monotonic() - began
         self._costs.observe_translation(count, tokens, seconds)
         self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))
-        self._balances.spend(planned.request, seconds)
+        lanes = len(order.spans) - 1  # rows of the pass that computing the whole prompt would not have
+        self._balances.spend(planned.request, seconds + self._costs.added_seconds(0, lanes))
 
     def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
         """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kedge.integrations.vllm.plugin.base_jobs import PassLimits
+from kedge.integrations.vllm.plugin.count_reports import CountReports
 from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusal
 from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
@@ -39,10 +39,10 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def _open_scheduler(self, config: VllmConfig, settings: PluginSettings) -> None:
         self._features.log()
-        self._reported: Counter[str] = Counter()
         ranks = config.parallel_config.world_size
         translations = Translations(self._features.translation, ranks)
         self._scheduler = SchedulerSide(settings, config.cache_config.block_size, ranks, translations)
+        self._counts = CountReports(self._scheduler.totals)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -95,6 +95,7 @@ class SchedulerCalls(KVConnectorBase_V1):
     # called by vLLM -------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        self._counts.began()
         self._scheduler.on_arrival(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -117,6 +118,7 @@ class SchedulerCalls(KVConnectorBase_V1):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._counts.ended()
         receipt = self._scheduler.on_finish(request, block_ids)
         return False, None if receipt is None else {"kedge": receipt}
 
@@ -132,9 +134,7 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def _take_stats(self) -> KVConnectorStats | None:
         """Return what was counted since the last call, with receipts and base prefills that no output carries."""
-        totals = Counter(self._scheduler.totals())
-        news, self._reported = totals - self._reported, totals
-        data: dict[str, Any] = dict(news)
+        data: dict[str, Any] = dict(self._counts.take())
         if unsent := self._scheduler.take_unsent_receipts():
             data[RECEIPTS] = unsent
         if needed := self._scheduler.translations.take_needed():

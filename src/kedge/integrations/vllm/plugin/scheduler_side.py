@@ -218,7 +218,8 @@ class SchedulerSide:
         self.prompts.expire()
         self.sessions.advance()
         preempted = output.preempted_req_ids or ()
-        self.sessions.preempted(preempted)
+        if preempted:
+            self.sessions.preempted(preempted)
         if self.loads:
             for load in filter(None, map(self._loads.get, preempted)):
                 self.loads.preempted(load)

@@ -100,6 +100,8 @@ class CachedFirstQueue(RequestQueue):
         """Return the request that is next, unless it has to wait for running ones. Those behind it wait as well, or
         there would be no bound on how many pass it.
         """
+        if not self._returned and not self._order:
+            return None
         head = next(iter(self), None)
         if head is None or head not in self._order or not self._is_overloaded:
             return head

@@ -59,8 +59,12 @@ class _Outbox:
     dropped: list[RequestId] = field(default_factory=list)
     ended_runs: list[RunKey] = field(default_factory=list)
 
-    def to_orders(self) -> Orders:
-        return Orders(
+    def take(self) -> Orders:
+        """Return what was collected, and begin anew. Most steps have nothing."""
+        kept = (self.queries, self.writes, self.captures, self.expected, self.dropped, self.ended_runs)
+        if not any(kept):
+            return Orders()
+        orders = Orders(
             queries=tuple(self.queries),
             writes=tuple(self.writes),
             captures=tuple(self.captures),
@@ -68,6 +72,9 @@ class _Outbox:
             dropped=tuple(self.dropped),
             ended_runs=tuple(self.ended_runs),
         )
+        for one in kept:
+            one.clear()
+        return orders
 
 
 class Translations:
@@ -221,14 +228,14 @@ class Translations:
         """Return the orders for this step, with captures of the prompts that the one before completed."""
         self._outbox.captures += self._completed
         self._completed = []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        for request_id, scheduled in output.num_scheduled_tokens.items() if self._candidates else ():
             candidate = self._candidates.get(request_id)
             if candidate is None or candidate.captured:
                 continue
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
                 self._capture_prompt(candidate, output)
-        orders, self._outbox = self._outbox.to_orders(), _Outbox()
+        orders = self._outbox.take()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
         orders.lessons = self._lessons.awaited

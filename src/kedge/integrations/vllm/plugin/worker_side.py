@@ -157,10 +157,11 @@ class WorkerSide:
         """Return the reports of a step, None where nothing has changed."""
         for copied in self._copier.drain() if self._copier else ():
             self._reports.copies[copied.copy_id] = CopyResult.of(copied)
-        reports, self._reports = self._reports, Reports()
-        has_news = not reports.is_empty or self._reported_learning != reports.learning
-        self._reported_learning = reports.learning
-        return reports if has_news else None
+        reports = self._reports
+        if reports.is_empty and self._reported_learning == reports.learning:
+            return None
+        self._reports, self._reported_learning = Reports(), reports.learning
+        return reports
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks whose translation has failed since the last call."""

@@ -1,0 +1,137 @@
+"""What a rank looks for in a step: nothing, once it has found nothing and nothing has come since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompt, ExpectedPrompts
+from kedge.integrations.vllm.plugin.learner import Learner
+from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
+from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.kv.segment import KVSegment
+from kedge.reuse.costs import EngineCosts
+from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, ValueKind
+
+VALUE = Segment(tuple(range(10, 42)), "value", SampleId(ValueKind.INPUT, "value", 0, "v"), (1,), (2,))
+SEGMENTS = Segment((1, 2, 3, 4), "p0"), VALUE, Segment((5, 6), "p1")
+REQUEST = GenerateRequest(SEGMENTS, reuse=ReuseMode.TRANSLATE, run=RunId("r"), agent=AgentId("a"))
+
+
+def kv(start: int, stop: int) -> KVSegment:
+    return KVSegment(torch.ones(1, 1, stop - start, 2), torch.ones(1, 1, stop - start, 2))
+
+
+@pytest.fixture
+def learner() -> Learner:
+    pages: Any = SimpleNamespace(table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop))
+    found = Learner(pages, PluginSettings(), None, EngineCosts(by_cost=False))
+    found._refusal = None
+    return found
+
+
+@pytest.fixture
+def lacking(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what base KV the prompts lack. It gets an entry more with every look at a prompt."""
+    lacks = ["first"]
+
+    def needs(_: GenerateRequest) -> list[str]:
+        found = lacks[:1]
+        lacks.extend(["look"] if found else [])
+        return found
+
+    monkeypatch.setattr(learner._runtime, "needs", needs)
+    return lacks
+
+
+def test_a_prompt_without_its_base_kv_is_looked_at_once(learner: Learner, lacking: list[str]) -> None:
+    assert not learner.is_learning and not learner.learn() and lacking == ["first"]
+    learner.capture(Capture(REQUEST, (1,), 0))
+    assert not learner.learn() and lacking == ["first", "look"]
+    for _ in range(3):
+        assert not learner.learn() and not learner.is_learning
+    assert lacking == ["first", "look"]
+
+
+def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking: list[str]) -> None:
+    learner.capture(Capture(REQUEST, (1,), 0))
+    assert not learner.learn()
+    lacking.clear()
+    assert not learner.learn(), "nothing has come"
+    learner.capture(Capture(GenerateRequest((Segment((1, 2), "p0"),)), (1,), 1))
+    assert learner.is_learning
+    while learner.learn():
+        pass
+    assert learner.take_taught() == (REQUEST.workflow_agent,) and not learner.is_learning
+
+
+def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(learner._expected, "prepare", lambda: bool(seen.append(None)))
+    assert not learner.learn() and not seen
+    learner.expect(REQUEST)
+    assert not learner.learn() and not learner.learn() and len(seen) == 1
+
+
+# what counts in a workflow's balance ----------------------------------------------------------------------------------
+
+
+class Spent(list[float]):
+    """Stands for balances, and keeps what is spent."""
+
+    def spend(self, _: GenerateRequest, seconds: float) -> None:
+        self.append(seconds)
+
+    def save(self, _: GenerateRequest, seconds: float) -> None:
+        """What is saved is of no interest here."""
+
+
+def test_asking_about_a_prompt_costs_a_small_pass(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = Spent()
+    monkeypatch.setattr(learner._balances, "spend", spent.spend)
+    learner.judge(TranslationQuery(REQUEST, 0))
+    assert spent[0] == learner._costs.pass_seconds(1, 1) > 0
+
+
+def test_what_is_prepared_in_vain_is_spent() -> None:
+    spent = Spent()
+    runtime: Any = SimpleNamespace()
+    expected = ExpectedPrompts(runtime, runtime, lambda _: 4, 1 << 20, spent.spend)
+
+    def prepared(seconds: float, agent: str = "a") -> GenerateRequest:
+        request = replace(REQUEST, agent=AgentId(agent))
+        draft: Any = SimpleNamespace(drafted=1)
+        expected._expected[request.agent_key] = ExpectedPrompt(request, 4, draft, seconds=seconds)
+        return request
+
+    expected.end_run(prepared(1.0).run_key)
+    assert spent == [1.0]
+    expected.expect(replace(prepared(2.0), segments=SEGMENTS[1:]))
+    assert spent == [1.0, 2.0], "another prompt took its place"
+    assert expected.claim(replace(prepared(3.0), segments=SEGMENTS[1:]), 4) is None
+    assert spent == [1.0, 2.0, 3.0], "it turned out otherwise"
+    assert expected.claim(prepared(4.0), 4) is not None and spent == [1.0, 2.0, 3.0]
+    for number in range(MAX_EXPECTED + 1):
+        prepared(5.0, f"agent-{number}")
+    assert spent == [1.0, 2.0, 3.0, 5.0], "the oldest had to go"
+
+
+def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
+    pages: Any = SimpleNamespace(table=lambda _blocks, only: only)
+    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=())
+    balances: Any = spent
+    writes = PlannedWrites(pages, costs, balances)
+    spans = range(4, 6), range(8, 9), range(12, 30)
+    for seconds, written in ((100.0, spans), (200.0, spans[:1])):
+        planned: Any = PlannedWrite(REQUEST, plan, None, {}, seconds)  # type: ignore[arg-type]
+        writes.put(REQUEST.request_id, planned)
+        writes.write(TranslationWrite(REQUEST.request_id, (1,), written))
+    assert spent == pytest.approx([100.0 + costs.added_seconds(0, 2), 200.0], rel=1e-4)
+    assert costs.added_seconds(0, 2) > 0
