@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ class GuardKey(NamedTuple):
     placeholder: str
 
     def __str__(self) -> str:
-        return f"{self.workflow}/{self.agent}/{self.placeholder}"
+        text = f"{self.workflow}/{self.agent}/{self.placeholder}"
+        return text if text.isprintable() else repr(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +64,36 @@ class QualityGuard:
         if mode is GuardMode.OFF:
             return request.guard
         with self._lock:
-            records = {key: self._records[key] for key in _keys(request) if key in self._records}
-        withheld = {key.placeholder for key, record in records.items() if record.withheld}
-        if mode is GuardMode.SHADOW:
-            withheld = {key.placeholder for key in _keys(request)}
-        epoch = max((record.epoch for record in records.values()), default=0)
-        return replace(request.guard, withheld=frozenset(withheld), epoch=epoch)
+            return self._orders(request, mode, _keys(request))
+
+    def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
+        records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
+        withheld = frozenset(
+            key.placeholder for key in keys if mode is GuardMode.SHADOW or (key in records and records[key].withheld)
+        )
+        epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
+        return replace(request.guard, withheld=withheld, epoch=epoch)
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
-        """Return what is ordered for a request that arrives, and whether its answer is to be compared."""
-        orders = self.orders(request)
-        if orders.withheld:
-            return GuardVerdict(orders, True, min(orders.withheld, key=lambda name: self._checks(request, name)))
-        return GuardVerdict(orders, self._rng.random() < self._share(request))
+        """Return what is ordered for a request that arrives, and whether its answer is to be compared.
 
-    def _checks(self, request: GenerateRequest, placeholder: str) -> tuple[int, str]:
+        Every call with something withheld is tried with one of that translated, but for the share of calls that checks
+        what is translated. Which one is drawn at random: one that no anchor predicts would else be the only one.
+        """
+        mode = self.mode(request)
+        if mode is GuardMode.OFF:
+            return GuardVerdict(request.guard)
+        keys = _keys(request)
         with self._lock:
-            record = self._records.get(GuardKey(*request.workflow_agent, placeholder))
-        return (record.evidence.checks if record else 0), placeholder
+            orders = self._orders(request, mode, keys)
+            is_drawn = self._rng.random() < self._share(keys)
+            tried = self._rng.choice(sorted(orders.withheld)) if orders.withheld else ""
+        if tried and not (is_drawn and len(orders.withheld) < len(keys)):
+            return GuardVerdict(orders, True, tried)
+        return GuardVerdict(orders, is_drawn)
 
-    def _share(self, request: GenerateRequest) -> float:
-        if self.mode(request) is GuardMode.OFF:
-            return 0.0
-        with self._lock:
-            states = {self._records[key].state for key in _keys(request) if key in self._records}
+    def _share(self, keys: Sequence[GuardKey]) -> float:
+        states = {self._records[key].state for key in keys if key in self._records}
         return self._settings.share if states == {GuardState.ON} else self._settings.canary_share
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
@@ -110,36 +118,34 @@ class QualityGuard:
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""
+        if self.mode(request) is GuardMode.OFF:
+            return ()
         with self._lock:
-            return tuple(
-                self._note(key, self._records[key])
-                for key in _keys(request)
-                if key in self._records and self.mode(request) is not GuardMode.OFF
-            )
+            return tuple(self._note(key, self._records[key]) for key in _keys(request) if key in self._records)
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence = record.evidence
-        return GuardNote(
-            key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(self._settings.alpha)
-        )
+        bound = evidence.upper(self._settings.alpha)
+        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound)
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
-        with self._lock:
-            return [self._entry(key, record) for key, record in self._records.items() if owns(key.namespace)]
+        with self._lock:  # bounds are computed without it: requests wait for it
+            mine = [(key, deepcopy(record)) for key, record in self._records.items() if owns(key.namespace)]
+        return [self._entry(key, record) for key, record in mine]
 
     def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
-        evidence = record.evidence
+        note = self._note(key, record)
         return {
             "workflow": key.workflow,
             "agent": key.agent,
             "placeholder": key.placeholder,
             "state": record.state.value,
             "withheld": record.withheld,
-            "checks": evidence.checks,
-            "changed": evidence.changed,
-            "estimate": evidence.share,
-            "bound": evidence.upper(self._settings.alpha),
+            "checks": note.checks,
+            "changed": note.changed,
+            "estimate": record.evidence.share,
+            "bound": note.bound,
             "max_kl": record.kl,
             "suspicions": record.suspicions,
             "breaches": record.epoch,

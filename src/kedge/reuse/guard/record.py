@@ -23,6 +23,10 @@ class GuardRecord:
     error. The first translation makes it a `canary`, and enough evidence of a low share of changes turns it `on`. A
     single change, or one large divergence, makes it suspect: it is withheld, and every call is tried both ways until
     there is evidence for or against it. Evidence against it is a breach: its anchors are discarded as well.
+
+    Evidence restarts with every change of state but the one to `on`. So that all restarts together call an agent below
+    the limit a breach with probability `alpha` at most, the k-th of them (from 0) tests at `alpha` / ((k + 1) (k + 2)),
+    and the change that made it suspect, which has chosen the moment, is not counted again.
     """
 
     state: GuardState = GuardState.SHADOW
@@ -34,6 +38,7 @@ class GuardRecord:
     suspicions: int = 0
     kl: float = 0.0
     """Largest divergence of any check since the last change of state, in nats"""
+    _restarts: int = 0
     _needed: int = 0
     _streak: int = 0
     """Trials in a row without a change"""
@@ -47,7 +52,7 @@ class GuardRecord:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)
         self.kl = max(self.kl, seen.kl)
-        if self.evidence.exceeds(settings.max_changed, settings.alpha):
+        if self.evidence.exceeds(settings.max_changed, self._alpha(settings)):
             self._breach(settings)
         elif self.withheld:
             self._tried(seen, settings)
@@ -55,6 +60,9 @@ class GuardRecord:
             self._suspect(seen, settings)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
             self.state = GuardState.ON
+
+    def _alpha(self, settings: GuardSettings) -> float:
+        return settings.alpha / ((self._restarts + 1) * (self._restarts + 2))
 
     def _tried(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         clean = not seen.changed and seen.kl <= settings.max_kl
@@ -65,7 +73,6 @@ class GuardRecord:
     def _suspect(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         self.suspicions += 1
         self._restart(GuardState.SHADOW)
-        self.evidence.observe(seen.changed)
         self.kl, self.withheld, self._needed = seen.kl, True, settings.trials
 
     def _breach(self, settings: GuardSettings) -> None:
@@ -77,3 +84,4 @@ class GuardRecord:
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.withheld = state, ChangeEvidence(), False
         self.kl, self._streak = 0.0, 0
+        self._restarts += 1
