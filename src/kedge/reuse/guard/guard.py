@@ -18,6 +18,9 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowId
 
 logger = logging.getLogger(__name__)
+TRIED = 0.5
+"""Share of the calls with something withheld that are tried with it translated. From the others the anchors learn: a
+trial with what was learned from the very same call would always be clean."""
 
 
 class GuardKey(NamedTuple):
@@ -77,8 +80,8 @@ class QualityGuard:
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
         """Return what is ordered for a request that arrives, and whether its answer is to be compared.
 
-        Every call with something withheld is tried with one of that translated, but for the share of calls that checks
-        what is translated. Which one is drawn at random: one that no anchor predicts would else be the only one.
+        Of calls with something withheld, a share is tried with one of that translated, drawn at random: one that no
+        anchor predicts would else be the only one. The others check what is translated, as all calls do.
         """
         mode = self.mode(request)
         if mode is GuardMode.OFF:
@@ -86,11 +89,11 @@ class QualityGuard:
         keys = _keys(request)
         with self._lock:
             orders = self._orders(request, mode, keys)
-            is_drawn = self._rng.random() < self._share(keys)
-            tried = self._rng.choice(sorted(orders.withheld)) if orders.withheld else ""
-        if tried and not (is_drawn and len(orders.withheld) < len(keys)):
-            return GuardVerdict(orders, True, tried)
-        return GuardVerdict(orders, is_drawn)
+            if orders.withheld and self._rng.random() < TRIED:
+                tried = self._rng.choice(sorted(orders.withheld))
+                return GuardVerdict(replace(orders, held_out=True), True, tried)
+            is_translated = len(orders.withheld) < len(keys)
+            return GuardVerdict(orders, is_translated and self._rng.random() < self._share(keys))
 
     def _share(self, keys: Sequence[GuardKey]) -> float:
         states = {self._records[key].state for key in keys if key in self._records}
@@ -114,7 +117,7 @@ class QualityGuard:
                 record = self._records.use(key, GuardRecord)
                 before, epoch = record.state, record.epoch
                 record.observe(seen, self._settings)
-                _log_change(key, before, record, is_breach=record.epoch > epoch)
+                _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""
@@ -162,17 +165,19 @@ def _keys(request: GenerateRequest) -> list[GuardKey]:
     return [GuardKey(*request.workflow_agent, name) for name in names]
 
 
-def _log_change(key: GuardKey, before: GuardState, record: GuardRecord, *, is_breach: bool = False) -> None:
+def _log_change(
+    key: GuardKey,
+    before: GuardState,
+    record: GuardRecord,
+    seen: DecisionComparison | None = None,
+    *,
+    is_breach: bool = False,
+) -> None:
     if is_breach:
         logger.warning("guard: %s is no longer translated: too many answers changed; its anchors are discarded", key)
+    elif record.state is not before and record.withheld and seen:
+        what = "an answer changed" if seen.changed else "a check was far off"
+        logger.warning("guard: %s: %s -> %s, withheld: %s (KL %.3g)", key, before, record.state, what, seen.kl)
     elif record.state is not before:
-        checks, changed = record.evidence.checks, record.evidence.changed
-        why = f"{changed} of {checks} checked answers changed, largest KL {record.kl:.3g}"
-        logger.log(
-            logging.WARNING if record.withheld else logging.INFO,
-            "guard: %s: %s -> %s (%s)",
-            key,
-            before,
-            record.state,
-            why,
-        )
+        counts = record.evidence.changed, record.evidence.checks
+        logger.info("guard: %s: %s -> %s (%d of %d checked answers changed)", key, before, record.state, *counts)

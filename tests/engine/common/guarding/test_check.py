@@ -31,6 +31,7 @@ def test_a_dense_check_computes_the_whole_prompt_and_leaves_no_trace() -> None:
     check = dense_check(ASKED, served("a"), SETTINGS)
     again = check.request
     assert (again.reuse, again.guard.mode, again.logprobs) == (ReuseMode.OFF, GuardMode.OFF, TOP)
+    assert (again.workflow, again.agent, again.run) == ("", "", "")
     assert (again.sampling.temperature, again.sampling.seed, again.sampling.max_tokens) == (0.0, None, 3)
     assert again.sampling.grammar == ASKED.sampling.grammar and again.segments == ASKED.segments
     assert (again.produces, again.trail, again.turn, again.is_plain, again.tool_mark) == (None, (), TurnHints(), False, "")
@@ -40,7 +41,8 @@ def test_a_dense_check_computes_the_whole_prompt_and_leaves_no_trace() -> None:
 def test_a_trial_translates_one_withheld_placeholder_with_the_anchors_of_now() -> None:
     check = trial(ASKED, served(), SETTINGS, "a")
     assert check.request.reuse is ReuseMode.TRANSLATE and check.run == ASKED.run_key
-    assert check.request.guard == GuardOrders(GuardMode.OFF, frozenset("b"), 4)
+    assert check.request.guard == GuardOrders(GuardMode.OFF, frozenset("b"), 4, "a")
+    assert check.request.exact_limit == 1, "the served call's own KV is in the cache"
 
 
 def test_a_check_that_waits_holds_no_more_of_an_answer_than_is_compared() -> None:

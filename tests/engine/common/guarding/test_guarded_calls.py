@@ -67,9 +67,9 @@ def test_modes_per_request() -> None:
         done = engine.ask(request(guard=off))
         assert done.receipt.translated and done.receipt.guard == ()
     assert engine.checks == []
-    for _ in range(5):
+    for _ in range(20):
         assert not engine.ask(request(guard=shadow)).receipt.translated
-    assert len(engine.checks) == 5 and engine.state()["withheld"]
+    assert 0 < len(engine.checks) < 20 and engine.state()["withheld"]
     engine.close()
 
 
@@ -160,8 +160,10 @@ def test_a_run_ends_after_its_trials_and_before_the_next_of_its_name() -> None:
     engine.ask(request(run="first"))
     engine.holds_checks = True
     engine.submit(request(run="second")).result(10)
+    while not engine.arrived.acquire(timeout=0.2):  # until one is tried
+        engine.submit(request(run="second")).result(10)
     engine.end_run("second")
-    assert engine.arrived.acquire(timeout=10) and "end second" not in engine.events
+    assert "end second" not in engine.events
     engine.submit(request(run="second")).result(10)
     assert engine.events[-2:] == ["end second", "submit second"]
     engine.close()
@@ -186,7 +188,7 @@ def test_32_clients_at_once() -> None:
     engine.close()
     assert sum(event.startswith("end") for event in engine.events) == 32 * 20
     figures = engine.calls.stats()
-    assert figures["checks_done"] + figures["checks_dropped"] == 32 * 20  # type: ignore[operator]
+    assert 0 < figures["checks_done"] + figures["checks_dropped"] <= 32 * 20  # type: ignore[operator]
     assert all(one["withheld"] for one in figures["agents"] if one["placeholder"] == "b")  # type: ignore[attr-defined]
 
 

@@ -8,13 +8,16 @@ from kedge.guard import GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, DecisionComparison, compare
 from kedge.settings import GuardSettings
 from kedge.types import (
+    AgentId,
     Completion,
     GenerateRequest,
     Receipt,
     ReuseMode,
+    RunId,
     RunKey,
     Source,
     TurnHints,
+    WorkflowId,
     new_request_id,
 )
 
@@ -50,14 +53,24 @@ class Check:
 
 
 def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings) -> Check:
-    """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either."""
-    again = replace(_again(request, served, settings), reuse=ReuseMode.OFF, guard=GuardOrders(GuardMode.OFF))
+    """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either, and
+    belongs to no agent: what is expected of that one is not its concern.
+    """
+    again = replace(
+        _again(request, served, settings),
+        reuse=ReuseMode.OFF,
+        guard=GuardOrders(GuardMode.OFF),
+        workflow=WorkflowId(""),
+        run=RunId(""),
+        agent=AgentId(""),
+    )
     return Check(request, _compared(served, settings), again, "")
 
 
 def trial(request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str) -> Check:
     """Return the check of a call that was served without `tried`, a withheld placeholder: it is translated now."""
-    orders = replace(request.guard, mode=GuardMode.OFF, withheld=request.guard.withheld - {tried})
+    withheld = request.guard.withheld - {tried}
+    orders = replace(request.guard, mode=GuardMode.OFF, withheld=withheld, afresh=tried, held_out=False)
     again = replace(_again(request, served, settings), guard=orders)
     return Check(request, _compared(served, settings), again, tried)
 
