@@ -26,11 +26,12 @@ from kedge.types import (
 CLEAN = DecisionComparison(False, None, 0.0, 0.0)
 CHANGED = DecisionComparison(True, 0, 2.0, 2.0)
 ALL = GuardSettings(canary_share=1.0, share=1.0)
+AS_SET = GuardOrders()
 NONE = GuardSettings(canary_share=0.0, share=0.0)
 
 
 def request(
-    *names: str, agent: str = "solver", tenant: str = "default", guard: GuardOrders = GuardOrders()
+    *names: str, agent: str = "solver", tenant: str = "default", guard: GuardOrders = AS_SET
 ) -> GenerateRequest:
     """A request with these placeholders."""
     values = [Segment((1, 2), name, SampleId.parse(f"input_{name}@0")) for name in names]
@@ -170,4 +171,3 @@ def test_32_threads_at_once_count_everything() -> None:
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(work, range(32)))
     assert [entry["checks"] for entry in guard.stats()] == [8 * each] * 4
-

@@ -54,6 +54,8 @@ class QualityGuard:
         self._settings = settings
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(settings.max_agents)
         self._lock, self._rng = threading.Lock(), random.Random(0)
+        self.suspicions = self.breaches = 0
+        """Of all records, also those that are no longer kept"""
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -115,8 +117,10 @@ class QualityGuard:
             for placeholder in placeholders:
                 key = GuardKey(*request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
-                before, epoch = record.state, record.epoch
+                before, suspicions, epoch = record.state, record.suspicions, record.epoch
                 record.observe(seen, self._settings)
+                self.suspicions += record.suspicions - suspicions
+                self.breaches += record.epoch - epoch
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:

@@ -32,13 +32,14 @@ GOOD = position({1: 0.9, 2: 0.1})
 BAD = position({2: 0.9, 1: 0.1})
 EAGER = GuardSettings(canary_share=1.0, share=1.0, trials=3)
 """Checks every call."""
+AS_SET = GuardOrders()
 
 
 def request(
     *names: str,
     run: str = "run",
     agent: str = "solver",
-    guard: GuardOrders = GuardOrders(),
+    guard: GuardOrders = AS_SET,
     reuse: ReuseMode = ReuseMode.TRANSLATE,
     logprobs: int | None = None,
     **sampling: object,

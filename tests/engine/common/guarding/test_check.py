@@ -22,8 +22,10 @@ ASKED = replace(
     guard=GuardOrders(withheld=frozenset("ab"), epoch=4),
 )  # fmt: skip
 
+NO_TRACE = (None, (), TurnHints(), False, "")
 
-def served(*names: str, first: TokenLogprob = GOOD, of: object = ASKED) -> Completion:
+
+def served(*names: str, first: TokenLogprob = GOOD) -> Completion:
     return answer(first, *[GOOD] * 9, spans=spans_of(replace(ASKED, guard=GuardOrders()), frozenset(names)))
 
 
@@ -34,7 +36,7 @@ def test_a_dense_check_computes_the_whole_prompt_and_leaves_no_trace() -> None:
     assert (again.workflow, again.agent, again.run) == ("", "", "")
     assert (again.sampling.temperature, again.sampling.seed, again.sampling.max_tokens) == (0.0, None, 3)
     assert again.sampling.grammar == ASKED.sampling.grammar and again.segments == ASKED.segments
-    assert (again.produces, again.trail, again.turn, again.is_plain, again.tool_mark) == (None, (), TurnHints(), False, "")
+    assert (again.produces, again.trail, again.turn, again.is_plain, again.tool_mark) == NO_TRACE
     assert again.request_id != ASKED.request_id and check.run is None and check.cost == ASKED.prompt_tokens + 3
 
 

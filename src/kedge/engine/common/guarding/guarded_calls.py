@@ -105,6 +105,8 @@ class GuardedCalls:
             "max_changed": self._settings.max_changed,
             "checks_done": self._checks.done,
             "checks_dropped": self._checks.dropped,
+            "suspicions": self._guard.suspicions,
+            "breaches": self._guard.breaches,
             "agents": self._guard.stats(owns),
         }
 
