@@ -66,7 +66,7 @@ class Guarded(EchoEngine):
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> Mapping[str, Any]:
-        return {"prompts": [], "pools": [], "guard": self._figures(owns)}
+        return {"prompts": list(prompts), "pools": [], "guard": self._figures(owns)}
 
 
 def test_a_tenant_sees_its_own_agents_only() -> None:

@@ -204,12 +204,11 @@ export function guard(records) {
   const row = (one) => [
     h("span", {}, `${agentName(one)}: `, breakable(one.placeholder)),
     h("span", { class: one.withheld ? "status failed" : null, title: one.withheld ? "Answers changed: it is computed and tried out." : "" }, one.withheld ? "withheld" : one.state),
-    number(one.checks),
-    number(one.changed),
-    one.checks ? `\u2264 ${percent(one.bound, 1)}` : muted("\u2013"),
+    `${number(one.changed)} of ${number(one.checks)}`,
+    one.checks ? percent(one.bound, 1) : muted("\u2013"),
   ];
   const worst = [...records].sort((a, b) => b.withheld - a.withheld || b.bound - a.bound).slice(0, MAX_GUARDED);
-  const names = [left("Agent: placeholder"), left("State"), ...["Checks", "Changed", "Changed share"].map(right)];
+  const names = [left("Agent: placeholder"), left("State"), ...["Changed", "At most"].map(right)];
   const more = records.length - worst.length;
   return [grouped("How far translation is trusted", names, byWorkflow(worst), row), more ? hint(`${number(more)} more in /v1/guard.`) : null];
 }
