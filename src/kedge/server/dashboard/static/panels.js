@@ -208,7 +208,7 @@ export function guard(records) {
     one.checks ? percent(one.bound, 1) : muted("\u2013"),
   ];
   const worst = [...records].sort((a, b) => b.withheld - a.withheld || b.bound - a.bound).slice(0, MAX_GUARDED);
-  const names = [left("Agent: placeholder"), left("State"), ...["Changed", "At most"].map(right)];
+  const names = [left("Placeholder"), left("State"), ...["Changed", "At most"].map(right)];
   const more = records.length - worst.length;
   return [grouped("How far translation is trusted", names, byWorkflow(worst), row), more ? hint(`${number(more)} more in /v1/guard.`) : null];
 }
