@@ -39,10 +39,16 @@ class GuardOrders:
     """The mode that the workflow or its agent asks for; None: as the engine's settings say"""
     withheld: frozenset[str] = frozenset()
     """Placeholders that are computed, whatever the anchors predict; `EVERYTHING` for all"""
-    sentinels: int = 0
-    """Tokens of each translated value that are computed as well, to compare the two"""
     epoch: int = 0
     """Number of times that the agent's anchors were discarded: those of an earlier epoch are not used"""
+
+    afresh: str = ""
+    """A placeholder that a check translates, also where the cache has the exact KV of the call that it checks"""
+
+    held_out: bool = False
+    """Whether nothing is learned from it, as a check translates it: with its own anchor every check would be clean"""
+    sentinels: int = 0
+    """Tokens of each translated value that are computed as well, to compare the two"""
 
     def withholds(self, placeholder: str) -> bool:
         """Return whether a placeholder must be computed."""

@@ -294,8 +294,12 @@ class GenerateRequest:
     @property
     def exact_limit(self) -> int:
         """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
-        computes_all = self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None
-        return 0 if computes_all else self.prompt_tokens - 1
+        if self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None:
+            return 0
+        if afresh := self.guard.afresh:
+            before = itertools.takewhile(lambda segment: segment.name != afresh, self.segments)
+            return min(self.prompt_tokens - 1, sum(len(segment.tokens) for segment in before))
+        return self.prompt_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kedge.errors import RequestError
+from kedge.guard import GuardMode
 from kedge.hints import RULES, Hints, IgnoredReason, read_hints
 from kedge.types import ReuseMode
 
@@ -24,11 +25,12 @@ def ignored(body: dict[str, Any], headers: dict[str, str] | None = None) -> dict
 def test_the_kedge_field() -> None:
     said = {
         "workflow": "team", "run": "r", "agent": "a", "client": "c", "seq": 3, "steps": {"a": 0, "b": 1.5, "z": None},
-        "fixed_tokens": 10, "fixed_messages": 1, "reuse": "off", "bindings": {"q": "x"}, "final": True,
+        "fixed_tokens": 10, "fixed_messages": 1, "reuse": "off", "guard": "shadow", "bindings": {"q": "x"},
+        "final": True,
     }  # fmt: skip
     assert hints({"kedge": said}) == Hints(
         workflow="team", run="r", agent="a", client="c", seq=3, steps={"a": 0, "b": 1.5, "z": math.inf},
-        fixed_tokens=10, fixed_messages=1, reuse=ReuseMode.OFF, bindings={"q": "x"}, final=True,
+        fixed_tokens=10, fixed_messages=1, reuse=ReuseMode.OFF, guard=GuardMode.SHADOW, bindings={"q": "x"}, final=True,
     )  # fmt: skip
     assert not ignored({"kedge": said})
 
@@ -129,7 +131,10 @@ def test_what_is_ignored_is_counted(body: dict[str, Any], expected: dict[tuple[s
     assert replace(hints(body), actions=()) == Hints()
 
 
-@pytest.mark.parametrize("said", [{"reuse": "fast"}, {"reuse": 1}, {"bindings": []}, {"bindings": {"a": 1}}])
+@pytest.mark.parametrize(
+    "said",
+    [{"reuse": "fast"}, {"guard": "maybe"}, {"guard": False}, {"reuse": 1}, {"bindings": []}, {"bindings": {"a": 1}}],
+)
 def test_what_changes_the_answer_must_be_right(said: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="kedge."):
         hints({"kedge": said})

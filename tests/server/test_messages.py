@@ -96,7 +96,7 @@ ODD = [None, True, 5, -1, 1.5, "x", "", [], [True], [None], [[]], [[1.5]], [{}],
 FIELDS = {
     TEXT: ["prompt", "stop", "stream_options", "logprobs", "seed", "kedge"],
     CHAT: ["messages", "stop", "tools", "tool_choice", "top_logprobs", "parallel_tool_calls"],
-    RUNS: ["inputs", "reuse", "stream"],
+    RUNS: ["inputs", "reuse", "guard", "stream"],
 }
 NOISE = re.compile(r"\bstr\b|\bint\b|list\[|literal\[|function-|dictionary|instance|segments|Segment\(|extract")
 

@@ -1,7 +1,8 @@
 """Hints of a call, in whichever dialects they come, in one struct.
 
-Hints are advisory: unknown ones and out-of-range values are ignored and counted. Only `kedge.reuse` and
-`kedge.bindings` change the answer and must be valid. If several dialects set a field, the first rule wins.
+Hints are advisory: unknown ones and out-of-range values are ignored and counted. Only `kedge.reuse`,
+`kedge.guard` and `kedge.bindings` change the answer and must be valid. If several dialects set a field, the first rule
+wins.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from kedge.errors import RequestError
+from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.cache_marks import cache_marks, longest
 from kedge.hints.dialects import BODY, CARRIERS, HEADERS, KEDGE, NO_HINTS, STRICT, UNSUPPORTED, Rule
 from kedge.hints.values import without_infinity
 from kedge.types import AgentId, ReuseMode, RunId, TurnHints, WorkflowId
+
+M = TypeVar("M", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Hints:
     fixed_messages: int | None = None
     """Length of the prefix that all calls of this agent share, in tokens or in messages."""
     reuse: ReuseMode | None = None
+    guard: GuardMode | None = None
     bindings: Mapping[str, str] | None = None
     """Placeholder -> value; with bindings the server fills the agent's template."""
     session: str = ""
@@ -91,7 +96,8 @@ IgnoredHints = Counter[tuple[str, IgnoredReason]]
 def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hints, IgnoredHints]:
     """Return the hints in `body`, a body's fields besides OpenAI's own, and in `headers`, with the ignored ones.
 
-    Names of headers are in lower case. Raises `RequestError` for an invalid `kedge.reuse` or `kedge.bindings`.
+    Names of headers are in lower case. Raises `RequestError` for an invalid `kedge.reuse`, `kedge.guard` or
+    `kedge.bindings`.
     """
     ignored: IgnoredHints = Counter()
     body = {**body, "kedge": _kedge_field(body, ignored)}
@@ -108,7 +114,9 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     _take_marks(given, body, ignored)
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)
     _count_unknown(body, ignored)
-    return Hints(reuse=_reuse(body["kedge"]), bindings=_bindings(body["kedge"]), **given), ignored
+    kedge = body["kedge"]
+    reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
+    return Hints(reuse=reuse, guard=guard, bindings=_bindings(kedge), **given), ignored
 
 
 def _take_actions(given: dict[str, Any], envelope: Any, ignored: IgnoredHints) -> None:
@@ -159,11 +167,11 @@ def _found(rules: tuple[Rule, ...], data: Mapping[str, Any]) -> Iterator[tuple[R
             yield rule, value
 
 
-def _reuse(kedge: Mapping[str, Any]) -> ReuseMode | None:
-    value = kedge.get("reuse")
-    if value is not None and value not in list(ReuseMode):
-        raise RequestError("kedge.reuse", value, f"must be one of {', '.join(ReuseMode)}")
-    return None if value is None else ReuseMode(value)
+def _mode(kedge: Mapping[str, Any], key: str, modes: type[M]) -> M | None:
+    value = kedge.get(key)
+    if value is not None and value not in list(modes):
+        raise RequestError(f"kedge.{key}", value, f"must be one of {', '.join(modes)}")
+    return None if value is None else modes(value)
 
 
 def _bindings(kedge: Mapping[str, Any]) -> Mapping[str, str] | None:

@@ -139,7 +139,7 @@ RULES = (*KEDGE, *BODY, *HEADERS)
 
 CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
 """Pass-through fields of other servers, which may contain the `kedge` field, with their dialects."""
-STRICT = {"reuse", "bindings"}
+STRICT = {"reuse", "guard", "bindings"}
 """Fields of `kedge` that must be valid."""
 NO_HINTS = {
     *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kedge.engine.base import Tokenizer
+from kedge.guard import GuardOrders
 from kedge.runner.memory import NOTHING, RunMemory
 from kedge.types import AgentId, ClientId, GenerateRequest, ReuseMode, SampleId, Tokens, WorkflowId
 from kedge.workflow.forecast import AgentKey, RunKey
@@ -40,13 +41,14 @@ class RunPrompts:
 
     def request(self, step: Step, reuse: ReuseMode, produces: SampleId | None = None) -> GenerateRequest:
         """Return a step's request. Values that are not known yet are segments without tokens."""
-        prompt = self.prompts[step.agent]
+        prompt, agent = self.prompts[step.agent], self.workflow.agent(step.agent)
         values = {placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}
         awaited = {value.sample for value in values.values() if value.sample and not value.tokens}
         return GenerateRequest(
             segments=prompt.fill(values, awaited),
-            sampling=self.workflow.agent(step.agent).sampling,
+            sampling=agent.sampling,
             reuse=reuse,
+            guard=GuardOrders(agent.guard),
             tenant=self.run.namespace.tenant,
             partition=self.run.namespace.partition,
             client=ClientId(self.run.client_id),

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
+from kedge.server import guard
 from kedge.server.anthropic import routes as anthropic_api
 from kedge.server.dashboard import details as dashboard_details
 from kedge.server.dashboard import routes as dashboard
@@ -58,7 +59,7 @@ def create_app(
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = _snapshots(engine, service)
     apis = openai_api.router, responses_api.router, anthropic_api.router, workflow_api.router
-    for router in (*apis, dashboard.router, dashboard_details.router, traffic.router, _router):
+    for router in (*apis, dashboard.router, dashboard_details.router, traffic.router, guard.router, _router):
         app.include_router(router)
     errors.install(app)
     app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kedge.hints import Hints
@@ -20,6 +21,7 @@ def receipt(completion: Completion) -> dict[str, Any]:
         "tokens": {source.value: found.tokens(source) for source in Source},
         "preassembled": found.preassembled,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in found.misses],
+        "guard": [asdict(note) for note in found.guard],
         "parts_ms": dict(found.parts_ms),
         "ttft_ms": completion.ttft_ms,
         "total_ms": completion.total_ms,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kedge.checks import brief, is_number, require_sampling, require_text
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
+from kedge.guard import GuardMode
 from kedge.types import AgentId, ReuseMode, SampleId, SamplingParams, ValueKind
 from kedge.workflow.template import Placeholder, placeholders
 
@@ -40,6 +41,8 @@ class Agent:
     stop: tuple[str, ...] = ()
     reuse: ReuseMode | None = None
     """How far this agent may reuse shared KV; None: as the run says."""
+    guard: GuardMode | None = None
+    """How far the quality guard acts on its translation; None: as the engine's settings say."""
     tool_seconds: float = 10.0
     """Time limit of the tool."""
 

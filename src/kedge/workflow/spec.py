@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from kedge.errors import SpecError, WorkflowError
+from kedge.guard import GuardMode
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent, Tool, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
@@ -70,6 +71,11 @@ class _Spec(BaseModel):
         return {key: getattr(self, key) for key in self.model_fields_set if key not in leave_out}
 
 
+_BARE = BeforeValidator(lambda value: {False: "off", True: "on"}[value] if isinstance(value, bool) else value)
+"""Accepts a bare `off` or `on`, which YAML reads as false and true."""
+GuardChoice = Literal["off", "shadow", "on"]
+
+
 class AgentSpec(_Spec):
     """An agent; every key means what it means in `Agent`, and those left out have its defaults."""
 
@@ -85,13 +91,8 @@ class AgentSpec(_Spec):
     top_p: float = 0.0
     seed: int | None = None
     stop: list[str] = []
-    reuse: Literal["off", "exact", "translate"] | None = None
-
-    @field_validator("reuse", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        """Accept a bare `off`, which YAML reads as false."""
-        return "off" if value is False else value
+    reuse: Annotated[Literal["off", "exact", "translate"] | None, _BARE] = None
+    guard: Annotated[GuardChoice | None, _BARE] = None
 
 
 class TopologySpec(_Spec):
@@ -122,6 +123,8 @@ class WorkflowSpec(_Spec):
     inputs: list[str] = ["user_question"]
     turns: int = 1
     loops: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = []
+    guard: Annotated[GuardChoice | None, _BARE] = None
+    """Of the agents that have none of their own"""
     topology: TopologySpec | None = None
     wording: WordingSpec = WordingSpec()
 
@@ -266,10 +269,11 @@ def _agent(spec: AgentSpec, at: int, flow: WorkflowSpec, tools: Mapping[str, Too
         raise SpecError(f"{key}.user", spec.user, "is needed without `topology`, which writes it otherwise")
     if spec.tool is None and spec.model_fields_set & {"tool_append", "tool_seconds"}:
         raise SpecError(f"{key}.tool", None, "is needed for tool_append and tool_seconds")
-    values = spec.given("id", "system", "user", "tool", "tool_append", "reuse")
+    values = spec.given("id", "system", "user", "tool", "tool_append", "reuse", "guard")
     reuse = ReuseMode(spec.reuse) if spec.reuse else None
+    guard = GuardMode(mode) if (mode := spec.guard or flow.guard) else None
     tool = _tool(spec, tools, f"{key}.tool")
-    return Agent(spec.id, spec.system, spec.user or "", tool, reuse=reuse, **values)
+    return Agent(spec.id, spec.system, spec.user or "", tool, reuse=reuse, guard=guard, **values)
 
 
 def _tool(spec: AgentSpec, tools: Mapping[str, Tool], key: str) -> Tool | None:

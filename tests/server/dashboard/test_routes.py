@@ -159,11 +159,11 @@ def test_with_keys_everyone_sees_what_is_theirs_and_no_totals() -> None:
         assert httpx.get(running.url + EVENTS).status_code == 401
         assert httpx.get(running.url + "/").status_code == 200
     assert mine["requests"] == 1
-    assert mine["engine"].keys() == {"cached", "pools"}
+    assert mine["engine"].keys() == {"cached", "pools", "guard"}
     empty = {"waiting": 0, "running": 0, "requests": 0, "agents": [], "runs": [], "receipts": [], "workflows": []}
     assert {name: theirs[name] for name in empty} == empty
     assert not any(theirs["tokens"].values())
-    assert theirs["engine"] == {"cached": [], "pools": []}
+    assert theirs["engine"] == {"cached": [], "pools": [], "guard": []}
 
 
 def test_a_tenant_may_open_only_so_many_pages_and_gone_ones_do_not_count() -> None:
@@ -245,4 +245,5 @@ def test_the_engine_is_asked_for_the_tenants_own_with_all_its_salts() -> None:
     assert told == {
         "pools": [Namespace(TenantId("acme")), Namespace(TenantId("acme"), "0123")],
         "cached": [{"workflow": "flow", "agent": "solver", "device": 1, "host": 0}],
+        "guard": None,
     }

@@ -17,7 +17,8 @@ from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
+from kedge.guard import GuardMode
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
 from kedge.types import ReuseMode
 
 _PAPER: Mapping[str, Any] = {"recompute_head": 0, "recompute_short": 0, "trail": 0, "min_translated": 0.0}
@@ -36,12 +37,12 @@ class Method:
     def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
         """Return the settings of an engine that serves this way; the arguments override the method's own.
 
-        Cost-based choices are off: methods are compared by what they translate.
+        Cost-based choices and the guard are off: methods are compared by what they translate.
         """
         return EngineSettings(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
             planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
-            **engine,
+            **{"guard": GuardSettings(mode=GuardMode.OFF), **engine},
         )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from kedge.bench.shapes import random_engine
 from kedge.bench.ttft.measure import TtftSettings, ask, workload_of
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
+from kedge.guard import GuardMode
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import Namespace, RunId, RunKey, TenantId, Tokens
 from kedge.workloads.copy_machine import CopyMachine
 
@@ -36,6 +37,7 @@ def soak(settings: SoakSettings, on_sample: Callable[[dict[str, Any]], None] = l
         num_blocks=256,
         anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20),
         planner=PlannerSettings(by_cost=False),
+        guard=GuardSettings(mode=GuardMode.OFF),
     )
     samples = []
     with random_engine(settings.workload.model_size, config) as engine:

@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from kedge.bench.demo import answer, questions
 from kedge.engine.local.engine import LocalEngine
+from kedge.guard import GuardMode
 from kedge.runner.tools import tool_result
-from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, PlannerSettings, ServerSettings
+from kedge.settings import (
+    DiscoveryMode,
+    DiscoverySettings,
+    EngineSettings,
+    GuardSettings,
+    PlannerSettings,
+    ServerSettings,
+)
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent
 from kedge.workflow.template import parse
@@ -103,7 +111,11 @@ def _measure(task: Task, settings: PlainTeamSettings, progress: Progress) -> Pla
 def engine_with(mode: DiscoveryMode) -> LocalEngine:
     """Return an engine that translates whatever it costs: the bundled model is too small to gain by it."""
     planner = PlannerSettings(by_cost=False)
-    return LocalEngine(config=EngineSettings(planner=planner, discovery=DiscoverySettings(mode=mode)))
+    return LocalEngine(
+        config=EngineSettings(
+            planner=planner, guard=GuardSettings(mode=GuardMode.OFF), discovery=DiscoverySettings(mode=mode)
+        )
+    )
 
 
 @contextmanager

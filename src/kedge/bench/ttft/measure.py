@@ -21,7 +21,8 @@ from kedge.bench.ttft.floor import MovedBytes, WatchingAssembler, bandwidth
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
+from kedge.guard import GuardMode
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Tokens
 from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
@@ -175,6 +176,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
         max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
         planner=PlannerSettings(by_cost=False, **recompute),
+        guard=GuardSettings(mode=GuardMode.OFF),
     )
 
 

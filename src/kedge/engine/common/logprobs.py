@@ -18,7 +18,9 @@ LOGIT_ROWS = 256
 class Logprobs:
     """The log-probabilities of one request, as they become known; empty where the request does not ask for them."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, first: int | None = None) -> None:
+        """`first` limits those of the answer to its first tokens."""
+        self._first = first
         self._top, self._prompt_top = request.logprobs, request.prompt_logprobs
         self._prompt = request.tokens if self.of_prompt else ()
         self.prompt: list[TokenLogprob | None] = [None] if self.of_prompt else []
@@ -42,7 +44,7 @@ class Logprobs:
 
     def read_answer(self, token: int, logits: Tensor) -> None:
         """Record the log-probability of `token`, drawn from logits [vocab]."""
-        if self._top is not None:
+        if self._top is not None and (self._first is None or len(self.answer) < self._first):
             self.answer += token_logprobs(logits[None], (token,), self._top)
 
     def news(self) -> tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob | None, ...]]:

@@ -132,6 +132,7 @@ class LocalEngine:
             max_tokens=max_tokens,
             trail=request.trail if max_tokens + len(request.trail) <= room else (),
         )
+        self._guard.arriving(request)
         self._mailbox.enter(request.request_id, partial(self._submit, sequence))
         return sequence.stream
 
@@ -140,12 +141,17 @@ class LocalEngine:
         try:
             sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
             if sequence.sampler.draw is None:
-                sequence.request, sequence.stream.tap = self._guard.begin(sequence.request)
-                sequence.logprobs = Logprobs(sequence.request)
+                self._guard_call(sequence)
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
+
+    def _guard_call(self, sequence: RequestSequence) -> None:
+        asked = sequence.request
+        sequence.request, sequence.stream.tap = self._guard.begin(asked)
+        if sequence.request.logprobs != asked.logprobs:
+            sequence.logprobs = Logprobs(sequence.request, self._guard.watched_tokens(asked))
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self.runner.vocab_size)

@@ -90,7 +90,7 @@ class Learning:
         self._queue_base_prefills(sequence)
         request, plan, table = sequence.request, sequence.plan, sequence.table
         assert plan is not None and table is not None
-        if self._runtime.wants_harvest(request, plan):
+        if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table))
             observation = PendingObservation(sequence, steps)
             self._pending.append(observation)

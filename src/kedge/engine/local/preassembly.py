@@ -148,9 +148,9 @@ class PromptPreassembler:
     def claim(self, request: GenerateRequest) -> PreparedPrompt | None:
         """Return the prepared prompt that fits an arrived request, or None; it is assembled no further.
 
-        Other prepared prompts of its agent are dropped as wrong.
+        Other prepared prompts of its agent are dropped as wrong, except by a check of the guard.
         """
-        preparation = self.expected.get(_agent_key(request))
+        preparation = None if request.guard.afresh else self.expected.get(_agent_key(request))
         if preparation is None:
             return None
         if preparation.draft is None or not preparation.agrees(request):

@@ -12,6 +12,8 @@ TOP = 20
 """Most likely tokens of each position whose probabilities are compared"""
 FLOOR = 1e-9
 """Least probability of what is not among them"""
+MAX_KL = -math.log(FLOOR)
+"""Largest divergence, also that from what is not a number"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +30,53 @@ class DecisionComparison:
     """The same of the first token"""
 
 
-def compare(dense: Completion, translated: Completion, margin: float) -> DecisionComparison:
+def compare(
+    dense: Completion, translated: Completion, margin: float, *, sampled: bool = False
+) -> DecisionComparison | None:
     """Compare two answers with log-probabilities of at least `TOP` tokens up to where they part.
 
-    They part where the two most likely tokens differ; where the answers were sampled, they are compared as far as both
-    drew the same tokens.
+    They part where their tokens differ. Where one of them was `sampled`, the most likely tokens are compared instead,
+    as far as both drew the same ones. None where nothing can be compared, or where dense prefill gave no numbers.
     """
     kl, first = 0.0, 0.0
     pairs = list(zip(dense.logprobs, translated.logprobs, strict=False))
     for at, (ours, theirs) in enumerate(pairs):
+        if not _has_numbers(ours):
+            return None
+        if not _has_numbers(theirs):
+            return DecisionComparison(True, at, MAX_KL, first if at else MAX_KL)
         kl = max(kl, divergence(ours, theirs))
         first = first if at else kl
-        if _prefers(ours, theirs, margin):
+        if _prefers(ours, _choice(ours, sampled), _choice(theirs, sampled), margin):
             return DecisionComparison(True, at, kl, first)
         if ours.token != theirs.token:
             return DecisionComparison(False, at, kl, first)
-    return DecisionComparison(False, None, kl, first)
+    return DecisionComparison(False, None, kl, first) if pairs else None
 
 
-def _prefers(dense: TokenLogprob, translated: TokenLogprob, margin: float) -> bool:
-    """Return whether dense prefill's most likely token is at least `margin` times as likely, by its own
-    distribution, as the other's.
-    """
-    (best, logprob), (other, _) = dense.top[0], translated.top[0]
-    return best != other and logprob - _logprob(dense, other) >= math.log(margin)
+def _has_numbers(position: TokenLogprob) -> bool:
+    return bool(position.top) and not any(math.isnan(one) for _, one in ((0, position.logprob), *position.top))
+
+
+def _choice(position: TokenLogprob, sampled: bool) -> int:
+    """Return what greedy decoding chose, which a grammar may have kept from the most likely token."""
+    return position.top[0][0] if sampled else position.token
+
+
+def _prefers(dense: TokenLogprob, best: int, other: int, margin: float) -> bool:
+    """Return whether one token is at least `margin` times as likely as the other by dense prefill's distribution."""
+    return best != other and _logprob(dense, best) - _logprob(dense, other) >= math.log(margin)
 
 
 def _logprob(position: TokenLogprob, token: int) -> float:
-    return next((logprob for one, logprob in position.top if one == token), math.log(FLOOR))
+    """Return a token's log-probability, at least that of `FLOOR`."""
+    known = (*position.top, (position.token, position.logprob))
+    return max(math.log(FLOOR), next((logprob for one, logprob in known if one == token), -math.inf))
 
 
 def divergence(dense: TokenLogprob, translated: TokenLogprob) -> float:
     """Return KL(dense || translated) over dense prefill's most likely tokens, with all others as one."""
-    p = [logprob for _, logprob in dense.top]
+    p = [max(math.log(FLOOR), logprob) for _, logprob in dense.top]
     q = [_logprob(translated, token) for token, _ in dense.top]
     rest_p, rest_q = _rest(p), _rest(q)
     known = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))

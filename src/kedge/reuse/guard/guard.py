@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowId
 
 logger = logging.getLogger(__name__)
+TRIED = 0.5
+"""Share of the calls with something withheld that are tried with it translated. From the others the anchors learn: a
+trial with what was learned from the very same call would always be clean."""
 
 
 class GuardKey(NamedTuple):
@@ -29,7 +33,8 @@ class GuardKey(NamedTuple):
     placeholder: str
 
     def __str__(self) -> str:
-        return f"{self.workflow}/{self.agent}/{self.placeholder}"
+        text = f"{self.workflow}/{self.agent}/{self.placeholder}"
+        return text if text.isprintable() else repr(text)
 
 
 class SentinelFinding(StrEnum):
@@ -60,6 +65,8 @@ class QualityGuard:
         self._settings = settings
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(settings.max_agents)
         self._lock, self._rng = threading.Lock(), random.Random(0)
+        self.suspicions = self.breaches = 0
+        """Of all records, also those that are no longer kept"""
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -73,30 +80,36 @@ class QualityGuard:
         if mode is GuardMode.OFF:
             return request.guard
         with self._lock:
-            records = {key: self._records[key] for key in _keys(request) if key in self._records}
-        withheld = {key.placeholder for key, record in records.items() if record.withheld}
-        if mode is GuardMode.SHADOW:
-            withheld = {key.placeholder for key in _keys(request)}
-        epoch = max((record.epoch for record in records.values()), default=0)
-        return replace(request.guard, withheld=frozenset(withheld), sentinels=self._settings.sentinels, epoch=epoch)
+            return self._orders(request, mode, _keys(request))
+
+    def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
+        records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
+        withheld = frozenset(
+            key.placeholder for key in keys if mode is GuardMode.SHADOW or (key in records and records[key].withheld)
+        )
+        epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
+        return replace(request.guard, withheld=withheld, sentinels=self._settings.sentinels, epoch=epoch)
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
-        """Return what is ordered for a request that arrives, and whether its answer is to be compared."""
-        orders = self.orders(request)
-        if orders.withheld:
-            return GuardVerdict(orders, True, min(orders.withheld, key=lambda name: self._checks(request, name)))
-        return GuardVerdict(orders, self._rng.random() < self._share(request))
+        """Return what is ordered for a request that arrives, and whether its answer is to be compared.
 
-    def _checks(self, request: GenerateRequest, placeholder: str) -> tuple[int, str]:
+        Of calls with something withheld, a share is tried with one of that translated, drawn at random: one that no
+        anchor predicts would else be the only one. The others check what is translated, as all calls do.
+        """
+        mode = self.mode(request)
+        if mode is GuardMode.OFF:
+            return GuardVerdict(request.guard)
+        keys = _keys(request)
         with self._lock:
-            record = self._records.get(GuardKey(*request.workflow_agent, placeholder))
-        return (record.evidence.checks if record else 0), placeholder
+            orders = self._orders(request, mode, keys)
+            if orders.withheld and self._rng.random() < TRIED:
+                tried = self._rng.choice(sorted(orders.withheld))
+                return GuardVerdict(replace(orders, held_out=True), True, tried)
+            is_translated = len(orders.withheld) < len(keys)
+            return GuardVerdict(orders, is_translated and self._rng.random() < self._share(keys))
 
-    def _share(self, request: GenerateRequest) -> float:
-        if self.mode(request) is GuardMode.OFF:
-            return 0.0
-        with self._lock:
-            states = {self._records[key].state for key in _keys(request) if key in self._records}
+    def _share(self, keys: Sequence[GuardKey]) -> float:
+        states = {self._records[key].state for key in keys if key in self._records}
         return self._settings.share if states == {GuardState.ON} else self._settings.canary_share
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
@@ -115,9 +128,11 @@ class QualityGuard:
             for placeholder in placeholders:
                 key = GuardKey(*request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
-                before, epoch = record.state, record.epoch
+                before, suspicions, epoch = record.state, record.suspicions, record.epoch
                 record.observe(seen, self._settings)
-                _log_change(key, before, record, is_breach=record.epoch > epoch)
+                self.suspicions += record.suspicions - suspicions
+                self.breaches += record.epoch - epoch
+                _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
     def sentinels_read(self, request: GenerateRequest, errors: Mapping[str, float]) -> SentinelFinding:
         """Take the mean relative error of each placeholder's sentinel tokens."""
@@ -126,46 +141,51 @@ class QualityGuard:
             for placeholder, error in errors.items():
                 key = GuardKey(*request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
-                before, epoch = record.state, record.epoch
-                if record.refutes(error, self._settings):
+                if self._refutes(key, record, error):
                     finding = SentinelFinding.REFUTED
                 elif record.is_unusual(error) and finding is SentinelFinding.USUAL:
                     finding = SentinelFinding.UNUSUAL
-                _log_change(key, before, record, is_breach=record.epoch > epoch)
         return finding
+
+    def _refutes(self, key: GuardKey, record: GuardRecord, error: float) -> bool:
+        before, suspicions, epoch = record.state, record.suspicions, record.epoch
+        refuted = record.refutes(error, self._settings)
+        self.suspicions += record.suspicions - suspicions
+        self.breaches += record.epoch - epoch
+        if refuted:
+            logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
+        return refuted
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""
+        if self.mode(request) is GuardMode.OFF:
+            return ()
         with self._lock:
-            return tuple(
-                self._note(key, self._records[key])
-                for key in _keys(request)
-                if key in self._records and self.mode(request) is not GuardMode.OFF
-            )
+            return tuple(self._note(key, self._records[key]) for key in _keys(request) if key in self._records)
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence = record.evidence
-        return GuardNote(
-            key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(self._settings.alpha)
-        )
+        bound = evidence.upper(self._settings.alpha)
+        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound)
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
-        with self._lock:
-            return [self._entry(key, record) for key, record in self._records.items() if owns(key.namespace)]
+        with self._lock:  # bounds are computed without it: requests wait for it
+            mine = [(key, deepcopy(record)) for key, record in self._records.items() if owns(key.namespace)]
+        return [self._entry(key, record) for key, record in mine]
 
     def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
-        evidence = record.evidence
+        note = self._note(key, record)
         return {
             "workflow": key.workflow,
             "agent": key.agent,
             "placeholder": key.placeholder,
             "state": record.state.value,
             "withheld": record.withheld,
-            "checks": evidence.checks,
-            "changed": evidence.changed,
-            "estimate": evidence.share,
-            "bound": evidence.upper(self._settings.alpha),
+            "checks": note.checks,
+            "changed": note.changed,
+            "estimate": record.evidence.share,
+            "bound": note.bound,
             "max_kl": record.kl,
             "sentinel_error": record.sentinel_error,
             "suspicions": record.suspicions,
@@ -183,17 +203,19 @@ def _keys(request: GenerateRequest) -> list[GuardKey]:
     return [GuardKey(*request.workflow_agent, name) for name in names]
 
 
-def _log_change(key: GuardKey, before: GuardState, record: GuardRecord, *, is_breach: bool = False) -> None:
+def _log_change(
+    key: GuardKey,
+    before: GuardState,
+    record: GuardRecord,
+    seen: DecisionComparison | None = None,
+    *,
+    is_breach: bool = False,
+) -> None:
     if is_breach:
         logger.warning("guard: %s is no longer translated: too many answers changed; its anchors are discarded", key)
+    elif record.state is not before and record.withheld and seen:
+        what = "an answer changed" if seen.changed else "a check was far off"
+        logger.warning("guard: %s: %s -> %s, withheld: %s (KL %.3g)", key, before, record.state, what, seen.kl)
     elif record.state is not before:
-        checks, changed = record.evidence.checks, record.evidence.changed
-        why = f"{changed} of {checks} checked answers changed, largest KL {record.kl:.3g}"
-        logger.log(
-            logging.WARNING if record.withheld else logging.INFO,
-            "guard: %s: %s -> %s (%s)",
-            key,
-            before,
-            record.state,
-            why,
-        )
+        counts = record.evidence.changed, record.evidence.checks
+        logger.info("guard: %s: %s -> %s (%d of %d checked answers changed)", key, before, record.state, *counts)

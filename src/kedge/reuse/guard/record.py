@@ -30,6 +30,10 @@ class GuardRecord:
     error. The first translation makes it a `canary`, and enough evidence of a low share of changes turns it `on`. A
     single change, or one large divergence, makes it suspect: it is withheld, and every call is tried both ways until
     there is evidence for or against it. Evidence against it is a breach: its anchors are discarded as well.
+
+    Evidence restarts with every change of state but the one to `on`. So that all restarts together call an agent below
+    the limit a breach with probability `alpha` at most, the k-th of them (from 0) tests at `alpha` / ((k + 1) (k + 2)),
+    and the change that made it suspect, which has chosen the moment, is not counted again.
     """
 
     state: GuardState = GuardState.SHADOW
@@ -43,6 +47,7 @@ class GuardRecord:
     """Largest divergence of any check since the last change of state, in nats"""
     sentinel_error: float = 0.0
     """Usual relative error of sentinel tokens, a moving average"""
+    _restarts: int = 0
     _needed: int = 0
     _streak: int = 0
     """Trials in a row without a change"""
@@ -59,7 +64,7 @@ class GuardRecord:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)
         self.kl = max(self.kl, seen.kl)
-        if self.evidence.exceeds(settings.max_changed, settings.alpha):
+        if self.evidence.exceeds(settings.max_changed, self._alpha(settings)):
             self._breach(settings)
         elif self.withheld:
             self._tried(seen, settings)
@@ -91,6 +96,9 @@ class GuardRecord:
         weight = max(1 / self._errors, FORGET)
         return self.sentinel_error + weight * (error - self.sentinel_error)
 
+    def _alpha(self, settings: GuardSettings) -> float:
+        return settings.alpha / ((self._restarts + 1) * (self._restarts + 2))
+
     def _tried(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         clean = not seen.changed and seen.kl <= settings.max_kl
         self._streak = self._streak + 1 if clean else 0
@@ -100,7 +108,6 @@ class GuardRecord:
     def _suspect(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         self.suspicions += 1
         self._restart(GuardState.SHADOW)
-        self.evidence.observe(seen.changed)
         self.kl, self.withheld, self._needed = seen.kl, True, settings.trials
 
     def _breach(self, settings: GuardSettings) -> None:
@@ -112,3 +119,4 @@ class GuardRecord:
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.withheld = state, ChangeEvidence(), False
         self.kl, self._streak = 0.0, 0
+        self._restarts += 1

@@ -124,7 +124,7 @@ def _look(
     except EngineClosed:
         return {"closed": True}
     cached = [{**name._asdict(), **held} for name, held in zip(prompts, own["prompts"], strict=True)]
-    return {"cached": cached, "pools": own["pools"], **totals}
+    return {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents"), **totals}
 
 
 def _totals(figures: Mapping[str, Any]) -> dict[str, Any]:

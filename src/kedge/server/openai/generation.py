@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kedge.errors import EmptyPrompt, InvalidGrammar, InvalidToken, PromptTooLong, RequestError
+from kedge.guard import GuardMode, GuardOrders
 from kedge.hints import Hints
 from kedge.server.calls import GenerationCall
 from kedge.server.openai import prompts
@@ -118,6 +119,7 @@ class GenerationJob:
             segments=tuple(segments),
             sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
             reuse=self.mode,
+            guard=GuardOrders(hints.guard or self._guard_of_agent()),
             request_id=RequestId(f"http-{uuid.uuid4().hex}"),
             tenant=namespace.tenant,
             partition=namespace.partition,
@@ -134,6 +136,10 @@ class GenerationJob:
             logprobs=self.body.top_logprobs_count,
             prompt_logprobs=self.body.prompt_logprobs_count,
         )
+
+    def _guard_of_agent(self) -> GuardMode | None:
+        agents = self.registered.workflow.agents if self.registered else ()
+        return next((agent.guard for agent in agents if agent.id == self.context.hints.agent), None)
 
     def _fixed(self, segments: Sequence[Segment]) -> int | None:
         """Return how many leading tokens all calls of this agent share: its template's prefix, or as hinted."""

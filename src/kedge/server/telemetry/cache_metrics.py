@@ -1,4 +1,4 @@
-"""Metrics of the engine's cache: what the engine counted, as it was when it last had time to answer."""
+"""Metrics of the engine's cache and its guard, as they were when the engine last had time to answer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kedge.engine.base import Engine, Inspectable
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed
+from kedge.server.telemetry.guard_metrics import guard_families
 from kedge.server.threads import Threads
 
 PATIENCE = 0.5
@@ -68,19 +69,21 @@ class CacheMetrics(Collector):
     def _ask(self) -> Mapping[str, Any]:
         assert self._engine is not None
         try:
-            figures: Mapping[str, Any] = self._engine.inspect().get("cache", {})
+            figures: Mapping[str, Any] = self._engine.inspect()
         except EngineClosed:
             return {}
         return figures
 
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""
-        disk = self._seen.get("disk", {})
-        counts = {f"cache_{name}": (text, self._seen.get(name)) for name, text in COUNTERS.items()}
+        cache = self._seen.get("cache", {})
+        disk = cache.get("disk", {})
+        counts = {f"cache_{name}": (text, cache.get(name)) for name, text in COUNTERS.items()}
         counts |= {f"disk_{name}_blocks": (text, disk.get(name)) for name, text in DISK_COUNTERS.items()}
         for name, (text, value) in counts.items():
             if value is not None:
                 yield CounterMetricFamily(f"kedge:{name}", text, value=value)
         for name, text in GAUGES.items():
-            if name in self._seen:
-                yield GaugeMetricFamily(f"kedge:{name}", text, value=self._seen[name])
+            if name in cache:
+                yield GaugeMetricFamily(f"kedge:{name}", text, value=cache[name])
+        yield from guard_families(self._seen.get("guard", {}))

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from kedge.errors import NotFound, RequestError, SpecError, WorkflowError
+from kedge.guard import GuardMode
 from kedge.types import AgentId, ReuseMode, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_workflow
@@ -51,15 +52,18 @@ class Registered:
         default: ReuseMode,
         asked: ReuseMode | None = None,
         by_name: Mapping[str, ReuseMode] = MappingProxyType({}),
+        guard: GuardMode | None = None,
     ) -> Workflow:
-        """Return the workflow with a mode in every agent; `by_name` overrides everything else.
+        """Return the workflow with a mode in every agent; `by_name` overrides everything else. `guard` is the guard's
+        mode for agents without one of their own.
 
         Raises `NotFound` for an unknown agent in `by_name`.
         """
         for name in by_name:
             self.agent(name)
         modes = {agent.id: by_name.get(agent.id) or self.mode(agent, default, asked) for agent in self.workflow.agents}
-        return replace(self.workflow, agents=tuple(replace(a, reuse=modes[a.id]) for a in self.workflow.agents))
+        agents = (replace(a, reuse=modes[a.id], guard=a.guard or guard) for a in self.workflow.agents)
+        return replace(self.workflow, agents=tuple(agents))
 
 
 class WorkflowRegistry:

@@ -119,6 +119,7 @@ def _described(one: Registered) -> dict[str, Any]:
             "reads": [placeholder.name for placeholder in agent.placeholders],
             "tool": agent.tool is not None,
             "reuse": agent.reuse,
+            "guard": agent.guard,
             "judge": agent.id in one.judges,
         }
         for agent_id in flow.order
@@ -142,7 +143,7 @@ async def start(name: str, body: RunBody, service: TheService, known: TheWorkflo
     found, default = known.registry.get(tenant.id, name), service.default_mode(ReuseMode.TRANSLATE)
     _refuse_unknown(body)
     runs = known.server_runs
-    served = runs.start(tenant, found.for_run(default, body.mode, body.modes), body.inputs)
+    served = runs.start(tenant, found.for_run(default, body.mode, body.modes, body.guard_mode), body.inputs)
     if body.stream:
         return EventStream(_events(served, 0), lambda: runs.cancel(served))
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
@@ -186,7 +187,7 @@ async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
 
 def _refuse_unknown(body: RunBody) -> None:
     for name in body.model_extra or {}:
-        raise RequestError(name, "…", "must be one of inputs, reuse, stream")
+        raise RequestError(name, "…", "must be one of inputs, reuse, guard, stream")
 
 
 # hints ----------------------------------------------------------------------------------------------------------------

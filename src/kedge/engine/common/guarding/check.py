@@ -10,18 +10,21 @@ from kedge.guard import GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, DecisionComparison, compare
 from kedge.settings import GuardSettings
 from kedge.types import (
+    AgentId,
     Completion,
     GenerateRequest,
     Receipt,
     ReuseMode,
+    RunId,
     RunKey,
     Source,
     TurnHints,
+    WorkflowId,
     new_request_id,
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Check:
     """A request that answers a served call's prompt again: densely if that was translated, else translated."""
 
@@ -33,9 +36,9 @@ class Check:
     """The placeholder that is translated now and was not; "": the served call was translated"""
 
     @property
-    def run(self) -> RunKey:
-        """The run whose base KV it may need."""
-        return self.of.run_key
+    def run(self) -> RunKey | None:
+        """The run whose base KV it needs; None for a check by dense prefill, which needs none."""
+        return self.of.run_key if self.tried else None
 
     @property
     def cost(self) -> int:
@@ -46,21 +49,37 @@ class Check:
         """Return the translated placeholders and the comparison; None where nothing was translated after all."""
         dense, translated = (self.served, again) if self.tried else (again, self.served)
         names = translated_placeholders(self.of, translated.receipt)
-        if self.tried and self.tried not in names:
-            return None
-        return names, compare(dense, translated, margin)
+        seen = compare(dense, translated, margin, sampled=self.of.sampling.temperature > 0)
+        is_translated = self.tried in names if self.tried else bool(names)
+        return (names, seen) if seen is not None and is_translated else None
 
 
 def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings) -> Check:
-    """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either."""
-    again = replace(_again(request, served, settings), reuse=ReuseMode.OFF, guard=GuardOrders(GuardMode.OFF))
-    return Check(request, served, again, "")
+    """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either, and
+    belongs to no agent: what is expected of that one is not its concern.
+    """
+    again = replace(
+        _again(request, served, settings),
+        reuse=ReuseMode.OFF,
+        guard=GuardOrders(GuardMode.OFF),
+        workflow=WorkflowId(""),
+        run=RunId(""),
+        agent=AgentId(""),
+    )
+    return Check(request, _compared(served, settings), again, "")
 
 
 def trial(request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str) -> Check:
     """Return the check of a call that was served without `tried`, a withheld placeholder: it is translated now."""
-    orders = replace(request.guard, mode=GuardMode.OFF, withheld=request.guard.withheld - {tried})
-    return Check(request, served, replace(_again(request, served, settings), guard=orders), tried)
+    withheld = request.guard.withheld - {tried}
+    orders = replace(request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, held_out=False)
+    again = replace(_again(request, served, settings), guard=orders)
+    return Check(request, _compared(served, settings), again, tried)
+
+
+def _compared(served: Completion, settings: GuardSettings) -> Completion:
+    """Return what a comparison reads of an answer: checks that wait hold no more."""
+    return replace(served, text="", tokens=(), logprobs=served.logprobs[: settings.tokens], prompt_logprobs=())
 
 
 def _again(request: GenerateRequest, served: Completion, settings: GuardSettings) -> GenerateRequest:
@@ -73,6 +92,8 @@ def _again(request: GenerateRequest, served: Completion, settings: GuardSettings
         produces=None,
         trail=(),
         turn=TurnHints(),
+        is_plain=False,
+        tool_mark="",
         logprobs=TOP,
     )
 
@@ -80,11 +101,12 @@ def _again(request: GenerateRequest, served: Completion, settings: GuardSettings
 def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple[str, ...]:
     """Return the names of the placeholders of which a receipt lists translated tokens."""
     spans = [span for span in receipt.spans if span.source is Source.TRANSLATED]
-    names, start = [], 0
+    names: dict[str, None] = {}
+    start = 0
     for segment in request.segments:
         stop = start + len(segment.tokens)
         if segment.is_placeholder and any(span.start < stop and span.stop > start for span in spans):
-            names.append(segment.name)
+            names[segment.name] = None  # once, however often a prompt reads it
         start = stop
     return tuple(names)
 

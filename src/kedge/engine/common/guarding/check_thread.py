@@ -6,14 +6,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
 from kedge.engine.base import Stream
 from kedge.engine.common.guarding.check import Check
-from kedge.errors import EngineClosed, KedgeError
+from kedge.engine.common.guarding.deferred_ends import DeferredEnds
+from kedge.errors import KedgeError
 from kedge.settings import GuardSettings
-from kedge.types import Completion, FinishReason, GenerateRequest, RunKey
+from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunKey
 
 logger = logging.getLogger(__name__)
 GRACE = 0.02
@@ -23,7 +23,9 @@ MAX_CREDIT = 16384
 
 
 class CheckThread:
-    """The checks of one engine, bounded: beyond `max_pending` the oldest one is dropped. Any thread may call."""
+    """The checks of one engine, bounded: beyond `max_pending` the oldest one of the agent with the most is dropped.
+    Any thread may call.
+    """
 
     def __init__(
         self,
@@ -38,8 +40,7 @@ class CheckThread:
         self._current: Check | None = None
         self._in_flight, self._idle_since, self._credit = 0, time.monotonic(), 0.0
         self._draining, self._closed = 0, False
-        self._runs: Counter[RunKey] = Counter()
-        self._ends: dict[RunKey, Callable[[], None]] = {}
+        self._ends = DeferredEnds()
         self._thread: threading.Thread | None = None
         self.done = self.dropped = 0
 
@@ -66,23 +67,49 @@ class CheckThread:
             if self._closed:
                 return
             self._waiting.append(check)
-            self._runs[check.run] += 1
-            dropped = self._waiting.popleft() if len(self._waiting) > self._settings.max_pending else None
+            self._ends.hold(check.run)
+            dropped = [self._excess()] if len(self._waiting) > self._settings.max_pending else []
+            self._drop(dropped)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        if dropped is not None:
+        self._release(dropped)
+
+    def _excess(self) -> Check:
+        counts = Counter(check.of.workflow_agent for check in self._waiting)
+        return max(self._waiting, key=lambda check: counts[check.of.workflow_agent])
+
+    def _drop(self, checks: Sequence[Check]) -> None:
+        for check in checks:
+            self._waiting.remove(check)
             self.dropped += 1
-            self._leave_run(dropped)
+
+    def _release(self, checks: Sequence[Check]) -> None:
+        for check in checks:
+            self._ends.release(check.run)
+
+    def is_under_way(self, request_id: RequestId) -> bool:
+        """Return whether a request is the check that is being carried out."""
+        current = self._current
+        return current is not None and current.request.request_id == request_id
+
+    # runs --------------------------------------------------------------------------------------------------------
 
     def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
         """Call `end` as soon as no check needs what the run shared, usually at once."""
-        with self._changed:
-            if held := self._runs[run] > 0 and not self._closed:
-                self._ends[run] = end
-        if not held:
-            end()
+        self._ends.end(run, end)
+
+    def begin_run(self, run: RunKey) -> None:
+        """Note that a request of a run is about to be submitted. If the end of an earlier run with its id still waits,
+        that happens now, so that it does not hit the new one, and its checks are dropped.
+        """
+        if self._ends.take(run):
+            with self._changed:
+                stale = [check for check in self._waiting if check.run == run]
+                self._drop(stale)
+                self._changed.notify_all()
+            self._release(stale)
 
     def drain(self, timeout: float) -> bool:
         """Carry out all checks as if the engine were idle. Returns False if some are left after `timeout` seconds."""
@@ -95,12 +122,12 @@ class CheckThread:
                 self._draining -= 1
 
     def stop(self) -> None:
-        """Drop what waits; the check under way ends with its engine."""
+        """Drop what waits, and carry out the ends of runs; the check under way ends with its engine."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            self._ends.clear()
             self._changed.notify_all()
+        self._ends.close()
 
     def join(self) -> None:
         """Wait for the thread's end, after `stop` and the engine's end."""
@@ -115,7 +142,7 @@ class CheckThread:
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
-            self._leave_run(check)
+            self._ends.release(check.run)
 
     def _next(self) -> Check | None:
         with self._changed:
@@ -135,30 +162,22 @@ class CheckThread:
             return 0
         if self._in_flight == 0:
             return max(0.0, self._idle_since + GRACE - time.monotonic())
-        if self._credit >= self._waiting[0].cost:
-            self._credit -= self._waiting[0].cost
+        if self._credit >= (cost := min(MAX_CREDIT, self._waiting[0].cost)):  # a longer one would wait for ever
+            self._credit -= cost
             return 0
         return None
 
     def _carry_out(self, check: Check) -> None:
+        is_done = False
         try:
             again = self._submit(check.request).result()
-            if again.finish_reason is not FinishReason.CANCELLED:
+            if is_done := again.finish_reason is not FinishReason.CANCELLED:
                 self._judged(check, again)
-            self.done += 1
         except KedgeError as error:  # the engine was closed, or has no room for it
             logger.debug("a check was not carried out: %s", error)
-            self.dropped += 1
         except Exception:  # whatever happens to a check is no request's concern
+            is_done = False
             logger.exception("a check failed")
-            self.dropped += 1
-
-    def _leave_run(self, check: Check) -> None:
         with self._changed:
-            self._runs[check.run] -= 1
-            end = None if self._runs[check.run] else self._ends.pop(check.run, None)
-            if not self._runs[check.run]:
-                del self._runs[check.run]
-        if end is not None:
-            with suppress(EngineClosed):
-                end()
+            self.done += is_done
+            self.dropped += not is_done

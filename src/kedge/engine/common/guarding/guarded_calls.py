@@ -11,9 +11,9 @@ from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
 from kedge.engine.common.guarding.check_thread import CheckThread
 from kedge.engine.common.stream import Tap
-from kedge.guard import GuardMode
+from kedge.guard import EVERYTHING, GuardMode
 from kedge.reuse.guard.comparison import TOP
-from kedge.reuse.guard.guard import QualityGuard, SentinelFinding
+from kedge.reuse.guard.guard import GuardVerdict, QualityGuard, SentinelFinding
 from kedge.settings import GuardSettings
 from kedge.types import (
     Completion,
@@ -51,13 +51,18 @@ class GuardedCalls:
 
     def ordered(self, request: GenerateRequest) -> GenerateRequest:
         """Return an expected request as it will be served."""
-        return request if request.guard.mode is GuardMode.OFF else replace(request, guard=self._guard.orders(request))
+        return replace(request, guard=self._verdict(request).orders)
+
+    def arriving(self, request: GenerateRequest) -> None:
+        """Note that a request is about to be submitted. To be called before anything of it is queued."""
+        if not self._checks.is_under_way(request.request_id):
+            self._checks.begin_run(request.run_key)
 
     def begin(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
         """Return the request to serve, and what its stream's items have to pass through: exactly one end of it."""
-        if request.guard.mode is GuardMode.OFF:
+        if self._checks.is_under_way(request.request_id):
             return request, None
-        verdict = self._guard.verdict(request)
+        verdict = self._verdict(request)
         call = GuardedCall(request, replace(request, guard=verdict.orders), verdict.tried, is_checked=False)
         if verdict.is_checked:
             self._check(call)
@@ -86,6 +91,19 @@ class GuardedCalls:
             self._check(call)
         return call.served, found is SentinelFinding.REFUTED
 
+    def _verdict(self, request: GenerateRequest) -> GuardVerdict:
+        try:
+            verdict = self._guard.verdict(request)
+        except Exception:  # nothing is translated while nothing is known
+            logger.exception("the guard failed on request %s", request.request_id)
+            return GuardVerdict(replace(request.guard, withheld=frozenset((EVERYTHING,))))
+        compared = request.sampling.max_tokens > 0 and request.prompt_logprobs is None
+        return replace(verdict, is_checked=verdict.is_checked and compared)
+
+    def watched_tokens(self, asked: GenerateRequest) -> int | None:
+        """Return of how many tokens of a checked answer log-probabilities are needed; None: of all."""
+        return self._settings.tokens if asked.logprobs is None else None
+
     def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
         """Call `end`, which forgets what the run shared, once no check needs that any more."""
         self._checks.end_run(run, end)
@@ -113,6 +131,8 @@ class GuardedCalls:
             "max_changed": self._settings.max_changed,
             "checks_done": self._checks.done,
             "checks_dropped": self._checks.dropped,
+            "suspicions": self._guard.suspicions,
+            "breaches": self._guard.breaches,
             "agents": self._guard.stats(owns),
         }
 
@@ -128,17 +148,23 @@ class GuardedCalls:
         done = item.completion
         self._calls.pop(call.asked.request_id, None)
         self._checks.left(done.receipt.computed + len(done.tokens))
+        return self._stripped(call, replace(item, completion=self._noted(call, done)))
+
+    def _noted(self, call: GuardedCall, done: Completion) -> Completion:
+        """Return a completion with the guard's notes, having queued its check."""
         try:
             self._completed(call, done)
-            noted = replace(done.receipt, guard=self._guard.notes(call.served))
-            done = replace(done, receipt=noted, logprobs=self._asked(call, done.logprobs))
+            return replace(done, receipt=replace(done.receipt, guard=self._guard.notes(call.served)))
         except Exception:  # an answer is not lost for what the guard makes of it
             logger.exception("the guard failed on request %s", call.asked.request_id)
-        return self._stripped(call, replace(item, completion=done))
+            return done
 
     def _stripped(self, call: GuardedCall, item: TokenDelta) -> TokenDelta:
         """Leave out log-probabilities that the client did not ask for."""
-        return replace(item, logprobs=self._asked(call, item.logprobs)) if call.is_checked else item
+        if not call.is_checked:
+            return item
+        done = item.completion and replace(item.completion, logprobs=self._asked(call, item.completion.logprobs))
+        return replace(item, logprobs=self._asked(call, item.logprobs), completion=done)
 
     @staticmethod
     def _asked(call: GuardedCall, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
@@ -152,9 +178,11 @@ class GuardedCalls:
             return
         names = translated_placeholders(served, done.receipt)
         self._guard.translated(served, names)
-        if call.tried and call.is_checked:
+        if not call.is_checked:
+            return
+        if call.tried:
             self._checks.add(trial(served, done, self._settings, call.tried))
-        elif names and call.is_checked:
+        elif names:
             self._checks.add(dense_check(served, done, self._settings))
 
     def _judged(self, check: Check, again: Completion) -> None:

@@ -81,6 +81,7 @@ function fill(state) {
   put("ttft", agents, () => panels.ttft(agents));
   put("tiers", state.engine.tiers, () => panels.tiers(state.engine));
   put("cached", [agents, state.engine.cached], () => panels.cached(agents, state.engine.cached));
+  put("guard", state.engine.guard, () => panels.guard(state.engine.guard));
   put("anchors", state.engine.pools, () => panels.anchors(state.engine.pools));
   put("prefetch", [state.engine.prefetch, state.engine.tiers], () => panels.prefetch(state.engine));
   find("failures-panel").hidden = !state.failures.list.length;

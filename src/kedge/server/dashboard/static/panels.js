@@ -10,6 +10,7 @@ const SOURCE_NAMES = {
   computed: "computed",
 };
 const LOADS_ALIKE = 1.5;
+const MAX_GUARDED = 24;
 export const MARKS = { running: "\u25cf", waiting: "\u25cb", done: "\u2713", expected: "\u00b7", stopped: "\u00d7" };
 
 export const sourceName = (source) => SOURCE_NAMES[source] ?? source;
@@ -193,6 +194,23 @@ export function anchors(pools) {
   const sorted = [...pools].sort((a, b) => b.uses - a.uses);
   const names = [left("Placeholder"), ...["Anchors", "Readers", "Uses", "Memory"].map(right)];
   return grouped("Anchor pools by workflow", names, byWorkflow(sorted), row);
+}
+
+// the guard -----------------------------------------------------------------------------------------------------------
+
+export function guard(records) {
+  if (!records) return hint("This engine has no quality guard.");
+  if (!records.length) return hint("Nothing has been translated yet.");
+  const row = (one) => [
+    h("span", {}, `${agentName(one)}: `, breakable(one.placeholder)),
+    h("span", { class: one.withheld ? "status failed" : null, title: one.withheld ? "Answers changed: it is computed and tried out." : "" }, one.withheld ? "withheld" : one.state),
+    `${number(one.changed)} of ${number(one.checks)}`,
+    one.checks ? percent(one.bound, 1) : muted("\u2013"),
+  ];
+  const worst = [...records].sort((a, b) => b.withheld - a.withheld || b.bound - a.bound).slice(0, MAX_GUARDED);
+  const names = [left("Placeholder"), left("State"), ...["Changed", "At most"].map(right)];
+  const more = records.length - worst.length;
+  return [grouped("How far translation is trusted", names, byWorkflow(worst), row), more ? hint(`${number(more)} more in /v1/guard.`) : null];
 }
 
 /** A name that may go on in the next line behind an underscore. */

@@ -1,0 +1,206 @@
+"""Checks one by one: when they may run, what is dropped, and the ends of runs that wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kedge.engine.common.guarding.check import Check, dense_check, trial
+from kedge.engine.common.guarding.check_thread import MAX_CREDIT, CheckThread
+from kedge.engine.common.stream import TokenStream
+from kedge.errors import EngineClosed, Overloaded
+from kedge.settings import GuardSettings
+from kedge.types import Completion, FinishReason, GenerateRequest, Segment, TokenDelta
+from tests.engine.common.guarding.fakes import GOOD, request
+from tests.reuse.guard.answers import answer
+
+LONG = 1000.0
+
+
+class Bench:
+    """A check thread whose requests end when the test lets them."""
+
+    def __init__(self, **settings: object) -> None:
+        self.settings = GuardSettings(**{"budget": 0.5, "max_pending": 4, **settings})
+        self.under_way: list[tuple[GenerateRequest, TokenStream]] = []
+        self.begun = threading.Semaphore(0)
+        self.judged: list[Check] = []
+        self.ended: list[str] = []
+        self.error: Exception | None = None
+        self.checks = CheckThread(self.submit, lambda check, _: self.judged.append(check), self.settings)
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        if self.error:
+            raise self.error
+        stream = TokenStream(request.request_id)
+        self.under_way.append((request, stream))
+        self.begun.release()
+        return stream
+
+    def add(self, run: str = "run", agent: str = "solver", dense: bool = False, size: int = 12) -> Check:
+        asked = request(run=run, agent=agent)
+        if size != asked.prompt_tokens:
+            asked = GenerateRequest((Segment((1,) * size, "p0"), *asked.segments[1:2]), asked.sampling, asked.reuse)
+        done = answer(GOOD)
+        check = dense_check(asked, done, self.settings) if dense else trial(asked, done, self.settings, "a")
+        self.checks.add(check)
+        return check
+
+    def finish(self, reason: FinishReason = FinishReason.LENGTH) -> None:
+        assert self.begun.acquire(timeout=10)
+        _, stream = self.under_way.pop(0)
+        stream.put(TokenDelta("", (), answered(reason)))
+
+    def end_run(self, run: str) -> None:
+        self.checks.end_run(request(run=run).run_key, lambda: self.ended.append(run))
+
+
+def answered(reason: FinishReason) -> Completion:
+    return answer(GOOD, finish_reason=reason)
+
+
+@contextmanager
+def bench(**settings: object) -> Iterator[Bench]:
+    made = Bench(**settings)
+    yield made
+    made.checks.stop()
+    while made.under_way:
+        made.finish(FinishReason.CANCELLED)
+    made.checks.join()
+
+
+def test_an_idle_engine_carries_checks_out() -> None:
+    with bench() as one:
+        check = one.add()
+        one.finish()
+        assert one.checks.drain(10) and one.judged == [check] and one.checks.done == 1
+
+
+def test_a_busy_engine_only_within_the_budget() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        check = one.add()
+        assert not one.begun.acquire(timeout=0.1)
+        one.checks.arrived()
+        one.checks.left(2 * check.cost)  # half of it is credit
+        one.finish()
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "the credit is spent"
+        one.checks.left(0)
+        one.finish()
+        assert one.checks.drain(10)
+
+
+def test_a_check_longer_than_any_credit_does_not_block_the_others_for_ever() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add(size=3 * MAX_CREDIT)
+        one.checks.arrived()
+        one.checks.left(10 * MAX_CREDIT)
+        one.finish()
+        assert one.checks.done <= 1
+
+
+def test_too_many_drop_the_oldest_of_the_agent_with_the_most() -> None:
+    with bench(max_pending=3) as one:
+        one.checks.arrived()
+        rare = one.add(agent="rare")
+        noisy = [one.add(agent="noisy") for _ in range(20)]
+        assert one.checks.dropped == 18
+        one.checks.left(0)
+        for _ in range(3):
+            one.finish()
+        assert one.checks.drain(10) and one.judged == [rare, *noisy[-2:]]
+
+
+def test_the_end_of_a_run_waits_for_its_trials_only() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add("tried")
+        one.add("dense", dense=True)
+        for run in ("tried", "dense", "other"):
+            one.end_run(run)
+        assert one.ended == ["dense", "other"]
+        one.checks.left(0)
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10)
+        one.checks.stop()
+        one.checks.join()
+        assert one.ended == ["dense", "other", "tried"]
+
+
+def test_dropped_trials_let_their_run_end() -> None:
+    with bench(max_pending=1) as one:
+        one.checks.arrived()
+        one.add("first")
+        one.end_run("first")
+        assert one.ended == []
+        one.add("second")
+        assert one.ended == ["first"] and one.checks.dropped == 1
+
+
+@pytest.mark.parametrize("error", [EngineClosed("engine", None, "closed"), Overloaded("n", 1, "full"), ValueError()])
+def test_a_check_that_cannot_be_submitted_lets_its_run_end(error: Exception) -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.error = error
+        one.add()
+        one.end_run("run")
+        one.checks.left(0)
+        assert one.checks.drain(10)
+        one.checks.stop()
+        one.checks.join()
+        assert one.ended == ["run"] and (one.checks.done, one.checks.dropped) == (0, 1)
+
+
+def test_closing_carries_out_the_ends_that_wait() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.end_run("run")
+        one.checks.stop()
+        assert one.ended == ["run"]
+        one.add("late")
+        one.end_run("late")
+        assert one.ended == ["run", "late"] and one.checks.drain(1)
+
+
+def test_a_run_that_is_used_again_is_not_forgotten_by_the_end_of_the_earlier_one() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.add()
+        one.end_run("run")
+        one.checks.begin_run(request().run_key)
+        assert one.ended == ["run"] and one.checks.dropped == 2
+        one.checks.left(0)
+        assert one.checks.drain(10)
+        one.add()
+        one.end_run("run")
+        one.finish()
+        assert one.checks.drain(10)
+        one.checks.stop()
+        assert one.ended == ["run", "run"]
+
+
+def test_an_end_that_fails_does_not_end_the_thread() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.checks.end_run(request().run_key, lambda: 1 // 0)
+        one.checks.left(0)
+        one.finish()
+        one.add()
+        one.finish()
+        assert one.checks.drain(10) and one.checks.done == 2
+
+
+def test_a_cancelled_check_shows_nothing() -> None:
+    with bench() as one:
+        one.add()
+        one.finish(FinishReason.CANCELLED)
+        assert one.checks.drain(10) and one.judged == [] and one.checks.dropped == 1

@@ -1,0 +1,173 @@
+"""The guard of an engine: orders, which calls are checked, what a receipt says, and bounds."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from kedge.guard import GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.guard import QualityGuard
+from kedge.settings import GuardSettings
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    SampleId,
+    Segment,
+    TenantId,
+    WorkflowId,
+)
+
+CLEAN = DecisionComparison(False, None, 0.0, 0.0)
+CHANGED = DecisionComparison(True, 0, 2.0, 2.0)
+ALL = GuardSettings(canary_share=1.0, share=1.0)
+AS_SET = GuardOrders()
+NONE = GuardSettings(canary_share=0.0, share=0.0)
+
+
+def request(
+    *names: str, agent: str = "solver", tenant: str = "default", guard: GuardOrders = AS_SET
+) -> GenerateRequest:
+    """A request with these placeholders."""
+    values = [Segment((1, 2), name, SampleId.parse(f"input_{name}@0")) for name in names]
+    return GenerateRequest(
+        (Segment((0,), "p0"), *values, Segment((3,), "p1")), reuse=ReuseMode.TRANSLATE, guard=guard,
+        tenant=TenantId(tenant), workflow=WorkflowId("team"), agent=AgentId(agent),
+    )  # fmt: skip
+
+
+def breach(guard: QualityGuard, of: GenerateRequest, placeholder: str) -> None:
+    before = guard.orders(of).epoch
+    while guard.orders(of).epoch == before:
+        guard.observe(of, (placeholder,), CHANGED)
+
+
+def test_at_first_nothing_is_withheld_and_a_share_is_checked() -> None:
+    verdicts = [QualityGuard(settings).verdict(request("a")) for settings in (ALL, NONE)]
+    assert [verdict.is_checked for verdict in verdicts] == [True, False]
+    assert all(verdict.orders == GuardOrders(sentinels=2) and not verdict.tried for verdict in verdicts)
+
+
+def test_the_checked_share_falls_when_all_placeholders_are_on() -> None:
+    guard = QualityGuard(GuardSettings(canary_share=1.0, share=0.0))
+    guard.translated(request("a", "b"), ("a", "b"))
+    for _ in range(400):
+        guard.observe(request("a", "b"), ("a",), CLEAN)
+    assert guard.verdict(request("a", "b")).is_checked
+    assert not guard.verdict(request("a")).is_checked
+    assert guard.notes(request("a"))[0].state is GuardState.ON
+
+
+def test_a_suspect_placeholder_is_withheld_and_tried_in_calls_that_are_not_learned_from() -> None:
+    guard = QualityGuard(NONE)
+    guard.observe(request("a", "b"), ("b",), CHANGED)
+    verdicts = [guard.verdict(request("a", "b")) for _ in range(100)]
+    assert all(verdict.orders.withheld == {"b"} for verdict in verdicts)
+    tried = [verdict for verdict in verdicts if verdict.tried]
+    assert all(verdict.is_checked and verdict.tried == "b" and verdict.orders.held_out for verdict in tried)
+    assert 30 < len(tried) < 70 and sum(verdict.orders.held_out for verdict in verdicts) == len(tried)
+    assert not guard.verdict(request("a")).orders.withheld
+    assert not guard.verdict(request("b", agent="critic")).orders.withheld
+    assert not guard.verdict(request("b", tenant="other")).orders.withheld
+
+
+def test_what_is_translated_is_checked_also_while_another_placeholder_is_withheld() -> None:
+    guard = QualityGuard(ALL)
+    guard.observe(request("a", "b"), ("b",), CHANGED)
+    verdicts = [guard.verdict(request("a", "b")) for _ in range(40)]
+    assert {verdict.tried for verdict in verdicts} == {"", "b"} and all(verdict.is_checked for verdict in verdicts)
+    guard.observe(request("a", "b"), ("a",), CHANGED)
+    verdicts = [guard.verdict(request("a", "b")) for _ in range(60)]
+    assert {verdict.tried for verdict in verdicts} == {"", "a", "b"}, "none of both is starved"
+    assert not any(verdict.is_checked for verdict in verdicts if not verdict.tried)
+
+
+def test_every_breach_of_any_placeholder_is_a_new_epoch() -> None:
+    """Otherwise the second one's anchors would be used on."""
+    guard = QualityGuard(NONE)
+    for expected, placeholder in enumerate("abab", 1):
+        breach(guard, request("a", "b"), placeholder)
+        assert guard.orders(request("a", "b")).epoch == expected
+
+
+def test_modes_of_a_request_override_the_settings() -> None:
+    guard = QualityGuard(NONE)
+    guard.observe(request("a"), ("a",), CHANGED)
+    off, shadow = (request("a", guard=GuardOrders(mode)) for mode in (GuardMode.OFF, GuardMode.SHADOW))
+    assert guard.verdict(off).orders == off.guard and not guard.verdict(off).is_checked and guard.notes(off) == ()
+    fresh = QualityGuard(NONE.model_copy(update={"mode": GuardMode.OFF}))
+    verdicts = [fresh.verdict(shadow) for _ in range(20)]
+    assert {one.tried for one in verdicts} == {"", "a"} and all(one.orders.withheld == {"a"} for one in verdicts)
+    assert not fresh.verdict(request("a")).is_checked and not fresh.orders(request("a")).withheld
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [replace(request("a"), reuse=ReuseMode.EXACT), replace(request("a"), reuse=ReuseMode.OFF), request()],
+)
+def test_what_is_not_translated_anyway_is_not_watched(plain: GenerateRequest) -> None:
+    guard = QualityGuard(ALL)
+    guard.observe(request("a"), ("a",), CHANGED)
+    verdict = guard.verdict(plain)
+    assert not verdict.is_checked and not verdict.orders.withheld and guard.notes(plain) == ()
+
+
+def test_a_note_has_the_state_and_its_evidence() -> None:
+    guard = QualityGuard(NONE)
+    guard.translated(request("a"), ("a",))
+    guard.observe(request("a"), ("a",), CLEAN)
+    (note,) = guard.notes(request("a", "b", "a"))
+    assert note == GuardNote("a", GuardState.CANARY, 1, 0, note.bound) and 0.3 < note.bound < 1
+
+
+def test_a_tenant_sees_its_own_records() -> None:
+    guard = QualityGuard(NONE)
+    for tenant in ("one", "two"):
+        guard.translated(request("a", tenant=tenant, agent=f"of-{tenant}"), ("a",))
+    (mine,) = guard.stats(lambda namespace: namespace == Namespace(TenantId("one")))
+    assert mine["agent"] == "of-one" and "one" not in str({**mine, "agent": ""})
+    assert len(guard.stats()) == 2
+    guard.clear()
+    assert guard.stats() == []
+
+
+def test_records_are_bounded_and_one_in_use_stays() -> None:
+    """Also one that is only asked for: an agent that is withheld would else come back by others' translations."""
+    guard = QualityGuard(NONE.model_copy(update={"max_agents": 8}))
+    guard.observe(request("a"), ("a",), CHANGED)
+    for number in range(100):
+        guard.translated(request("a", agent=f"other-{number}"), ("a",))
+        assert guard.orders(request("a")).withheld == {"a"}
+    assert len(guard.stats()) == 8
+
+
+def test_changes_are_logged_in_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    guard = QualityGuard(NONE)
+    with caplog.at_level(logging.INFO):
+        hostile = request("a", agent="x\nERROR forged")
+        guard.translated(hostile, ("a",))
+        breach(guard, hostile, "a")
+    assert len(caplog.messages) == 3  # canary, suspect, breach
+    assert not any("\n" in message for message in caplog.messages)
+
+
+def test_32_threads_at_once_count_everything() -> None:
+    guard, each = QualityGuard(ALL), 200
+
+    def work(number: int) -> None:
+        mine = request("a", "b", agent=f"agent-{number % 4}")
+        for _ in range(each):
+            guard.verdict(mine)
+            guard.translated(mine, ("a",))
+            guard.observe(mine, ("a",), CLEAN)
+            guard.notes(mine)
+            guard.stats()[:1]
+
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(work, range(32)))
+    assert [entry["checks"] for entry in guard.stats()] == [8 * each] * 4

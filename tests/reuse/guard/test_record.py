@@ -1,0 +1,122 @@
+"""A placeholder's state: how evidence moves it, and how often it is wrong."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.guard import GuardState
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.record import AFTER_BREACH, GuardRecord
+from kedge.settings import GuardSettings
+
+SETTINGS = GuardSettings()
+CLEAN = DecisionComparison(False, None, 0.0, 0.0)
+CHANGED = DecisionComparison(True, 0, 2.0, 2.0)
+FAR = DecisionComparison(False, None, 0.9, 0.9)
+
+
+def canary() -> GuardRecord:
+    record = GuardRecord()
+    record.translated()
+    return record
+
+
+def observed(record: GuardRecord, *seen: DecisionComparison) -> GuardRecord:
+    for one in seen:
+        record.observe(one, SETTINGS)
+    return record
+
+
+def test_the_way_to_on() -> None:
+    record = GuardRecord()
+    assert record.state is GuardState.SHADOW and not record.withheld
+    record.translated()
+    assert record.state is GuardState.CANARY
+    while record.state is GuardState.CANARY:
+        observed(record, CLEAN)
+    assert record.state is GuardState.ON and record.evidence.upper(SETTINGS.alpha) <= SETTINGS.max_changed
+
+
+@pytest.mark.parametrize("seen", [CHANGED, FAR])
+def test_one_change_or_large_divergence_withholds_it(seen: DecisionComparison) -> None:
+    record = observed(canary(), *[CLEAN] * 300)
+    assert record.state is GuardState.ON
+    observed(record, seen)
+    assert (record.state, record.withheld, record.suspicions, record.epoch) == (GuardState.SHADOW, True, 1, 0)
+    assert record.kl == seen.kl
+
+
+def test_clean_trials_bring_it_back() -> None:
+    record = observed(canary(), CHANGED, *[CLEAN] * (SETTINGS.trials - 1))
+    assert record.withheld
+    observed(record, FAR, *[CLEAN] * (SETTINGS.trials - 1))
+    assert record.withheld, "the streak begins anew"
+    observed(record, CLEAN)
+    assert (record.state, record.withheld) == (GuardState.CANARY, False)
+
+
+def test_changed_trials_are_a_breach_and_the_way_back_is_longer() -> None:
+    record, needed = observed(canary(), CHANGED), SETTINGS.trials * AFTER_BREACH
+    checks = next(n for n in range(1, 10) if observed(record, CHANGED).epoch)
+    assert checks <= 4 and record.withheld
+    observed(record, *[CLEAN] * (needed - 1))
+    assert record.withheld
+    observed(record, CLEAN)
+    assert not record.withheld
+    assert next(n for n in range(1, 10) if observed(record, CHANGED).epoch == 2) <= 6
+    observed(record, *[CLEAN] * (2 * needed - 1))
+    assert record.withheld
+
+
+def test_a_withheld_one_does_not_come_back_by_being_translated_elsewhere() -> None:
+    record = observed(canary(), CHANGED)
+    record.translated()
+    assert record.withheld and record.state is GuardState.SHADOW
+
+
+@given(st.lists(st.sampled_from([CLEAN, CLEAN, CLEAN, CHANGED, FAR, None]), max_size=400))
+def test_what_is_withheld_is_never_on(story: list[DecisionComparison | None]) -> None:
+    """None: it is translated. Counts never fall, and what is withheld is in the state that says so."""
+    record = GuardRecord()
+    for one in story:
+        before = record.epoch, record.suspicions
+        record.translated() if one is None else record.observe(one, SETTINGS)
+        assert not record.withheld or record.state is GuardState.SHADOW
+        assert (record.epoch, record.suspicions) >= before
+        assert record.evidence.changed <= record.evidence.checks
+
+
+@given(st.lists(st.sampled_from([CLEAN, FAR]), max_size=300))
+def test_without_a_change_there_is_no_breach(story: list[DecisionComparison]) -> None:
+    assert observed(canary(), *story).epoch == 0
+
+
+@pytest.mark.parametrize("share", [0.002, 0.019])
+def test_an_agent_below_the_limit_is_rarely_breached(share: float) -> None:
+    """With all restarts of its evidence together, at most `alpha` of such agents, however long they are watched."""
+    rng, agents, breached = numpy.random.default_rng(1), 300, 0
+    for _ in range(agents):
+        record = canary()
+        for changed in rng.random(1500) < share:
+            record.observe(CHANGED if changed else CLEAN, SETTINGS)
+            record.translated()
+            if record.epoch:
+                breached += 1
+                break
+    assert breached <= SETTINGS.alpha * agents
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_an_agent_far_above_the_limit_is_breached_soon(share: float) -> None:
+    rng = numpy.random.default_rng(2)
+    for _ in range(50):
+        record, served = canary(), 0
+        for changed in rng.random(200) < share:
+            served += bool(changed) and not record.withheld
+            record.observe(CHANGED if changed else CLEAN, SETTINGS)
+            if record.epoch:
+                break
+        assert record.epoch == 1 and served <= 8

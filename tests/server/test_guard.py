@@ -1,0 +1,141 @@
+"""The guard over HTTP: a tenant's own agents, modes per call and run, receipts and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.echo import EchoEngine
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.process.local import LocalProcessEngine
+from kedge.guard import GuardMode
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.guard import QualityGuard
+from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import GuardSettings, LimitSettings
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    SampleId,
+    Segment,
+    TenantId,
+    Tokens,
+    WorkflowId,
+)
+from tests.server.conftest import serving
+
+CLEAN, CHANGED = DecisionComparison(False, None, 0.0, 0.0), DecisionComparison(True, 0, 1.0, 1.0)
+FLOW: dict[str, Any] = {
+    "name": "pair",
+    "agents": [
+        {"id": "first", "user": "Q: {user_question}"},
+        {"id": "last", "user": "Q: {user_question} A: {agent_first_current}"},
+    ],
+}
+EMPTY = {"object": "guard", "mode": None, "max_changed": None, "agents": []}
+
+
+class Guarded(EchoEngine):
+    """An engine with records of two tenants, which remembers what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard, self.asked = QualityGuard(GuardSettings()), list[GenerateRequest]()
+        self._calls = GuardedCalls(self.submit, GuardSettings())
+        for tenant, seen in (("acme", CLEAN), ("other", CHANGED)):
+            value = Segment((1, 2), "user_question", SampleId.parse("input_user_question@0"))
+            names = {"tenant": TenantId(tenant), "workflow": WorkflowId("w"), "agent": AgentId(f"spy-of-{tenant}")}
+            self.guard.observe(GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, **names), (value.name,), seen)
+
+    def submit(self, request: GenerateRequest) -> Any:
+        self.asked.append(request)
+        return super().submit(request)
+
+    def _figures(self, owns: Callable[[Namespace], bool]) -> dict[str, Any]:
+        totals = {"suspicions": self.guard.suspicions, "breaches": self.guard.breaches}
+        return {**self._calls.stats(), **totals, "agents": self.guard.stats(owns)}
+
+    def inspect(self) -> Mapping[str, Any]:
+        return {"cache": {}, "guard": self._figures(lambda _: True)}
+
+    def inspect_tenants(
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
+    ) -> Mapping[str, Any]:
+        return {"prompts": list(prompts), "pools": [], "guard": self._figures(owns)}
+
+
+def test_a_tenant_sees_its_own_agents_only() -> None:
+    keys = load_keys(None, f"acme:{hashed('key-a')},third:{hashed('key-c')}", LimitSettings())
+    with Guarded() as engine, serving(engine, keys=keys) as running:
+        with running.http("key-a") as acme, running.http("key-c") as third:
+            mine, none = acme.get("/v1/guard").json(), third.get("/v1/guard").json()
+            assert "kedge:guard" not in acme.get("/metrics").text
+        assert running.http("wrong").get("/v1/guard").status_code == 401
+    (record,) = mine["agents"]
+    assert (record["agent"], record["checks"], record["state"]) == ("spy-of-acme", 1, "shadow")
+    assert mine.keys() == EMPTY.keys() and "other" not in str(mine)
+    assert none["agents"] == [] and none["mode"] == "on"
+
+
+def test_metrics_count_states_without_names() -> None:
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        text = http.get("/metrics").text
+    assert 'kedge:guard_placeholders{state="shadow"} 2.0' in text
+    assert 'kedge:guard_checks_total{outcome="dropped"} 0.0' in text
+    assert "kedge:guard_withheld 1.0" in text and "kedge:guard_suspicions_total 1.0" in text
+    assert "kedge:guard_breaches_total 0.0" in text and "spy" not in text
+
+
+def test_an_engine_without_a_guard_has_no_records() -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        assert http.get("/v1/guard").json() == EMPTY
+        assert "kedge:guard" not in http.get("/metrics").text
+
+
+def test_an_engine_in_its_own_process_answers_too() -> None:
+    with LocalProcessEngine(LocalEngine) as engine, serving(engine) as running, running.http() as http:
+        found = http.get("/v1/guard").json()
+    assert found["mode"] == "on" and found["agents"] == []
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [(None, None, None), (None, "off", "off"), ("shadow", None, "shadow"), ("shadow", "on", "on")],
+)
+def test_the_mode_of_a_call_overrides_that_of_its_agent(own: str | None, asked: str | None, expected: str) -> None:
+    agents = [{**one, **({"guard": own} if own else {})} for one in FLOW["agents"]]
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
+        name = agents[0]["id"]
+        kedge = {"workflow": FLOW["name"], "agent": name, "bindings": {"user_question": "why?"}}
+        body = {"messages": [], "kedge": {**kedge, **({"guard": asked} if asked else {})}}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["kedge"]["receipts"][0]["guard"] == []
+        assert engine.asked[-1].guard.mode == (GuardMode(expected) if expected else None)
+        described = http.get(f"/v1/workflows/{FLOW['name']}").json()
+    assert [one["guard"] for one in described["agents"]] == [own] * len(agents)
+
+
+def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:
+    first, *others = FLOW["agents"]
+    flow = {**FLOW, "agents": [{**first, "guard": "on"}, *others]}
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        http.post("/v1/workflows", json=flow)
+        inputs = {"inputs": {"user_question": "why?"}, "guard": "off", "stream": True}
+        http.post(f"/v1/workflows/{FLOW['name']}/runs", json=inputs).read()
+        modes = {one.agent: one.guard.mode for one in engine.asked}
+        assert http.post(f"/v1/workflows/{FLOW['name']}/runs", json={**inputs, "guard": "maybe"}).status_code == 400
+    assert modes == {first["id"]: "on", **{one["id"]: "off" for one in others}}
+
+
+def test_a_call_with_an_unknown_mode_is_refused() -> None:
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        body = {"messages": [{"role": "user", "content": "hi"}], "kedge": {"guard": "maybe"}}
+        refused = http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and "kedge.guard" in refused.text and not engine.asked
