@@ -201,7 +201,7 @@ def test_rows_are_shown_with_their_spread() -> None:
             "agents": 3,
         }
     ]
-    assert shown(rows) == [{"mib": "1234", "kl": "0.1235 ±0.068", "reuse rate": "0.5", "accuracy": "", "agents": "3"}]
+    assert shown(rows) == [{"mib": "1234", "kl": "0.1235 ±0.068", "reuse rate": "0.5", "accuracy": "–", "agents": "3"}]
 
 
 def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
