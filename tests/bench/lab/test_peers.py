@@ -56,9 +56,8 @@ def test_only_relay_translates_the_first_question_ever(runs: dict[str, MethodRun
 def test_role_last_shares_exactly_what_its_prompts_have_in_front(runs: dict[str, MethodRuns]) -> None:
     for pair in runs["role-last"].answers:
         assert pair.other.completion.receipt.translated == 0
-    first, second, last = (computed(runs["role-last"], 0, agent) for agent in ("manager", "designer", "final"))
-    assert last < computed(runs["exact"], 0, "final")
-    assert second < first, "the question is shared; the answer before and a role are not"
+    for agent in ("designer", "final"):
+        assert computed(runs["role-last"], 0, agent) < computed(runs["exact"], 0, agent), "even on the first question"
     assert all(pair.fidelity.error is None for pair in runs["role-last"].forced), "its KV is of other prompts"
     assert all(pair.fidelity.error is not None for pair in runs["exact"].forced)
 
