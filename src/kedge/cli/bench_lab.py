@@ -191,8 +191,8 @@ def _measured(
     from kedge.bench.lab.studies.study import averaged
 
     began, trials = time.perf_counter() - saved["seconds"], list[Any]()
-    about = {"study": study.name, "title": study.title, "paper": study.paper, "notes": study.notes}
-    about |= {"settings": settings.as_json()}
+    about: dict[str, Any] = {"study": study.name, "title": study.title, "paper": study.paper, "notes": study.notes}
+    about["settings"] = settings.as_json()
     for trial in study.trials(settings, note, saved["trials"]):
         trials.append(trial)
         if file:
