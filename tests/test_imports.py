@@ -47,6 +47,8 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
+    "anchors.base_store.BaseStore",
+    "anchors.base_store.KnownBase",
     "anchors.estimate.OffsetEstimate",
     "anchors.offsets.Blend",
     "anchors.offsets.OffsetTable",
@@ -59,6 +61,7 @@ BENCH_MAY_IMPORT = {
     "anchors.store.AnchorStore",
     "anchors.translator.CHUNK",
     "anchors.translator.Translator",
+    "engine.local.attention.paged.Batch",
     "engine.local.batch.flatten",
     "engine.local.build",
     "engine.local.components.Assembler",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kedge.bench.lab.studies.study import SeedRows, Study, StudySettings
 
 ABOUT = {
-    "accuracy": "Accuracy and reuse by number of agents, next to dense prefill and CacheBlend (KVCOMM, Table 1).",
+    "accuracy": "Accuracy, cost and speed by number of agents, next to dense prefill and peers (KVCOMM, Table 1).",
     "order": "Accuracy and reuse by order of the questions (KVCOMM, Table 4).",
     "ablation": "Rotation, offsets of placeholders and of prefix segments, in all combinations (KVCOMM, Table 5).",
     "sensitivity": "The entropy threshold, the pool size (KVCOMM, Table 6), and what is computed of a value.",
@@ -174,7 +174,9 @@ def _run(
     with console.status(study.name) as status:
         trials = _measured(study, settings, saved, json_file, lambda what: status.update(f"{study.name}, {what}"))
     rows = averaged(trials)
-    console.print(tables.study(study.title, rows), f"The paper: {study.paper}\n", highlight=False)
+    console.print(
+        tables.study(study.title, rows), *study.notes, f"The paper: {study.paper}\n", sep="\n", highlight=False
+    )
     if json_file:
         console.print(f"results: {json_file}")
     if plot_file:
@@ -189,7 +191,8 @@ def _measured(
     from kedge.bench.lab.studies.study import averaged
 
     began, trials = time.perf_counter() - saved["seconds"], list[Any]()
-    about = {"study": study.name, "title": study.title, "paper": study.paper, "settings": settings.as_json()}
+    about: dict[str, Any] = {"study": study.name, "title": study.title, "paper": study.paper, "notes": study.notes}
+    about["settings"] = settings.as_json()
     for trial in study.trials(settings, note, saved["trials"]):
         trials.append(trial)
         if file:

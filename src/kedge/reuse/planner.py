@@ -194,9 +194,9 @@ class Planner:
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
         self._post_sentinels(request, draft, here)
-        if after is not None and not after.segment.is_placeholder:
+        if after is not None and after.index in prefixes:
             weak = estimate.weak_prefix_positions()
-            if len(after) and self._costs.translation_pays(len(after), len(after) - len(weak)):
+            if self._costs.translation_pays(len(after), len(after) - len(weak)):
                 self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
         return False
 

@@ -17,6 +17,7 @@ from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.types import ReuseMode, Source
 from tests.bench.driver import ComponentsDriver
+from tests.bench.lab.twins import moved
 from tests.engine.local.test_translation import request, tokens
 
 ASKED = request(tokens(50, 30), tokens(51, 12))
@@ -28,12 +29,6 @@ def served(assembler: object, family: str = "llama"):  # noqa: ANN201
     driver.serve(request(tokens(60, 30), tokens(61, 12)))
     driver.serve(request(tokens(50, 30), tokens(51, 12), agent="critic"))  # leaves base KV behind
     return (driver, *driver.serve(ASKED))
-
-
-def rotated(driver: ComponentsDriver, kv: KVSegment) -> KVSegment:
-    keys = torch.empty_like(kv.keys)
-    driver.runner.rotary.rotate(kv.keys, slice(0, kv.tokens), out=keys)
-    return KVSegment(keys, kv.values)
 
 
 @torch.no_grad()
@@ -81,11 +76,11 @@ def test_choice_and_kv_are_those_of_the_layerwise_forward(ratios: tuple[float, .
     schedule = {1: ratios[0], 2: ratios[-1]}
     if len(ratios) == 1:
         del schedule[2]
-    chosen, keys, values = twin(driver, rotated(driver, plain), schedule)
+    chosen, keys, values = twin(driver, moved(driver, plain, 0), schedule)
     computed = [p for p in sequence.plan.computed if p in REUSED]
     assert computed == chosen
     assert len(computed) == math.ceil(ratios[-1] * len(REUSED))
-    got = rotated(driver, kv)
+    got = moved(driver, kv, 0)
     torch.testing.assert_close(got.keys, keys, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(got.values, values, atol=1e-4, rtol=1e-3)
 

@@ -22,11 +22,9 @@ from torch import Tensor
 
 from kedge.anchors.translator import Translator
 from kedge.bench.lab.baselines import without_offsets
-from kedge.engine.local.batch import flatten
+from kedge.bench.lab.layerwise import LayerwisePass, computing, sources_of
 from kedge.engine.local.components import Assembler
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import Sequence
 from kedge.errors import ConfigError
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
@@ -66,30 +64,21 @@ class _CacheBlendAssembler:
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         plan = replace(plan, translations=tuple(map(without_offsets, plan.translations)))
         self._translator.write(table, plan.translations)
-        sources = [span.source for span in plan.spans for _ in range(len(span))]
-        if plan.translates:
-            for position in self._choose(request, table, sources):
-                sources[position] = Source.COMPUTED
-        return replace(plan, spans=spans_of(sources))
+        if not plan.translates:
+            return plan
+        sources = sources_of(plan)
+        return replace(plan, spans=spans_of(computing(sources, self._choose(request, table, sources))))
 
     @torch.inference_mode()
     def _choose(self, request: GenerateRequest, table: SlotTable, sources: Many[Source]) -> list[int]:
         """Return the positions to compute. KV of positions that were dropped on the way stays as it was computed."""
-        sequence = Sequence(request.request_id, request.namespace, list(request.tokens), table)
-        rows = [p for p, source in enumerate(sources) if source in (Source.TRANSLATED, Source.COMPUTED)]
-        reused = torch.tensor([sources[p] is Source.TRANSLATED for p in rows])
-        filtering = _FilteredStorage(self._storage, reused)
-        tokens = torch.tensor([sequence.tokens[p] for p in rows], device=self._storage.keys.device)
-        hidden = self._model.embed_tokens(tokens[None])
+        going = LayerwisePass(self._model, request, table, sources)
+        filtering, reused = _FilteredStorage(self._storage, going.reused), int(going.reused.sum())
         for layer, ratio in zip(self._model.layers, (1.0, *self._ratios), strict=False):
-            batch = flatten([Work(sequence, rows)], filtering)
-            filtering.keep = math.ceil(ratio * int(reused.sum()))
-            turns = self._model.rotary_emb(hidden, position_ids=batch.positions[None])
-            hidden = layer(
-                hidden, attention_mask=None, position_ids=batch.positions[None], position_embeddings=turns, kedge=batch
-            )
-            hidden, rows = hidden[:, filtering.kept], [p for p, kept in zip(rows, filtering.kept, strict=True) if kept]
-        return rows
+            filtering.keep = math.ceil(ratio * reused)
+            going.run(layer, going.batch(filtering))
+            going.keep(filtering.kept)
+        return going.rows
 
 
 class _FilteredStorage(PagedStorage):

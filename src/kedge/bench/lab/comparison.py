@@ -3,15 +3,18 @@
 Each method's requests have tenants of their own, so that none learns from another:
 
 - forced: every agent reads the prompt of dense prefill and is forced to the answer that it gave there. The KV of an
-answer is what its own decoding left behind, so producers pass translated KV on, as in use. - closed: the team answers
-by itself; every agent reads the others' answers by the same method. - judged: some of the answers are made wrong, then
-the last agent reads all of them in a shuffled order; its choice is compared with its choice from the same prompt by
-dense prefill.
+  answer is what its own decoding left behind, so producers pass translated KV on, as in use.
+- closed: the team answers by itself; every agent reads the others' answers by the same method.
+- judged: some of the answers are made wrong, then the last agent reads all of them in a shuffled order; its choice is
+  compared with its choice from the same prompt by dense prefill.
+
+A method with prompts of its own reads the same values in these, and is compared with dense prefill of the usual ones.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,8 +31,9 @@ from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
 from kedge.runner.results import RunResult
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow
+from kedge.workflow.template import CompiledAgent, Value, compile_agents
 from kedge.workloads.base import QUESTION, Question, Workload
 
 FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
@@ -56,6 +60,8 @@ class LabSettings:
     """Whether the KV of forced requests is compared."""
     closed: bool = True
     judged: bool = False
+    timed: bool = False
+    """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
     seed: int = 0
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
@@ -86,20 +92,40 @@ def run_pairs(
 
 
 class MethodBench:
-    """One method's engine with a probe on its requests."""
+    """One method's engine with a probe on its requests, and the method's own wording of prompts."""
 
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
-        self.probe, self.reuse = Probe(method.components), method.reuse
+        self.probe, self.reuse, self.method = Probe(method.components), method.reuse, method
         self.engine = open_engine(
             method, loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine
         )
+        self._compiled: dict[AgentId, CompiledAgent] = {}
+
+    def team(self, flow: Workflow) -> Workflow:
+        """Return the team as this method words it, which `look` words requests by from now on."""
+        if self.method.team is None:
+            return flow
+        team = self.method.team(flow)
+        self._compiled = compile_agents(team.agents, self.engine.tokenizer)
+        return team
 
     def look(
         self, request: GenerateRequest, tenant: TenantId, run_id: RunId, answer: Tokens = (), *, kv: bool = False
     ) -> ProbeResult:
-        """Serve a request in this method's mode, for another tenant and run; force it to `answer` if there is one."""
+        """Serve a request in this method's mode and wording, for another tenant and run; force it to `answer` if there
+        is one.
+        """
         moved = replace(request, request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse)
-        return self.probe.submit(self.engine, moved, answer, kv=kv).result()
+        return self.probe.submit(self.engine, self._worded(moved), answer, kv=kv).result()
+
+    def _worded(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request with the same values in this method's prompt."""
+        if request.agent not in self._compiled:
+            return request
+        compiled = self._compiled[request.agent]
+        values = {one.name: Value(one.tokens, one.sample) for one in request.segments if one.is_placeholder}
+        filled = {place: values.get(place.name, Value((), None)) for place in compiled.placeholders}
+        return replace(request, segments=compiled.fill(filled), trail=compiled.trail)
 
 
 class Lab:
@@ -145,8 +171,8 @@ class Lab:
         asked = list(self._pool.map(partial(self._answer_densely, flow), questions))
         served = []
         for name, bench in self._benches.items():
-            each = self._pool.map if bench.reuse is ReuseMode.OFF else map
-            served += [(name, runs) for runs in each(partial(self._compare, bench, flow), asked)]
+            each = self._pool.map if bench.reuse is ReuseMode.OFF and not self._settings.timed else map
+            served += [(name, runs) for runs in each(partial(self._compare, bench, bench.team(flow)), asked)]
         return served
 
     def _answer_densely(self, flow: Workflow, numbered: tuple[int, Question]) -> DenseAnswers:
@@ -172,7 +198,7 @@ class Lab:
     def _force(self, bench: MethodBench, asked: DenseAnswers) -> list[ForcedPair]:
         pairs = []
         for dense in asked.results:
-            answer, kv = dense.completion.tokens, self._settings.kv
+            answer, kv = dense.completion.tokens, self._settings.kv and bench.method.team is None
             other = bench.look(dense.request, FORCED, asked.run_id, answer, kv=kv)
             receipt = other.completion.receipt
             pairs.append(ForcedPair(asked.number, dense.request.agent, receipt, compare(dense, other)))
@@ -183,7 +209,13 @@ class Lab:
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
+        began = time.perf_counter()
         result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
+        bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too
+        took = time.perf_counter() - began
+        if bench.method.is_timed and self._settings.timed:
+            runs.teams.append(took)
+            runs.ttfts += [one.completion.ttft_ms for one in result.results]
         for pending in recorder.pending:
             pending.result()
         right, final = self._workload.right, self._workload.final
@@ -191,7 +223,6 @@ class Lab:
             rights = (right(one.agent, one.text, asked.question) for one in (ours, theirs))
             runs.answers.append(AnswerPair(asked.number, ours.agent, ours, theirs, *rights))
         runs.finals.append((final(asked.dense.text), final(result.text)))
-        bench.engine.wait_idle()
 
     def _judge(self, results: list[ProbeResult], question: Question, run_id: RunId) -> JudgeQuestion:
         rng = random.Random(f"{self._settings.seed}/{question.text}")

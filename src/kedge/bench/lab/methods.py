@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.lab.baselines import Ablation, NoAnchors
-from kedge.bench.lab.cacheblend import CacheBlend
+from kedge.bench.lab.cacheblend import RATIOS, CacheBlend
+from kedge.bench.lab.relay import DecodedBases, RelayCaching, RelayedAnswers
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
@@ -20,6 +21,8 @@ from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
 from kedge.types import ReuseMode
+from kedge.workflow.graph import Workflow
+from kedge.workloads.miniature import role_last
 
 _PAPER: Mapping[str, Any] = {"recompute_head": 0, "recompute_short": 0, "trail": 0, "min_translated": 0.0}
 """The paper recomputes one token, keeps no trail behind values, and has no least share."""
@@ -33,6 +36,11 @@ class Method:
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
     components: EngineComponents = EngineComponents()
+    team: Callable[[Workflow], Workflow] | None = None
+    """The team that it serves, made from the one that was asked for; None: the same."""
+    is_timed: bool = True
+    """Whether its times can be compared with those of others: not where tokens run through layers twice only because
+    it is an experiment."""
 
     def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
         """Return the settings of an engine that serves this way; the arguments override the method's own.
@@ -54,25 +62,49 @@ def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
 
 def cacheblend(*ratios: float) -> Method:
     """Return CacheBlend with these shares of recomputed tokens."""
-    return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=EngineComponents(NoAnchors, CacheBlend(ratios)))
+    components = EngineComponents(NoAnchors, CacheBlend(ratios))
+    return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=components, is_timed=False)
+
+
+def epic(first: int) -> Method:
+    """Return EPIC's LegoLink (Hu et al., arXiv 2410.15332): base KV at its new place, with the `first` tokens of every
+    moved chunk recomputed.
+
+    A chunk's first tokens attended to nothing before them when its base KV was computed, and later ones attend to them
+    as to the beginning of a text. Here every value and every prefix segment behind one is a chunk; a shorter one is
+    recomputed as a whole. Raises `ConfigError` for a negative number.
+    """
+    if first < 0:
+        raise ConfigError("epic.first", first, "must be at least 0")
+    return Method(
+        ReuseMode.TRANSLATE,
+        planner={**_PAPER, "recompute_head": first},
+        components=EngineComponents(NoAnchors, Ablation(values=False, prefixes=False)),
+    )
+
+
+def relay(share: float | None = None) -> Method:
+    """Return RelayCaching, with this share of each answer's tokens corrected; None: as its thresholds choose them."""
+    components = EngineComponents(RelayedAnswers, RelayCaching(share), DecodedBases)
+    return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=components, is_timed=share == 0)
 
 
 METHODS: Mapping[str, Method] = {
     "dense": Method(ReuseMode.OFF),
     "exact": Method(ReuseMode.EXACT),
-    "rotation": Method(
-        ReuseMode.TRANSLATE,
-        planner=_PAPER,
-        components=EngineComponents(NoAnchors, Ablation(values=False, prefixes=False)),
-    ),
-    "cacheblend": cacheblend(0.3, 0.25, 0.2),
+    "role-last": Method(ReuseMode.EXACT, team=role_last),
+    "rotation": epic(0),
+    "epic": epic(16),
+    "cacheblend": cacheblend(*RATIOS),
+    "relay": relay(),
     "kvcomm": Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER),
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
     **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name)) for name in ESTIMATORS},
 }
-"""`kvcomm` is the paper's design as published; an estimator's name is that estimator with Kedge's defaults."""
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published; an estimator's name is that estimator with Kedge's
+defaults."""
 
 
 def method_named(name: str) -> Method:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from kedge.bench.lab.fidelity import Fidelity, Layers, consistency
@@ -48,6 +48,10 @@ class MethodRuns:
     finals: list[Choice] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     """Choices of the last agent from shuffled candidates."""
+    ttfts: list[float] = field(default_factory=list)
+    """Milliseconds of every call in closed loop, where times compare."""
+    teams: list[float] = field(default_factory=list)
+    """Seconds of every team in closed loop, until its engine was idle again, where times compare."""
 
     def add(self, more: MethodRuns) -> None:
         """Append the results of further questions."""
@@ -55,6 +59,8 @@ class MethodRuns:
         self.forced += more.forced
         self.finals += more.finals
         self.choices += more.choices
+        self.ttfts += more.ttfts
+        self.teams += more.teams
 
     def summary(self) -> Summary:
         """Return the means over all questions."""
@@ -85,6 +91,12 @@ class Summary:
     error: Layers | None
     cosine: Layers | None
     judge_consistency: float | None
+    computed_tokens: float | None
+    """Share of prompt tokens that ran through the model, those of base prefills not counted."""
+    ttft_ms: float | None
+    """Median over calls."""
+    teams_per_minute: float | None
+    """One team at a time: by the median time of a team, from its first request until its engine is idle again."""
 
     @classmethod
     def of(cls, runs: MethodRuns) -> Summary:
@@ -111,6 +123,9 @@ class Summary:
             error=_layers(one.error for one in seen),
             cosine=_layers(one.cosine for one in seen),
             judge_consistency=consistency(runs.choices) if runs.choices else None,
+            computed_tokens=_mean(receipt.computed / receipt.prompt_tokens for receipt in receipts),
+            ttft_ms=median(runs.ttfts) if runs.ttfts else None,
+            teams_per_minute=60 / median(runs.teams) if runs.teams else None,
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from kedge.anchors.base_store import BaseStore
 from kedge.anchors.tiered_store import HostBound
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.cache.disk_writes import DiskLimits
@@ -86,7 +85,8 @@ def core(
     runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
     expected = UpcomingSteps()
     anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
-    bases = BaseStore(config.anchors.max_base_bytes, host_bound(config.anchors.host_base_bytes, config.tiers, expected))
+    base_host = host_bound(config.anchors.host_base_bytes, config.tiers, expected)
+    bases = components.bases(config.anchors.max_base_bytes, base_host)
     costs = EngineCosts(by_cost=config.planner.by_cost)
     runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, costs)
     capacity = num_blocks * config.block_size

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
 from kedge.anchors.translator import Translator
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import Anchors
+from kedge.reuse.contracts import Anchors, Bases
 from kedge.reuse.plan import ReusePlan
 from kedge.settings import AnchorSettings
 from kedge.types import GenerateRequest
@@ -54,3 +55,5 @@ class EngineComponents:
     """(settings, host memory) -> the store of anchors."""
     assembler: Callable[[ModelRunner, PagedStorage], Assembler] = Translating
     """(model runner, storage) -> the assembler."""
+    bases: Callable[[int, HostBound], Bases] = BaseStore
+    """(most bytes on the device, host memory) -> the store of base KV."""

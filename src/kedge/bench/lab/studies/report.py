@@ -53,6 +53,7 @@ def _section(file: Path, result: Mapping[str, Any]) -> str:
         f"<h2>{escape(result['title'])}: {escape(result['settings']['task'])}</h2>"
         f"<p><code>kedge bench {escape(result['study'])}</code>, {escape(file.name)}, "
         f"{result['seconds']:.0f} s; {escape(about)}</p>{picture}{_table(result['rows'])}"
+        f"{''.join(f'<p>{escape(note)}</p>' for note in result.get('notes', ()))}"
         f"<p class=paper>The paper: {escape(result['paper'])}</p>"
     )
 
@@ -65,7 +66,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Format rows for readers: cells by heading, a mean with its spread, empty where nothing was measured."""
+    """Format rows for readers: cells by heading, a mean with its spread, a dash where nothing was measured."""
     return [
         {
             key.replace("_", " "): _cell(value, row.get(f"{key}_sd"))
@@ -78,6 +79,6 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def _cell(value: object, spread: float | None) -> str:
     if value is None:
-        return ""
+        return "–"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if spread is None else f"{text} ±{spread:.2g}"

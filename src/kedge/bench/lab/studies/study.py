@@ -73,6 +73,8 @@ class Study:
     plot: Plot
     quick: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a quick run."""
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
 
     def settings(self, *, quick: bool, **given: Any) -> StudySettings:
         """Return the settings of a quick or a full run; `given` values other than None override them."""
