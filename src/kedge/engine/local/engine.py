@@ -126,7 +126,6 @@ class LocalEngine:
             sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
-            trail=request.trail if max_tokens + len(request.trail) <= room else (),
         )
         self._mailbox.enter(request.request_id, partial(self._submit, sequence))
         return sequence.stream
@@ -135,6 +134,8 @@ class LocalEngine:
         """Pass a request to the core; if that fails, end the request with the error."""
         try:
             sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
+            if sequence.room + len(sequence.request.trail) <= min(self.runner.max_positions, self.capacity):
+                sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
