@@ -19,13 +19,13 @@ ANSWER = 24
 
 
 def ask(engine: Driver, tokens: tuple[int, ...], **more: Any) -> Any:
-    return engine.ask([3 + token % (VOCABULARY - 3) for token in tokens], count=ANSWER, **more)
+    return engine.ask(list(tokens), count=ANSWER, **more)
 
 
 def team(engine: Driver, number: int, **more: Any) -> tuple[Any, Any]:
-    question = words(("q", number), 60)
-    solved = ask(engine, solver(question), **more)
-    return solved, ask(engine, judge(question, tuple(solved.outputs[0].token_ids)), **more)
+    question = words(("q", number), 60, VOCABULARY)
+    solved = ask(engine, solver(question, vocab=VOCABULARY), **more)
+    return solved, ask(engine, judge(question, tuple(solved.outputs[0].token_ids), vocab=VOCABULARY), **more)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_an_answer_of_a_found_team_is_kept_with_what_follows_it(translating: Dri
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime._bases, "put_sample", noted)
         solved, judged = team(translating, 35)
-    behind = tuple(3 + token % (VOCABULARY - 3) for token in words(("team", "now judge"), 7)[:2])
+    behind = words(("team", "now judge"), 7, VOCABULARY)[:2]
     assert kept == [(*solved.outputs[0].token_ids, *behind)]
     assert receipt(judged)["tokens"]["translated"] >= 60 + ANSWER + 2 * len(behind)
 
@@ -100,7 +100,8 @@ def test_what_a_client_says_itself_stays(translating: Driver) -> None:
 
 
 def test_aborts_leave_nothing_behind(translating: Driver) -> None:
-    names = [translating.add([3 + t % 200 for t in solver(words(("q", n), 60))], ANSWER) for n in range(40, 60)]
+    questions = [words(("q", number), 60, VOCABULARY) for number in range(40, 60)]
+    names = [translating.add(list(solver(one, vocab=VOCABULARY)), ANSWER) for one in questions]
     translating.step()
     translating.engine.abort_request(names[::2])
     translating.run()
