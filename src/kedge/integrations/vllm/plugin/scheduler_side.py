@@ -37,7 +37,7 @@ from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedR
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
-from kedge.types import Namespace, RequestId, ReuseMode
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
 
 
 class SchedulerSide:
@@ -103,13 +103,8 @@ class SchedulerSide:
         found = self.plain.arrived(given)
         if found is given:
             return hinted
-        found = with_trails(found, self._settings.planner.trail, of_answers=self._keeps_trails)
+        found = _with_trails(found, self._settings, has_tails=self.translations.lanes.tails.is_open)
         return replace(hinted, request=found) if hinted else HintedRequest(found)
-
-    @property
-    def _keeps_trails(self) -> bool:
-        """Whether answers are kept with what follows them: their ends are computed, and not again by their readers."""
-        return self.translations.lanes.tails.is_open and not self._settings.anchors.computes_weak_tokens
 
     def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
         self._ignored_hints += hinted.ignored
@@ -173,7 +168,7 @@ class SchedulerSide:
             self.loads.finished(history)
         receipt = self._end_hinted(tracked, block_ids) if tracked else None
         self._end_plain(request, receipt)
-        return receipt and self._sent(receipt, request)
+        return receipt
 
     def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
         hinted = tracked.hinted
@@ -200,16 +195,13 @@ class SchedulerSide:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
 
     def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:
-        outcome = self.translations.take_outcome(tracked.request.request_id)
+        request = tracked.request
+        outcome = self.translations.take_outcome(request.request_id)
         receipt = receipt_of(tracked, outcome.misses, outcome.ready)
         self._translated_tokens += receipt.translated
         data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
         if tracked.hinted.actions:
             data["actions"] = list(tracked.hinted.actions)
-        return data
-
-    def _sent(self, data: dict[str, Any], request: Request) -> dict[str, Any]:
-        """Return a receipt, which is kept where vLLM's output of an aborted request has none."""
         if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
             self._unsent_receipts[request.request_id] = data
         return data
@@ -300,6 +292,14 @@ class SchedulerSide:
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
+
+
+def _with_trails(found: GenerateRequest, settings: PluginSettings, *, has_tails: bool) -> GenerateRequest:
+    """Return a request with the tokens that follow each value; answers have them where the ends of answers are
+    computed, and not once more by their readers.
+    """
+    of_answers = has_tails and not settings.anchors.computes_weak_tokens
+    return with_trails(found, settings.planner.trail, of_answers=of_answers)
 
 
 def _is_text(request: Request) -> bool:
