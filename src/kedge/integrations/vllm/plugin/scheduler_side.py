@@ -139,8 +139,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             self._cached[request.request_id] = computed
-            return 0
-        if tracked.hinted.request.reuse is ReuseMode.OFF:
+        if tracked is None or tracked.hinted.request.reuse is ReuseMode.OFF:
             return 0
         tracked.device = computed
         return self.translations.match(request, computed)
@@ -181,8 +180,7 @@ class SchedulerSide:
     def _end_plain(self, request: Request, receipt: dict[str, Any] | None) -> None:
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
-        cached = self._cached.pop(request.request_id, 0)
-        served = served_by(receipt) if receipt else Served(min(cached, request.num_prompt_tokens), 0)
+        served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
         self.plain.ended(namespace, request_id, answer, served)
 
     def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
