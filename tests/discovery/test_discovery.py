@@ -76,6 +76,30 @@ def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> 
     assert judged.segments[3].sample == solved.produces
 
 
+def test_an_answer_has_the_trail_that_all_its_readers_have() -> None:
+    team = Team(Discovery())
+    for number in range(4):
+        team.run(number)
+    solved, judged = team.run(4)
+    assert solved and judged and judged.produces is None and judged.trail == ()
+    assert solved.trail == judged.segments[3].trail == words(("team", "now judge"), 7)[:4]
+    third = Team(team.found, "third")
+    behind = (*words(("team", "now judge"), 7)[:2], *words("otherwise", 9))
+    for number in range(4):
+        third.ask((*words("reader", 40), *words(("team", "a", number), 25), *behind))
+    solved, judged = team.run(5)
+    assert solved and judged and solved.trail == judged.segments[3].trail == behind[:2]
+
+
+def test_an_answer_that_is_joined_with_what_follows_has_no_trail() -> None:
+    team, solved = Team(Discovery()), None
+    for number in range(5):
+        question, answer = words(("q", number), 60), words(("a", number), 25)
+        solved = team.ask(team.solver(question), answer)
+        team.ask(team.judge(question, (*answer[:-1], 7)))
+    assert solved and solved.produces and solved.trail == ()
+
+
 def test_names_and_contexts_stay_when_others_join() -> None:
     found = Discovery()
     team = Team(found)
@@ -128,6 +152,53 @@ def test_agents_that_have_a_long_beginning_in_common_are_told_apart() -> None:
     assert len(agents) == 3 and len(set.union(*agents.values())) == 3
 
 
+def test_values_that_begin_alike_make_no_copies_of_an_agent() -> None:
+    found = Discovery()
+    team, seen = Team(found), set[str]()
+    frames = [words(("frame", number), 40) for number in range(4)]
+    for number in range(48):
+        question = (*frames[number // 12], *words(("q", number), 30))
+        asked = team.ask((*words("role", 770), *question, *words("now", 6)))
+        if asked and number >= 24:
+            seen.add(asked.agent)
+            assert whole(asked)[:770] == words("role", 770)
+    assert asked and len(found.agents) == len(seen) == 1 and found.agents[asked.agent].calls > 24
+
+
+def test_what_several_agents_begin_with_is_no_agent_once_they_are_known() -> None:
+    found = Discovery()
+    team = Team(found)
+    for number in range(30):
+        for role in ("planner", "writer", "critic"):
+            team.ask((*words("rules", 200), *words(role, 100), *words((role, number), 40)))
+    assert len(found.agents) == 3 and all(agent.head > 200 for agent in found.agents.values())
+
+
+def test_an_agent_keeps_its_name_and_its_answers_when_copies_turn_out_to_be_it() -> None:
+    found = Discovery()
+    team, answers = Team(found), []
+    frames = [words(("frame", number), 40) for number in range(3)]
+    solved = judged = None
+    for number in range(60):
+        question, answer = (*frames[number // 10 % 3], *words(("q", number), 30)), words(("a", number), 25)
+        solved = team.ask((*words("solver", 770), *question), answer)
+        judged = team.ask((*words("judge", 50), *answer, *words("now judge", 7)))
+        answers.append(solved.produces if solved else None)
+    assert solved and judged and judged.segments[1].sample == solved.produces == answers[-1]
+    assert all(answers[-20:]) and len(found.agents) == 2
+
+
+def test_sessions_are_counted_with_their_turns() -> None:
+    found = Discovery()
+    team = Team(found)
+    for session in range(3):
+        history = words(("history", session), 50)
+        for turn in range(session + 1):
+            team.ask(history)
+            history = (*history, *words((session, turn), 20))
+    assert (found.totals.sessions, found.totals.session_turns) == (2, 1 + 2)
+
+
 def test_examples_without_a_template_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[object]()
     monkeypatch.setattr(discovery, "learn", tried.append)
@@ -178,7 +249,7 @@ def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.Mon
         team.ask(words(("prompt", number), 100), words(("answer", number), 50))
     assert len(found.texts) <= 512 and found._example_bytes <= 40_000
     assert found._example_bytes == sum(len(one.prompt) for one in found._examples)
-    assert not found._agents
+    assert not found.agents
 
 
 def prompts() -> st.SearchStrategy[list[Tokens]]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kedge.discovery import Discovery, PlainRequests, plain_requests
+from kedge.discovery import Discovery, PlainRequests, Served, plain_requests
+from kedge.discovery.page import line, page
+from kedge.discovery.totals import MAX_REASONS, OTHERS
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
+    RequestId,
     ReuseMode,
+    SampleId,
     Segment,
     TenantId,
     Tokens,
+    ValueKind,
     WorkflowId,
     is_owned,
     new_request_id,
@@ -90,6 +96,34 @@ def test_what_a_client_says_stays() -> None:
     assert [one.is_placeholder for one in served.segments] == [False, True, False]
     for refused in (replace(given, is_plain=False), replace(given, reuse=ReuseMode.OFF)):
         assert requests.arrived(refused) is refused
+
+
+def test_an_answer_is_kept_with_what_follows_it_in_its_readers_prompts() -> None:
+    requests = learned(DiscoveryMode.TRANSLATE)
+    solved, judged = run(requests, 9)
+    assert solved.trail == judged.segments[3].trail == words(("team", "now judge"), 7)[:4]
+    own = replace(plain(solver(words("q", 60))), trail=(5, 6), produces=SampleId(ValueKind.AGENT, "mine"))
+    assert requests.arrived(own).trail == (5, 6) and requests.arrived(own).produces == own.produces
+    assert not run(learned(DiscoveryMode.EXACT), 9)[0].trail
+
+
+def test_what_was_saved_and_why_other_text_was_not_is_reported() -> None:
+    requests = PlainRequests(DiscoverySettings())
+    for number in range(40):
+        request = plain(words(number, 40))
+        requests.arrived(request)
+        letter = chr(ord("a") + number % 20)
+        reasons = (f"only {number}% of the prompt could be translated", f"reason {letter}")
+        requests.ended(request.namespace, request.request_id, (), Served(16, number % 2, reasons))
+    requests.ended(request.namespace, RequestId("unknown"), (), Served(1000, 1000))
+    report: Any = requests.report()
+    assert (report["exact_tokens"], report["translated_tokens"]) == (40 * 16, 20)
+    assert requests.totals.exact_tokens == 40 * 16
+    assert report["why_not"][0] == ("only N% of the prompt could be translated", 40)
+    assert len(report["why_not"]) == MAX_REASONS + 1 and dict(report["why_not"])[OTHERS] == 10
+    shown = page(report)
+    assert "saved by the prefix cache" in shown and "only N% of the prompt" in shown
+    assert "1600 prompt tokens 640 were cached, 20 translated" in line(report)
 
 
 def test_a_tenant_learns_nothing_from_another() -> None:

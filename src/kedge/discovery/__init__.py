@@ -2,6 +2,6 @@
 
 from kedge.discovery.discovery import Discovery, Found
 from kedge.discovery.plain_requests import PlainRequests
-from kedge.discovery.totals import PlainTotals
+from kedge.discovery.totals import PlainTotals, Served
 
-__all__ = ["Discovery", "Found", "PlainRequests", "PlainTotals"]
+__all__ = ["Discovery", "Found", "PlainRequests", "PlainTotals", "Served"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
+from kedge.discovery.found_agents import LEAST_SHARE, MAX_AGENTS, FoundAgent, FoundAgents, grouped
 from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.runs import FoundRun, FoundRuns
 from kedge.discovery.templates import Example, Filled, PromptTemplate, Slot, learn
-from kedge.discovery.totals import PlainTotals
+from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
@@ -24,10 +25,8 @@ MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
 """Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are
 learned only while `EXAMPLES` prompts of each are among them.
 """
-MAX_AGENTS, MAX_TEMPLATES = 1024, 4
-"""Agents, and templates of one of them, that are remembered"""
-LEAST_LONGER, LEAST_SHARE = 32, 1 / 16
-"""Tokens, and share of an agent's fixed prompt, by which prompts that begin alike for longer are another agent's"""
+LEAST_LONGER = 32
+"""Tokens by which prompts have to begin alike for longer than an agent's do so that another is looked for"""
 MAX_LABELS = 1 << 16
 """Kinds of values that are remembered"""
 MAX_ENDS = 8192
@@ -55,34 +54,10 @@ class Found:
     """The prompt, cut into fixed text and values"""
     produces: SampleId | None
     """The answer, where other agents of the team read such answers"""
+    trail: Tokens
+    """Tokens that follow the answer in all prompts of its readers"""
     shared: int
     """Tokens of values that others had or read before"""
-
-
-@dataclass(eq=False, slots=True)
-class FoundAgent:
-    """An agent, as far as it is known."""
-
-    id: AgentId
-    team: WorkflowId
-    head: int
-    """Tokens of the beginning that it is known by"""
-    templates: list[PromptTemplate] = field(default_factory=list)
-    calls: int = 0
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
-    """Tokens of values that others had or read before"""
-
-    def to_dict(self) -> dict[str, object]:
-        """Return its figures as plain data."""
-        return {
-            "id": self.id,
-            "team": self.team,
-            "calls": self.calls,
-            "fixed_tokens": token_bytes.size(self.templates[0].head),
-            "prompt_tokens": self.prompt_tokens,
-            "shared_tokens": self.shared_tokens,
-        }
 
 
 @dataclass(eq=False, slots=True)
@@ -115,19 +90,26 @@ class Discovery:
     template is learned from prompts that differ. Memory is bounded by the limits of this module.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, overall: PlainTotals | None = None) -> None:
+        """Begin with nothing known. What is counted is also added to `overall`."""
         self._heads, self.texts = SharedHeads(), KnownTexts()
-        self.runs, self.totals = FoundRuns(), PlainTotals()
-        self._agents: BoundedDict[Hashable, FoundAgent] = BoundedDict(MAX_AGENTS, lambda _, agent: self._forget(agent))
-        self.agents: dict[AgentId, FoundAgent] = {}
+        self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
+        self._totals = [one for one in (self.totals, overall) if one is not None]
+        self._agents = FoundAgents()
         self._runs_of: BoundedDict[SampleId, RunId] = BoundedDict(MAX_ASKED)
         self._examples: deque[_Asker] = deque()
         self._example_bytes = 0
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
-        self._ends: BoundedDict[Hashable, None] = BoundedDict(MAX_ENDS)
+        self._ends: BoundedDict[Hashable, bool] = BoundedDict(MAX_ENDS)
+        """Last blocks of prompts, and whether others went on from there"""
         self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
+
+    @property
+    def agents(self) -> Mapping[AgentId, FoundAgent]:
+        """The agents that are known now."""
+        return self._agents.by_id
 
     @property
     def is_idle(self) -> bool:
@@ -139,28 +121,39 @@ class Discovery:
 
         None for a session's next turn, and where nothing is known.
         """
+        found = self._find(request_id, tokens, now)
+        for totals in self._totals:
+            totals.count(len(tokens), found.shared if found else None)
+        return found
+
+    def _find(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         chain = tuple(chain_of(tokens, BLOCK_TOKENS))
         asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
         if not chain or self._continues(chain):
             return None
-        self._ends[chain[-1]] = None
+        self._ends[chain[-1]] = False
         self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
-        heads = self._heads.find(chain)
-        filled = self._fill(asked, heads)
-        if not filled or self._begins_longer(asked, heads[0]):
+        filled = self._fill(asked)
+        ends = grouped(self._heads.find(chain))
+        if not filled or self._begins_longer(asked, ends[0][0]):
             self._keep(asked)
-            if heads and self._learn(asked, heads[0]):
-                filled = self._fill(asked, heads)
+            if ends and self._learn(asked, ends[0][0]):
+                filled = self._fill(asked)
         return self._found(request_id, asked, filled, now) if filled and asked.agent else None
 
-    def ended(self, request_id: RequestId, answer: Sequence[int], now: float) -> FoundRun | None:
-        """Take the answer to a request, which others may read; without tokens it was not answered.
+    def ended(
+        self, request_id: RequestId, answer: Sequence[int], now: float, served: Served | None = None
+    ) -> FoundRun | None:
+        """Take the answer to a request, which others may read, and where its prompt came from; without tokens it was
+        not answered.
 
         Returns the run that the request belonged to, None where there is none.
         """
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None
+        if served is not None:
+            self._count(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
             self.texts.put(KnownText(token_bytes.pack(answer), partial(self._label_of, asked), sample))
@@ -181,32 +174,45 @@ class Discovery:
     # agents ---------------------------------------------------------------------------------------------------
 
     def _continues(self, chain: Sequence[Hashable]) -> bool:
-        """Return whether a prompt goes on where an earlier one ended."""
-        return any(block in self._ends and not self._heads.is_head(block) for block in chain[:-1])
+        """Return whether a prompt goes on where an earlier one ended, and count it then."""
+        for block in chain[:-1]:
+            if block in self._ends and not self._heads.is_head(block):
+                for totals in self._totals:
+                    totals.continued(is_first=not self._ends[block])
+                self._ends[block] = True
+                return True
+        return False
 
-    def _fill(self, asked: _Asker, heads: Sequence[int]) -> list[Filled] | None:
+    def _count(self, served: Served) -> None:
+        self.why_not.count(served.reasons)
+        for totals in self._totals:
+            totals.served(served)
+
+    def _fill(self, asked: _Asker) -> list[Filled] | None:
         """Return how a prompt fills a template of the agent with the longest beginning that it has."""
-        for block in (asked.chain[at] for at in heads):
-            agent = self._agents.get(block)
-            for template in agent.templates if agent else ():
-                if filled := template.fill(asked.prompt):
-                    asked.agent = agent
-                    self._agents.move_to_end(block)
-                    return filled
-        return None
+        found = self._agents.fill(asked.prompt, asked.chain, self._heads.find(asked.chain))
+        if found is None:
+            return None
+        asked.agent, filled = found
+        return filled
 
-    def _begins_longer(self, asked: _Asker, head: int) -> bool:
+    def _begins_longer(self, asked: _Asker, end: int) -> bool:
         """Return whether a prompt begins like others for longer than its agent's do: then that is several agents."""
         if asked.agent is None:
             return False
         known = asked.agent.head
-        return (head + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
+        return (end + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
 
     def _label_of(self, asked: _Asker) -> str:
         """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""
         if asked.agent is None:
-            self._fill(asked, self._heads.find(asked.chain))
-        return f"answer.{asked.agent.id}" if asked.agent else ""
+            self._fill(asked)
+        return self._answers_of(asked.agent.current) if asked.agent else ""
+
+    def _answers_of(self, agent: FoundAgent) -> str:
+        """Return what an agent's answers are called."""
+        labels = [f"answer.{name}" for name in agent.names]
+        return next((label for label in labels if label in self._labels), labels[0])
 
     def _learn(self, asked: _Asker, at: int) -> bool:
         """Learn a template of the agent whose fixed prompt ends with block `at`, as soon as there are enough examples.
@@ -236,9 +242,8 @@ class Discovery:
 
     def _add(self, block: Hashable, head: int, template: PromptTemplate, examples: Sequence[_Asker]) -> None:
         """Remember a template, and what fills its slots."""
-        agent = self._agents.get(block) or self._new_agent(template, head)
-        self._agents[block] = self.agents[agent.id] = agent
-        agent.templates = [_named(template, agent), *agent.templates[: MAX_TEMPLATES - 1]]
+        agent = self._agents.learned(template, block, head)
+        agent.add([_named(template, agent)])
         self._tries.pop(block, None)
         self._learn_labels(agent.templates[0])
         for one in examples:
@@ -247,25 +252,21 @@ class Discovery:
             for filled in agent.templates[0].fill(one.prompt) or ():
                 self._keep_value(one.prompt, filled)
 
-    def _forget(self, agent: FoundAgent) -> None:
-        if self.agents.get(agent.id) is agent:
-            del self.agents[agent.id]
-
     def _learn_labels(self, template: PromptTemplate) -> None:
         """Take note of what stands around the slots of a new template."""
         start, before = token_bytes.unpack(template.head)[:CONTEXT_START], template.head
         for slot in template.slots:
-            after = token_bytes.unpack(slot.after)[:MAX_TRAIL]
+            after = token_bytes.unpack(slot.after)[:MAX_TRAIL] if self._is_whole(slot) else ()
             context = start + token_bytes.unpack(before)[-CONTEXT_END:]
             label = self._labels.use(slot.label, lambda: _Label(context, _stand_in(slot), after))  # noqa: B023
             label.trail = common_prefix((label.trail, after))
             before = slot.after
 
-    def _new_agent(self, template: PromptTemplate, head: int) -> FoundAgent:
-        name = blake2b(token_bytes.cut(template.head, 0, head), digest_size=6).hexdigest()
-        sources = {slot.label.removeprefix("answer.").partition(".")[0] for slot in template.slots}
-        teams = [one.team for one in self._agents.values() if one.id in sources]
-        return FoundAgent(AgentId(name), min(teams, default=WorkflowId(f"team-{name}")), head)
+    def _is_whole(self, slot: Slot) -> bool:
+        """Return whether what fills a slot is all of a value: an answer's last tokens may be joined with what follows,
+        and then nothing follows the answer as its agent had it.
+        """
+        return not slot.label.startswith("answer.") or self.texts.is_whole(slot.first)
 
     # what it says ---------------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class Discovery:
         agent = asked.agent
         assert agent is not None
         shared = sum(one.stop - one.start for one in filled if self._keep_value(asked.prompt, one))
-        if f"answer.{agent.id}" in self._labels:
+        if self._answers_of(agent) in self._labels:
             asked.produces = _answer_of(agent.id, request_id)
         agent.calls += 1
         agent.prompt_tokens += token_bytes.size(asked.prompt)
@@ -283,7 +284,8 @@ class Discovery:
         asked.run = self.runs.arrive(agent.id, now, next(filter(None, read_from), None))
         if asked.produces:
             self._runs_of[asked.produces] = asked.run.id
-        return Found(agent.id, agent.team, asked.run, segments, asked.produces, shared)
+        trail = self._labels[self._answers_of(agent)].trail if asked.produces else ()
+        return Found(agent.id, agent.team, asked.run, segments, asked.produces, trail, shared)
 
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
         """Take note of a value that is read. Returns whether others had or read it before."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from heapq import nsmallest
 
 from kedge.discovery import token_bytes
-from kedge.discovery.discovery import FoundAgent
+from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import PromptTemplate, Slot
 from kedge.types import AgentId
 

@@ -61,6 +61,10 @@ class KnownTexts:
         """Return the answer that these tokens are, but for the last few."""
         return self._answers.get(tokens)
 
+    def is_whole(self, tokens: bytes) -> bool:
+        """Return whether these tokens are all of a text that is known."""
+        return tokens in self._texts
+
     def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
         """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
 

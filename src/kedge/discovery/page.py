@@ -33,8 +33,9 @@ def line(report: Report) -> str:
     """Return the report in one line for a log."""
     return (
         f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
-        f"{_share(report['known_agents'], report['requests'])} of them, {report['shared_tokens']} of "
-        f"{report['prompt_tokens']} prompt tokens were read or answered before elsewhere"
+        f"{_share(report['known_agents'], report['requests'])} of them, {report['sessions']} sessions; of "
+        f"{report['prompt_tokens']} prompt tokens {report['exact_tokens']} were cached, "
+        f"{report['translated_tokens']} translated, and {report['shared_tokens']} read or answered before elsewhere"
     )
 
 
@@ -42,8 +43,12 @@ def _body(report: Report) -> str:
     figures = {
         "requests": report["requests"],
         "with a known agent": _share(report["known_agents"], report["requests"]),
+        "sessions": report["sessions"],
+        "of the requests went on with one": _share(report["session_turns"], report["requests"]),
         "prompt tokens": report["prompt_tokens"],
-        "of them read or answered before elsewhere": _share(report["shared_tokens"], report["prompt_tokens"]),
+        "of them saved by the prefix cache": _share(report["exact_tokens"], report["prompt_tokens"]),
+        "saved by translation": _share(report["translated_tokens"], report["prompt_tokens"]),
+        "read or answered before elsewhere": _share(report["shared_tokens"], report["prompt_tokens"]),
         "runs under way": report["runs"],
     }
     shown = "".join(f"<div><b>{_number(value)}</b>{name}</div>" for name, value in figures.items())
@@ -52,6 +57,7 @@ def _body(report: Report) -> str:
     parts.append(_table("Agents", columns, map(_agent_row, report["agents"])))
     follows = [(before, after, f"{share:.0%}") for before, after, share in report["follows"]]
     parts.append(_table("Who calls next", ("agent", "next", "how often"), follows))
+    parts.append(_table("What kept text from being translated", ("reason", "requests"), report["why_not"]))
     found = [(one["kind"], one["agent"], one["tokens_per_call"], one["advice"]) for one in report["findings"]]
     parts.append(_table("What defeats reuse", ("what", "agent", "tokens a call", "what to do"), found))
     return "".join(parts)

@@ -11,7 +11,7 @@ from kedge.discovery.discovery import Discovery, Found
 from kedge.discovery.findings import find_waste
 from kedge.discovery.forecasts import FoundForecasts
 from kedge.discovery.page import line
-from kedge.discovery.totals import PlainTotals
+from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
@@ -51,11 +51,20 @@ class PlainRequests:
             return request
         return request if found is None else self._completed(request, found)
 
-    def ended(self, namespace: Namespace, request_id: RequestId, answer: Sequence[int] = ()) -> None:
-        """Take the answer to a request, without tokens where there is none. One that was not looked at is ignored."""
+    def ended(
+        self,
+        namespace: Namespace,
+        request_id: RequestId,
+        answer: Sequence[int] = (),
+        served: Served | None = None,
+    ) -> None:
+        """Take the answer to a request, without tokens where there is none, and where its prompt came from.
+
+        One that was not looked at is ignored.
+        """
         if discovery := self._namespaces.get(namespace):
             now = self._clock()
-            run = discovery.ended(request_id, answer, now)
+            run = discovery.ended(request_id, answer, now, served)
             if run is not None and self._forecasts:
                 self.forecasts.follow(namespace, discovery, run, now)
 
@@ -94,15 +103,14 @@ class PlainRequests:
             "runs": sum(len(one.runs) for one in known),
             "agents": [one.to_dict() for one in agents[:MAX_REPORTED]],
             "follows": [edge for one in known for edge in one.runs.successors.edges()][:MAX_REPORTED],
+            "why_not": WhyNot.most_common(one.why_not for one in known),
             "findings": [one.to_dict() for one in find_waste(agents)][:MAX_REPORTED],
         }
 
     def _find(self, request: GenerateRequest) -> Found | None:
-        discovery = self._namespaces.use(request.namespace, Discovery)
+        discovery = self._namespaces.use(request.namespace, lambda: Discovery(self.totals))
         now = self._clock()
         found = discovery.arrive(request.request_id, request.tokens, now)
-        for totals in (self.totals, discovery.totals):
-            totals.count(request.prompt_tokens, found.shared if found else None)
         if found and self._forecasts and not request.run:
             self.forecasts.follow(request.namespace, discovery, found.run, now)
         return found
@@ -123,4 +131,5 @@ class PlainRequests:
         )
         if self._mode is DiscoveryMode.EXACT:
             return named
-        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=found.produces)
+        produces, trail = request.produces or found.produces, request.trail or found.trail
+        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=produces, trail=trail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kedge.structures.bounded import BoundedDict
@@ -15,8 +16,8 @@ MEMORY = 32
 """Calls after which old ones count for a third"""
 LEAST_CALLS, LEAST_SHARE = 2.0, 0.15
 """Calls of an agent, and share of them that went on to another, from which on that is expected again"""
-HORIZON = 16
-"""Steps that are looked ahead"""
+HORIZON, LEAST_ODDS = 16, 0.02
+"""Steps that are looked ahead, and probability of a call from which on it is part of a forecast"""
 USUAL_GAP = 1.0
 """Seconds from an answer to the next call, until some were observed"""
 END = AgentId("")
@@ -31,6 +32,8 @@ class _After:
     total: float = 0.0
     gap: float = USUAL_GAP
     """Seconds from its answer to the next call, as a moving mean"""
+    likely: dict[AgentId, float] | None = None
+    """What is expected to follow it, None where that has to be found out again"""
 
 
 class Successors:
@@ -47,7 +50,7 @@ class Successors:
         known.weights[after] = known.weights.get(after, 0.0) + 1
         if len(known.weights) > MAX_SUCCESSORS:
             del known.weights[min(known.weights, key=known.weights.__getitem__)]
-        known.total = sum(known.weights.values())
+        known.total, known.likely = sum(known.weights.values()), None
         if gap is not None:
             known.gap += (gap - known.gap) / min(known.total, MEMORY)
 
@@ -63,13 +66,16 @@ class Successors:
         known = self._after.get(before)
         return known.gap if known else USUAL_GAP
 
-    def likely(self, before: AgentId) -> dict[AgentId, float]:
+    def likely(self, before: AgentId) -> Mapping[AgentId, float]:
         """Return the agents that are expected to call next, with their probabilities."""
         known = self._after.get(before)
         if known is None or known.total < LEAST_CALLS:
             return {}
-        shares = {agent: weight / known.total for agent, weight in known.weights.items() if agent != END}
-        return {agent: share for agent, share in shares.items() if share >= LEAST_SHARE}
+        if known.likely is None:
+            least = LEAST_SHARE * known.total
+            often = {agent: weight for agent, weight in known.weights.items() if weight >= least and agent != END}
+            known.likely = {agent: weight / known.total for agent, weight in often.items()}
+        return known.likely
 
     def forecast(self, last: AgentId, *, runs: bool) -> dict[AgentId, NextRun]:
         """Return the next runs of all agents that are expected within `HORIZON` steps after `last`, which `runs` now or
@@ -80,7 +86,7 @@ class Successors:
         while queue:
             agent, steps, odds = queue.popleft()
             for after, share in self.likely(agent).items() if steps < HORIZON else ():
-                if after not in found:
+                if after not in found and odds * share >= LEAST_ODDS:
                     found[after] = NextRun(steps, odds * share)
                     queue.append((after, steps + 1, odds * share))
         return found

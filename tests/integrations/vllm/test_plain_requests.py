@@ -19,13 +19,13 @@ ANSWER = 24
 
 
 def ask(engine: Driver, tokens: tuple[int, ...], **more: Any) -> Any:
-    return engine.ask([3 + token % (VOCABULARY - 3) for token in tokens], count=ANSWER, **more)
+    return engine.ask(list(tokens), count=ANSWER, **more)
 
 
 def team(engine: Driver, number: int, **more: Any) -> tuple[Any, Any]:
-    question = words(("q", number), 60)
-    solved = ask(engine, solver(question), **more)
-    return solved, ask(engine, judge(question, tuple(solved.outputs[0].token_ids)), **more)
+    question = words(("q", number), 60, VOCABULARY)
+    solved = ask(engine, solver(question, vocab=VOCABULARY), **more)
+    return solved, ask(engine, judge(question, tuple(solved.outputs[0].token_ids), vocab=VOCABULARY), **more)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def test_by_default_answers_are_stock_vllms(tiny_llama: Path, stock: list[list[i
         assert all(one.kv_transfer_params is None for one in outputs)
         totals = observing.side.plain.totals
         assert totals.known_agents > 0 and totals.shared_tokens > 0 and totals.failures == 0
+        assert totals.exact_tokens >= 8 * 16 and totals.translated_tokens == 0
 
 
 def test_shared_text_is_translated_once_a_team_is_known(translating: Driver) -> None:
@@ -56,6 +57,32 @@ def test_shared_text_is_translated_once_a_team_is_known(translating: Driver) -> 
         judged = team(translating, number)[1]
     assert receipt(judged)["tokens"]["translated"] >= 60
     assert translating.side.plain.totals.failures == 0
+
+
+def test_an_answer_of_a_found_team_is_kept_with_what_follows_it(translating: Driver) -> None:
+    """Its reader's prompt then needs no prefill of the answer and those tokens."""
+    runtime, kept = translating.worker._learner._runtime, list[tuple[int, ...]]()
+    put = runtime._bases.put_sample
+
+    def noted(run: Any, sample: Any, tokens: tuple[int, ...], kv: Any, **more: Any) -> None:
+        kept.append(tokens)
+        put(run, sample, tokens, kv, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime._bases, "put_sample", noted)
+        solved, judged = team(translating, 35)
+    behind = words(("team", "now judge"), 7, VOCABULARY)[:2]
+    assert kept == [(*solved.outputs[0].token_ids, *behind)]
+    assert receipt(judged)["tokens"]["translated"] >= 60 + ANSWER + 2 * len(behind)
+
+
+def test_what_was_saved_is_counted(translating: Driver) -> None:
+    totals = translating.side.plain.totals
+    before = (totals.exact_tokens, totals.translated_tokens)
+    one, other = (receipt(asked)["tokens"] for asked in team(translating, 36))
+    assert totals.exact_tokens - before[0] == one["device"] + other["device"] + one["host"] + other["host"] > 0
+    assert totals.translated_tokens - before[1] == one["translated"] + other["translated"] > 0
+    assert not translating.side._cached
 
 
 def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:
@@ -73,7 +100,8 @@ def test_what_a_client_says_itself_stays(translating: Driver) -> None:
 
 
 def test_aborts_leave_nothing_behind(translating: Driver) -> None:
-    names = [translating.add([3 + t % 200 for t in solver(words(("q", n), 60))], ANSWER) for n in range(40, 60)]
+    questions = [words(("q", number), 60, VOCABULARY) for number in range(40, 60)]
+    names = [translating.add(list(solver(one, vocab=VOCABULARY)), ANSWER) for one in questions]
     translating.step()
     translating.engine.abort_request(names[::2])
     translating.run()

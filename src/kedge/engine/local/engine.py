@@ -130,7 +130,6 @@ class LocalEngine:
             sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
-            trail=request.trail if max_tokens + len(request.trail) <= room else (),
         )
         self._guard.arriving(request)
         self._mailbox.enter(request.request_id, partial(self._submit, sequence))
@@ -142,6 +141,8 @@ class LocalEngine:
             sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
             if sequence.sampler.draw is None:
                 self._guard_call(sequence)
+            if sequence.room + len(sequence.request.trail) <= min(self.runner.max_positions, self.capacity):
+                sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)

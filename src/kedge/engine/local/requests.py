@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kedge.cache import CacheManager
-from kedge.discovery import PlainRequests
+from kedge.discovery import PlainRequests, Served
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
@@ -84,7 +84,8 @@ class Requests:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
             self._sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
         if sequence.finish:
-            self._plain.ended(sequence.namespace, sequence.request.request_id, sequence.response)
+            served = Served.of(sequence.receipt())
+            self._plain.ended(sequence.namespace, sequence.request.request_id, sequence.response, served)
         self._preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:

@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.discovery import PlainRequests
-from kedge.integrations.vllm.plugin.plain_reports import BUSY_SECONDS, IDLE_SECONDS, PlainReports
+from kedge.integrations.vllm.plugin.plain_reports import BUSY_SECONDS, IDLE_SECONDS, IDLE_SHARE, PlainReports
 from kedge.settings import DiscoverySettings
 from kedge.types import GenerateRequest, Namespace, RequestId, Segment
 
 NAMESPACE = Namespace("default")
+COST = 0.005
 
 
 class Traffic:
@@ -62,10 +63,25 @@ def test_the_last_running_requests_end_is_reported_without_the_wait() -> None:
     assert traffic.requests(BUSY_SECONDS + 1) is None
 
 
-def test_clients_that_take_turns_do_not_have_a_report_for_every_request() -> None:
+def test_every_end_of_a_client_that_is_alone_is_reported() -> None:
+    traffic = Traffic()
+    for number in range(20):
+        traffic.arrive(str(number))
+        traffic.end(str(number))
+        assert traffic.requests(0.01) == number + 1
+
+
+def test_reports_take_a_small_share_of_the_time_of_clients_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic, sent = Traffic(), 0
-    for number in range(100):
+    report = traffic.plain.report
+
+    def slow() -> dict[str, object]:
+        traffic.now += COST
+        return report()
+
+    monkeypatch.setattr(traffic.plain, "report", slow)
+    for number in range(1000):
         traffic.arrive(str(number))
         traffic.end(str(number))
         sent += traffic.requests(0.01) is not None
-    assert sent == 1
+    assert 10 < sent <= traffic.now * IDLE_SHARE / COST + 1

@@ -40,9 +40,7 @@ class EndedAnswer:
     @classmethod
     def of(cls, hinted: GenerateRequest, request: Request, *, is_exact: bool) -> EndedAnswer:
         """Return the answer of a request that has ended; the token that stopped it is not part of it."""
-        tokens = tuple(request.output_token_ids)
-        if request.status is RequestStatus.FINISHED_STOPPED:
-            tokens = tokens[:-1]
+        tokens = answer_of(request)
         computed = min(max(0, request.num_computed_tokens - request.num_prompt_tokens), len(tokens))
         prompt = request.prompt_token_ids or ()
         return cls(hinted, prompt, tokens, computed, is_exact, request.status in COMPLETE)
@@ -52,6 +50,12 @@ class EndedAnswer:
         trail = self.request.trail
         fits = len(self.prompt) + len(self.tokens) + len(trail) < limit and all(token < vocabulary for token in trail)
         return self.tokens + trail if fits else self.tokens
+
+
+def answer_of(request: Request) -> Tokens:
+    """Return the answer of a request that has ended, without the token that stopped it."""
+    tokens = tuple(request.output_token_ids)
+    return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
 
 
 class AnswerTails(HeldLanes):
@@ -73,6 +77,11 @@ class AnswerTails(HeldLanes):
     def is_wanted(self) -> bool:
         """Whether an answer has ended since the last step whose end may be computed."""
         return bool(self._ended)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ends are computed."""
+        return self._limit > 0
 
     def add(self, answer: EndedAnswer, block_ids: list[int]) -> None:
         """Hold the blocks of an answer, and order its capture: for the next step if its end may be computed there."""

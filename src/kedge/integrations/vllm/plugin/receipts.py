@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kedge.discovery import Served
 from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, Receipt, Source, Tokens
@@ -38,3 +39,10 @@ def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens], lanes: str | None
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
         "base": [list(tokens) for tokens in needs],
     }
+
+
+def served_by(receipt: Mapping[str, Any]) -> Served:
+    """Return what a receipt says, as discovery counts it."""
+    tokens = receipt["tokens"]
+    exact = tokens[Source.DEVICE.value] + tokens[Source.HOST.value]
+    return Served(exact, tokens[Source.TRANSLATED.value], tuple(miss["reason"] for miss in receipt["misses"]))

@@ -19,8 +19,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kedge.discovery import PlainRequests
+from kedge.discovery import PlainRequests, Served
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
+from kedge.integrations.vllm.plugin.answer_tails import answer_of
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions
@@ -29,13 +30,14 @@ from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.plain_reports import PlainReports
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
+from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedRequest
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
-from kedge.types import Namespace, RequestId, ReuseMode
+from kedge.reuse.layout import with_trails
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
 
 
 class SchedulerSide:
@@ -55,6 +57,8 @@ class SchedulerSide:
         """Requests with hints"""
         self._loads: dict[str, RequestLoad] = {}
         """Requests that may be loaded from the host"""
+        self._cached: dict[str, int] = {}
+        """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
         self._ignored_hints = self._translated_tokens = 0
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
@@ -99,6 +103,7 @@ class SchedulerSide:
         found = self.plain.arrived(given)
         if found is given:
             return hinted
+        found = _with_trails(found, self._settings, has_tails=self.translations.lanes.tails.is_open)
         return replace(hinted, request=found) if hinted else HintedRequest(found)
 
     def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
@@ -132,6 +137,8 @@ class SchedulerSide:
             return None
         self.sessions.on_match(request, computed)
         tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            self._cached[request.request_id] = computed
         if tracked is None or tracked.hinted.request.reuse is ReuseMode.OFF:
             return 0
         tracked.device = computed
@@ -152,26 +159,29 @@ class SchedulerSide:
         block_ids = blocks[0] if blocks else []
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
-        self._end_plain(request)
         tracked = self._requests.pop(request.request_id, None)
-        hinted = tracked.hinted if tracked else None
-        if hinted is not None:
-            self._label(hinted, request, block_ids)
+        if tracked is not None:
+            self._label(tracked.hinted, request, block_ids)
         history = self.sessions.finish(request, blocks)
         if history and self.loads:
             self.loads.finished(history)
-        if tracked is None or hinted is None:
-            return None
-        self.translations.on_finish(hinted, request, block_ids)
+        receipt = self._end_hinted(tracked, block_ids) if tracked else None
+        self._end_plain(request, receipt)
+        return receipt
+
+    def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
+        hinted = tracked.hinted
+        self.translations.on_finish(hinted, tracked.request, block_ids)
         if hinted.final:
             self.prompts.end_run(hinted.run)
             self.translations.end_run(hinted.run)
         return self._receipt(tracked)
 
-    def _end_plain(self, request: Request) -> None:
+    def _end_plain(self, request: Request, receipt: dict[str, Any] | None) -> None:
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
-        answer = () if request.status in UNANSWERED else request.output_token_ids
-        self.plain.ended(namespace, request_id, answer)
+        answer = () if request.status in UNANSWERED else answer_of(request)
+        served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
+        self.plain.ended(namespace, request_id, answer, served)
 
     def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
@@ -281,6 +291,14 @@ class SchedulerSide:
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
+
+
+def _with_trails(found: GenerateRequest, settings: PluginSettings, *, has_tails: bool) -> GenerateRequest:
+    """Return a request with the tokens that follow each value; answers have them where the ends of answers are
+    computed, and not once more by their readers.
+    """
+    of_answers = has_tails and not settings.anchors.computes_weak_tokens
+    return with_trails(found, settings.planner.trail, of_answers=of_answers)
 
 
 def _is_text(request: Request) -> bool:

@@ -1,0 +1,173 @@
+"""Agents that were found, by the blocks that their fixed prompts end with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kedge.discovery import token_bytes
+from kedge.discovery.heads import BLOCK_TOKENS
+from kedge.discovery.templates import Filled, PromptTemplate
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentId, WorkflowId
+
+MAX_AGENTS, MAX_TEMPLATES, MAX_NAMES = 1024, 4, 16
+"""Agents, and templates and names of one of them, that are remembered"""
+LEAST_SHARE = 1 / 16
+"""Share of an agent's fixed prompt by which prompts that begin alike for longer may be another agent's"""
+MAX_PASSED = 16
+"""Prompts in a row that begin with an agent's fixed prompt and are known to be of agents with longer ones. Then it was
+only what those begin with, and it is forgotten.
+"""
+
+
+@dataclass(eq=False, slots=True)
+class FoundAgent:
+    """An agent, as far as it is known."""
+
+    id: AgentId
+    team: WorkflowId
+    """Agents that read each other's texts"""
+    block: Hashable
+    """The block that its fixed prompt ends with"""
+    head: int
+    """Tokens of the beginning that it is known by"""
+    templates: list[PromptTemplate] = field(default_factory=list)
+    names: list[AgentId] = field(default_factory=list)
+    """Its id, then those of agents that turned out to be this one"""
+    calls: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    """Tokens of values that others had or read before"""
+    passed: int = 0
+    """Prompts since its last one that began like its own and were of agents with longer fixed prompts"""
+    same_as: FoundAgent | None = None
+    """The agent that it turned out to be"""
+
+    @property
+    def current(self) -> FoundAgent:
+        """The agent that it is by now."""
+        return self.same_as.current if self.same_as else self
+
+    def to_dict(self) -> dict[str, object]:
+        """Return its figures as plain data."""
+        return {
+            "id": self.id,
+            "team": self.team,
+            "calls": self.calls,
+            "fixed_tokens": token_bytes.size(self.templates[0].head),
+            "prompt_tokens": self.prompt_tokens,
+            "shared_tokens": self.shared_tokens,
+        }
+
+    def add(self, templates: Sequence[PromptTemplate]) -> None:
+        """Let it have further templates, which are tried first; the oldest go."""
+        self.templates = [*templates, *self.templates][:MAX_TEMPLATES]
+
+    def absorb(self, other: FoundAgent) -> None:
+        """Take over the calls and templates of an agent that is this one."""
+        other.same_as = self
+        self.names = [*self.names, *other.names][:MAX_NAMES]
+        self.templates = [*self.templates, *other.templates][:MAX_TEMPLATES]
+        self.calls += other.calls
+        self.prompt_tokens += other.prompt_tokens
+        self.shared_tokens += other.shared_tokens
+
+
+class FoundAgents:
+    """The agents of one namespace. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._by_block: BoundedDict[Hashable, FoundAgent] = BoundedDict(MAX_AGENTS, lambda _, one: self._drop(one))
+        self.by_id: dict[AgentId, FoundAgent] = {}
+
+    def __len__(self) -> int:
+        """Return how many agents are known."""
+        return len(self.by_id)
+
+    def fill(
+        self, prompt: bytes, chain: Sequence[Hashable], heads: Sequence[int]
+    ) -> tuple[FoundAgent, list[Filled]] | None:
+        """Return the agent with the longest fixed prompt that a packed prompt follows, with what fills its slots.
+
+        `heads` are the blocks of its `chain` that are ends of fixed prompts, the last one first.
+        """
+        for number, groups in enumerate(ends := grouped(heads)):
+            agent = self._of(chain, groups)
+            for template in agent.templates if agent else ():
+                if agent and (filled := template.fill(prompt)):
+                    self._by_block.move_to_end(agent.block)
+                    agent.passed = 0
+                    self._pass([chain[group[0]] for group in ends[number + 1 :]])
+                    return agent, filled
+        return None
+
+    def learned(self, template: PromptTemplate, block: Hashable, head: int) -> FoundAgent:
+        """Return the agent of a new template whose fixed prompt ends with `block`, after `head` tokens."""
+        agent = self._by_block.get(block)
+        if agent is None:
+            name = AgentId(blake2b(token_bytes.cut(template.head, 0, head), digest_size=6).hexdigest())
+            agent = self.by_id.get(name) or FoundAgent(name, self._team(template, name), block, head, names=[name])
+            self._place(agent, block, token_bytes.cut(template.head, 0, head))
+        return agent
+
+    def _of(self, chain: Sequence[Hashable], group: Sequence[int]) -> FoundAgent | None:
+        """Return the agent of ends that lie close together: it is known by the first of them."""
+        block = chain[group[0]]
+        known = (self._by_block[chain[at]] for at in group if chain[at] in self._by_block)
+        agent = next(known, None)
+        if agent is not None and agent.block != block:
+            self._place(agent, block, token_bytes.cut(agent.templates[0].head, 0, (group[0] + 1) * BLOCK_TOKENS))
+        return agent
+
+    def _place(self, agent: FoundAgent, block: Hashable, head: bytes) -> None:
+        """Let an agent be known by a beginning, and take over those that begin like it for little longer.
+
+        They were found before in prompts whose values begin alike.
+        """
+        if self._by_block.get(agent.block) is agent:
+            del self._by_block[agent.block]
+        agent.block, agent.head = block, token_bytes.size(head)
+        for other in [one for one in self._by_block.values() if one is not agent and _begins_with(one, head)]:
+            del self._by_block[other.block]
+            self._drop(other)
+            agent.absorb(other)
+        self._by_block[block] = self.by_id[agent.id] = agent
+
+    def _pass(self, blocks: Sequence[Hashable]) -> None:
+        """Take note that a prompt with these ends is of an agent with a longer fixed prompt."""
+        for agent in [self._by_block[block] for block in blocks if block in self._by_block]:
+            agent.passed += 1
+            if agent.passed >= MAX_PASSED:
+                del self._by_block[agent.block]
+                self._drop(agent)
+
+    def _drop(self, agent: FoundAgent) -> None:
+        if self.by_id.get(agent.id) is agent:
+            del self.by_id[agent.id]
+
+    def _team(self, template: PromptTemplate, name: AgentId) -> WorkflowId:
+        sources = {slot.label.removeprefix("answer.").partition(".")[0] for slot in template.slots}
+        teams = [one.team for one in self.by_id.values() if sources.intersection(one.names)]
+        return min(teams, default=WorkflowId(f"team-{name}"))
+
+
+def _begins_with(agent: FoundAgent, head: bytes) -> bool:
+    """Return whether an agent is known by a packed beginning with little more after it."""
+    size = token_bytes.size(head)
+    return size <= agent.head < (1 + LEAST_SHARE) * size and agent.templates[0].head.startswith(head)
+
+
+def grouped(heads: Sequence[int]) -> list[list[int]]:
+    """Return ends of fixed prompts in groups that are each one agent's, the last group first, its first end first.
+
+    `heads` are numbers of blocks, the last one first. Ends that follow another by less than `LEAST_SHARE` of the prompt
+    up to there are how its values begin.
+    """
+    groups = list[list[int]]()
+    for at in reversed(heads):
+        if not groups or at - groups[-1][0] >= LEAST_SHARE * (groups[-1][0] + 1):
+            groups.append([])
+        groups[-1].append(at)
+    return groups[::-1]

@@ -1,0 +1,35 @@
+"""The crowd that measures discovery: it is as described, and memory does not follow the number of requests."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from kedge.discovery import discovery, heads, known_texts
+from scripts.discovery_crowd import crowd
+
+
+def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small bounds, so that a small crowd fills them."""
+    for module, name, limit in (
+        (heads, "MAX_NODES", 256),
+        (discovery, "MAX_EXAMPLES", 32),
+        (discovery, "MAX_ENDS", 64),
+        (discovery, "MAX_VALUES", 64),
+        (discovery, "MAX_LABELS", 64),
+        (discovery, "MAX_ASKED", 64),
+        (known_texts, "MAX_TEXTS", 32),
+    ):
+        monkeypatch.setattr(module, name, limit)
+    monkeypatch.setattr(heads.SharedHeads.__init__, "__defaults__", (256,))
+    sizes = []
+    tracemalloc.start()
+    try:
+        for figures in crowd(4000, 160, 1000):
+            sizes.append(tracemalloc.get_traced_memory()[0])
+            assert figures.us_per_request > 0 and figures.resident_mb > 0
+    finally:
+        tracemalloc.stop()
+    assert figures.requests == 4000 and figures.sessions == 400
+    assert sizes[-1] < 1.2 * sizes[1]
