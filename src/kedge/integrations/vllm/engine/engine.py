@@ -37,7 +37,7 @@ from kedge.integrations.vllm.engine.requests import (
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class VLLMEngine:
         self._max_logprobs: int = model.max_logprobs
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
-        self._guard = GuardedCalls(lambda check: self.submit(self._within_top(check)), self.config.guard)
+        self._guard = GuardedCalls(self._submit_check, self.config.guard)
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -133,6 +133,10 @@ class VLLMEngine:
             return request, None
         request, tap = self._guard.begin(request)
         return self._within_top(request), tap
+
+    def _submit_check(self, check: GenerateRequest) -> TokenStream:
+        """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
+        return self.submit(self._within_top(replace(check, turn=TurnHints(keep_for=0.0))))
 
     def _within_top(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with no more log-probabilities than vLLM gives."""
