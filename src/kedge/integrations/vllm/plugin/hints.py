@@ -153,8 +153,8 @@ def _orders(reader: _Reader) -> GuardOrders:
     """Read what a guard orders: placeholders that are not translated, and how often the agent's anchors were
     discarded.
     """
-    withheld, epoch = reader.take("withheld", _names, frozenset()), reader.take("epoch", read_whole, None)
-    return GuardOrders(withheld=withheld, epoch=epoch or 0)
+    withheld = reader.take("withheld", _names, frozenset[str]())
+    return GuardOrders(withheld=withheld, epoch=reader.take("epoch", read_whole, None) or 0)
 
 
 def _names(value: Any) -> frozenset[str]:
