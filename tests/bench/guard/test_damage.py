@@ -45,10 +45,10 @@ def lane(loaded: Loaded, request: pytest.FixtureRequest) -> Iterator[GuardLane]:
 
 
 def stored(parts: Inspection, agent: str | None = None) -> dict[object, Tensor]:
-    """Copies of the arenas of one agent's sites, or of all."""
+    """The offsets of one agent's sites, or of all, without the arenas' free rows."""
     pools = parts.learned[0].pools
     return {
-        (key, site, number): table.decode(table.arena).clone()
+        (key, site, number): table.decode(table.arena[table.rows_of_anchors(offsets.holders)]).clone()
         for key, pool in pools.items()
         for site, offsets in pool.sites.items()
         if agent is None or f"/{agent}/" in site.agent_key
@@ -78,8 +78,8 @@ def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) 
     assert all(torch.equal(rows, before[key]) for key, rows in lane.engine.query(stored).items())
 
 
-def test_scales_are_anothers(lane: GuardLane) -> None:
-    shift = partial(damage.shift_scales, agent=FINAL)
+def test_scales_are_too_large_in_all_tables_of_the_agent(lane: GuardLane) -> None:
+    shift = partial(damage.enlarge_scales, agent=FINAL)
     if lane.engine.config.anchors.offset_bits == 16:
         with pytest.raises(PlanError):
             lane.engine.query(shift)
@@ -101,7 +101,7 @@ def test_one_anchor_is_poisoned(lane: GuardLane) -> None:
 
 
 def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
-    for harm in (damage.poison_anchor, damage.shift_scales):
+    for harm in (damage.poison_anchor, damage.enlarge_scales):
         with pytest.raises(PlanError, match="nobody"):
             lane.engine.query(partial(harm, agent=AgentId("nobody")))
     with pytest.raises(PlanError, match="on_host"):

@@ -18,7 +18,9 @@ from kedge.reuse.contracts import PlaceholderSite
 from kedge.types import AgentId
 
 LOUD = 3.0
-"""Standard deviation of random offsets, in units of the right ones'"""
+"""Standard deviation of random offsets, in units of the largest right one"""
+TIMES_SCALE = 16.0
+"""Wrong scales over the right ones"""
 BLOCK, EVERY = 1 << 16, 64
 """Bytes of a corrupted block, and the distance of flipped bytes in it"""
 
@@ -52,12 +54,12 @@ def swap_heads(parts: Inspection, agent: AgentId, spec: KVSpec) -> None:
         heads.copy_(heads.flip(3))
 
 
-def shift_scales(parts: Inspection, agent: AgentId) -> None:
-    """Give every group of 8-bit numbers the scale of the one before it."""
+def enlarge_scales(parts: Inspection, agent: AgentId) -> None:
+    """Make the scales of an agent's 8-bit offsets too large."""
     for table in _tables(parts, agent):
         if not isinstance(table, EightBitTable):
             raise PlanError("offset_bits", 16, "has no scales")
-        table.scales.copy_(table.scales.roll(1, dims=1))
+        table.scales.mul_(TIMES_SCALE)
 
 
 def poison_anchor(parts: Inspection, agent: AgentId) -> None:
@@ -70,7 +72,7 @@ def poison_anchor(parts: Inspection, agent: AgentId) -> None:
         rows = table.rows_of_anchors([anchor.id])
         right = table.arena[rows].float()
         noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
-        table.arena[rows] = (noise.to(right.device) * LOUD * right.std()).to(table.arena.dtype)
+        table.arena[rows] = (noise.to(right.device) * LOUD * right.abs().max()).to(table.arena.dtype)
 
 
 def corrupt_host(parts: Inspection) -> AgentId:

@@ -91,13 +91,13 @@ class SwappedHeads(GuardFault):
 
 
 class WrongScales(GuardFault):
-    """The scales of 8-bit offsets belong to other numbers."""
+    """The scales of 8-bit offsets are too large."""
 
     anchors: ClassVar[Mapping[str, Any]] = {"offset_bits": 8}
 
     def inject(self, lane: GuardLane) -> AgentId:
         agent = last_agent(lane.flow)
-        lane.engine.query(partial(damage.shift_scales, agent=agent))
+        lane.engine.query(partial(damage.enlarge_scales, agent=agent))
         return agent
 
 
