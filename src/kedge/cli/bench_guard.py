@@ -21,7 +21,7 @@ def guard(
     fault: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A fault to inject; default: all; repeatable.")
     ] = None,
-    task: Annotated[str, typer.Option(metavar="NAME", help="math, choice or code.")] = "math",
+    task: Annotated[str, typer.Option(metavar="NAME", help="math, choice or code.")] = "code",
     learned: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Questions before a fault; default 24, quick 8.")
     ] = None,

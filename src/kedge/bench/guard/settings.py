@@ -11,8 +11,8 @@ from kedge.settings import EngineSettings, GuardSettings
 class GuardBenchSettings:
     """What all parts share. A question is one call of every agent of the team."""
 
-    task: str = "math"
-    """Of the bundled tasks"""
+    task: str = "code"
+    """Of the bundled tasks; `code` depends most on what is translated"""
     faults: tuple[str, ...] = ()
     """Names of the faults to inject; none: all"""
     learned: int = 24
