@@ -126,8 +126,7 @@ def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path)
         assert done.logprobs == (), "the guard's log-probabilities are no client's"
         return done.receipt.translated > 0
 
-    for number in range(len(VALUES)):
-        wait_until(lambda number=number: is_translated(number))  # type: ignore[misc]
+    wait_until(lambda: [is_translated(number) for number in range(len(VALUES))] == [True] * len(VALUES))
     wait_until(lambda: is_at_rest(engine) and record(engine)["checks"] > 0)
     clean = record(engine)
     assert (clean["changed"], clean["withheld"], clean["state"]) == (0, False, GuardState.CANARY)
