@@ -109,7 +109,7 @@ def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
 
 
 def test_bytes_are_flipped_on_the_host_alone(loaded: Loaded) -> None:
-    with taught(loaded, max_bytes=1 << 20, host_bytes=CorruptHost.anchors["host_bytes"]) as lane:
+    with taught(loaded, **CorruptHost().anchors(1)) as lane:
 
         def on_host(parts: Inspection) -> set[object]:
             pools = parts.learned[0].pools

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from kedge.bench.guard.clean import _by_agent
 from kedge.bench.guard.faults import FAULTS
 from kedge.bench.guard.faulty import QUIET, _stopped
+from kedge.bench.guard.overhead import OverheadResult
 from kedge.cli.main import app
 
 
@@ -44,7 +45,14 @@ def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert saved["faults"]["swapped_heads"].keys() == {"off_after", "changed_served", "detected"}
     assert saved["clean"].keys() == {"calls", "false_alarms", "ever_off"} and saved["clean"]["calls"] == 10
     assert saved["overhead"].keys() == {"throughput_share", "ttft_share"}
-    assert all(share > 0 for share in saved["overhead"].values())
+    assert all(share is None or share > 0 for share in saved["overhead"].values())
+
+
+def test_shares_are_medians_over_pairs_that_have_figures() -> None:
+    on, off = (
+        [{"teams_per_min": one, "ttft_p50_ms": None} for one in many] for many in ((9.0, 8.0, 3.0), (10.0, 10.0, 0))
+    )
+    assert OverheadResult(on, off).as_json() == {"throughput_share": 0.85, "ttft_share": None}
 
 
 @pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess")])

@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from kedge.bench.guard import damage
 from kedge.bench.guard.lane import GuardLane
 from kedge.bench.guard.wrong_rotation import WrongRotation
 from kedge.engine.local.components import EngineComponents
 from kedge.reuse.contracts import PlaceholderSite
+from kedge.settings import AnchorSettings
 from kedge.types import AgentId
 from kedge.workflow.graph import Workflow
 from kedge.workloads.miniature import TASKS, Task
 
 REWORDED = "Follow the rules of the house. Be brief, be sure, and never repeat what the others have written."
 """An earlier version of a role"""
-DEVICE, HOST = 6 << 20, 1 << 28
-"""Bytes for offsets on the device and behind it, such that not all of a bundled team's stay on the device"""
+DEVICE, HOST = 1 << 20, 1 << 28
+"""Bytes for offsets on the device, for each question in a pool, and behind it: one agent's offsets fit, those of
+a whole bundled team do not"""
 
 
 class GuardFault:
     """A fault of the last agent's translation; one object per engine."""
 
-    anchors: ClassVar[Mapping[str, Any]] = {}
-    """Settings of the anchors that it needs"""
+    def anchors(self, learned: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return settings of the anchors that it needs, where pools have seen so many questions."""
+        return {}
 
     def components(self) -> EngineComponents:
         """Return what the engine is built with."""
@@ -93,7 +96,8 @@ class SwappedHeads(GuardFault):
 class WrongScales(GuardFault):
     """The scales of 8-bit offsets are too large."""
 
-    anchors: ClassVar[Mapping[str, Any]] = {"offset_bits": 8}
+    def anchors(self, learned: int) -> Mapping[str, Any]:  # noqa: ARG002
+        return {"offset_bits": 8}
 
     def inject(self, lane: GuardLane) -> AgentId:
         agent = last_agent(lane.flow)
@@ -123,7 +127,9 @@ class PoisonedAnchor(GuardFault):
 class CorruptHost(GuardFault):
     """Bytes of offsets in host memory are flipped."""
 
-    anchors: ClassVar[Mapping[str, Any]] = {"max_bytes": DEVICE, "host_bytes": HOST}
+    def anchors(self, learned: int) -> Mapping[str, Any]:
+        held = min(learned, AnchorSettings().capacity)
+        return {"max_bytes": held * DEVICE, "host_bytes": HOST}
 
     def inject(self, lane: GuardLane) -> AgentId:
         return lane.engine.query(damage.corrupt_host)

@@ -73,7 +73,7 @@ def measure_fault(fault: GuardFault, loaded: Loaded, settings: GuardBenchSetting
     task = TASKS[settings.task]
     clean = list(islice(texts(task, settings.seed), settings.learned + settings.before))
     later = islice(texts(fault.task(task), settings.seed + 1), settings.limit)
-    config = settings.engine(dict(fault.anchors))
+    config = settings.engine(dict(fault.anchors(settings.learned)))
     with GuardLane(loaded, workflow(task), config, fault.components()) as lane:
         fault.before(lane, clean[: settings.learned])
         lane.warm(clean[: settings.learned])

@@ -29,16 +29,17 @@ class OverheadResult:
     on: Sequence[dict[str, Any]]
     off: Sequence[dict[str, Any]]
 
-    def share(self, figure: str) -> float:
-        """Return the median over pairs of a figure with the guard, as a share of that without it."""
-        return median(a[figure] / b[figure] for a, b in zip(self.on, self.off, strict=True))
+    def share(self, figure: str) -> float | None:
+        """Return the median over pairs of a figure with the guard, as a share of that without it; None where no window
+        was long enough for it.
+        """
+        pairs = [(a[figure], b[figure]) for a, b in zip(self.on, self.off, strict=True)]
+        shares = [a / b for a, b in pairs if a is not None and b]
+        return round(median(shares), 4) if shares else None
 
     def as_json(self) -> dict[str, Any]:
         """Return both shares."""
-        return {
-            "throughput_share": round(self.share("teams_per_min"), 4),
-            "ttft_share": round(self.share("ttft_p50_ms"), 4),
-        }
+        return {"throughput_share": self.share("teams_per_min"), "ttft_share": self.share("ttft_p50_ms")}
 
 
 def measure_overhead(

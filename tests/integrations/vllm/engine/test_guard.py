@@ -70,7 +70,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, fault: Path) -> Itera
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_path(None) / name, folder)
     own = {
-        "max_model_len": 1280, "num_gpu_blocks_override": 48, "max_num_seqs": 8, "max_logprobs": TOP,
+        "max_model_len": 384, "num_gpu_blocks_override": 16, "max_num_seqs": 4, "max_logprobs": TOP,
         "async_scheduling": request.param,
     }  # fmt: skip
     config = {
