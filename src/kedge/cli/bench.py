@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kedge.cli import bench_tables as tables
+from kedge.cli.bench_guard import guard
 from kedge.cli.bench_lab import add_to
 from kedge.cli.bench_load import load
 from kedge.cli.bench_plain import plain
@@ -39,6 +40,7 @@ add_to(bench)
 bench.command()(vllm)
 bench.command()(sessions)
 bench.command()(plain)
+bench.command()(guard)
 
 
 @bench.command()

@@ -316,6 +316,25 @@ def plain_graphs(tasks: Mapping[str, Row]) -> FittingTable:
     return FittingTable("teams on LangGraph", headings, rows, keys=2, left=frozenset({"client"}))
 
 
+def guard(faults: Mapping[str, Row], evidence: Mapping[str, Row]) -> FittingTable:
+    """Return the table of injected faults: when they were stopped, and what they change."""
+    rows = [
+        [
+            name,
+            evidence[name]["agent"],
+            "never" if row["off_after"] is None else str(row["off_after"]),
+            str(row["changed_served"]),
+            "yes" if row["detected"] else "no",
+            f"{evidence[name]['changed_calls']:.0%}",
+            f"{evidence[name]['kl_before']:.2g}",
+            f"{evidence[name]['kl']:.2g}",
+        ]
+        for name, row in faults.items()
+    ]
+    headings = ("fault", "agent", "off after", "final changed", "found", "calls changed", "KL before", "KL")
+    return FittingTable("calls of the agent until it is off", headings, rows, left=frozenset({"agent"}))
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kedge.guard import GuardOrders
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
     PluginMessage,
@@ -61,6 +62,12 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
         for name in ("request_id", "tenant", "client", "workflow", "run", "agent", "produces", "reuse", "tokens"):
             assert getattr(got, name) == getattr(asked, name)
         assert got.segments == (SEGMENTS if mode is ReuseMode.TRANSLATE else (Segment(asked.tokens, "p0"),))
+
+
+def test_what_the_guard_orders_is_sent() -> None:
+    orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2)
+    assert read(request(guard=orders)).guard == orders
+    assert not {"withheld", "epoch"} & request_hints(request()).keys()
 
 
 def test_the_fixed_length_is_sent_without_segments() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kedge.guard import GuardOrders
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints
 from kedge.types import (
     AgentId,
@@ -27,7 +28,7 @@ from kedge.workflow.steps import NextRun
 TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
-    *("base", "session", "parent", "returns_in", "unheard", "base_context", "name", "length"),
+    *("base", "session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -60,6 +61,13 @@ def test_all_hints_are_read() -> None:
         call.final and call.is_base and call.request.turn == TurnHints("s", "p", 1.5, is_last=True) and not call.ignored
     )
     assert request.segments == (Segment(TOKENS, "p0"),)
+
+
+@pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 1025, {"q": 1}])
+@pytest.mark.parametrize("epoch", [-1, 1.5, "2"])
+def test_orders_of_a_guard_that_are_not_accepted_are_ignored(withheld: Any, epoch: Any) -> None:
+    call = read({"withheld": withheld, "epoch": epoch})
+    assert call.request.guard == GuardOrders() and call.ignored == 2
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": {}}, {"kedge": None}])

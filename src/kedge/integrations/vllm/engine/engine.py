@@ -13,14 +13,16 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kedge.engine.common.grammars import Grammars
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.common.stream import TokenStream
+from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
@@ -35,7 +37,7 @@ from kedge.integrations.vllm.engine.requests import (
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
@@ -95,6 +97,7 @@ class VLLMEngine:
         self._max_logprobs: int = model.max_logprobs
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
+        self._guard = GuardedCalls(self._submit_check, self.config.guard)
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -111,12 +114,40 @@ class VLLMEngine:
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar)  # vLLM says less of what is wrong
-        request = self._with_trails(request)
+        request, tap = self._guarded(self._with_trails(request))
+        try:
+            response = self._response(request)
+            response.stream.tap = tap
+            self._call(partial(self._begin, response))
+        except BaseException as error:
+            if tap:
+                tap(error)
+            raise
+        return response.stream
+
+    def _guarded(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
+        """Return the request as the guard has it served. Without the plug-in nothing is translated, and without
+        log-probabilities nothing can be compared.
+        """
+        if not self._plugged or self._max_logprobs == 0:
+            return request, None
+        request, tap = self._guard.begin(request)
+        return self._within_top(request), tap
+
+    def _submit_check(self, check: GenerateRequest) -> TokenStream:
+        """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
+        return self.submit(self._within_top(replace(check, turn=TurnHints(keep_for=0.0))))
+
+    def _within_top(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request with no more log-probabilities than vLLM gives."""
+        if request.logprobs is None or not 0 <= self._max_logprobs < request.logprobs:
+            return request
+        return replace(request, logprobs=self._max_logprobs)
+
+    def _response(self, request: GenerateRequest) -> StreamedResponse:
         room = self._max_model_len - request.prompt_tokens
         params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
-        response = StreamedResponse(request, self.tokenizer, params, room)
-        self._call(partial(self._begin, response))
-        return response.stream
+        return StreamedResponse(request, self.tokenizer, params, room)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, of an agent whose last prompt was translated.
@@ -125,7 +156,7 @@ class VLLMEngine:
         """
         with suppress(RequestError):
             self._validate(request)
-            expected = self._with_trails(request)
+            expected = self._guard.ordered(self._with_trails(request))
             self._send(lambda: [expected_prompt(expected)] if self._driver.translates(expected) else [])
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
@@ -152,7 +183,7 @@ class VLLMEngine:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._send(lambda: [end_of_run(run)])
+        self._guard.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
@@ -160,8 +191,8 @@ class VLLMEngine:
         self._send(lambda: list(self._forecasts.messages(changes, prompts)))
 
     def inspect(self) -> dict[str, object]:
-        """Return the counters of vLLM and the plug-in. They have none for single tenants or agents."""
-        return self._call(self._figures)
+        """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
+        return {**self._call(self._figures), "guard": self._guard.stats()}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
         """Return the plug-in's last report of plain requests if all of it is the given tenants'."""
@@ -190,9 +221,11 @@ class VLLMEngine:
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
+            self._guard.stop()
             asyncio.run_coroutine_threadsafe(self._driver.close(), self._loop).result()
             self._end_loop()
         self._thread.join()
+        self._guard.join()
 
     def __enter__(self) -> VLLMEngine:
         return self

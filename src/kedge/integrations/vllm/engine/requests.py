@@ -50,6 +50,8 @@ def request_hints(request: GenerateRequest) -> Hints:
         "keep_for": request.turn.keep_for,
         "expects": without_infinity({short(name): left for name, left in request.turn.expects.items()}) or None,
         "final": request.turn.is_last or None,
+        "withheld": sorted(request.guard.withheld),
+        "epoch": request.guard.epoch or None,
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE and not request.is_plain else None,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}

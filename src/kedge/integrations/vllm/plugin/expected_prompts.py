@@ -69,8 +69,8 @@ class ExpectedPrompt:
 
     def agrees(self, request: GenerateRequest) -> bool:
         """Return whether `request` is the expected one, as far as this is drafted."""
-        same_template = template_key(self.request) == template_key(request)
-        return same_template and self.request.segments[: self.drafted] == request.segments[: self.drafted]
+        mine, theirs = ((one.guard.withheld, template_key(one)) for one in (self.request, request))
+        return mine == theirs and self.request.segments[: self.drafted] == request.segments[: self.drafted]
 
 
 class ExpectedPrompts:

@@ -1,8 +1,8 @@
 """Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
-are those of the HTTP server (`docs/server.md`); `segments`, `produces`,
-`trail` and `base` are for callers who assemble prompts.
+are those of the HTTP server (`docs/server.md`); `segments`, `produces`, `trail` and `base` are for callers who assemble
+prompts, `withheld` and `epoch` for those with a quality guard.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from kedge.guard import GuardOrders
 from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
 from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
 from kedge.types import (
@@ -34,6 +35,8 @@ from kedge.workflow.steps import NextRun
 T = TypeVar("T")
 MAX_TRAIL = 64
 """Most tokens behind an answer whose KV is kept with it"""
+MAX_WITHHELD = 1024
+"""Most placeholders of one request that are withheld from translation"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +81,11 @@ def read_hints(
     plain = plain_request(request_id, prompt, salt, reuse)
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
     segments = reader.take("segments", lambda value: _segments(value, plain.tokens), None)
-    given, final = reader.take("reuse", ReuseMode, None), reader.take("final", _flag, False)
     is_base, is_ahead = reader.take("base", _flag, False), reader.take("ahead", _flag, False)
+    given, final = reader.take("reuse", ReuseMode, None), reader.take("final", _flag, False)
     is_plain = given is None and segments is None and not is_base and not is_ahead
-    request = replace(
-        plain,
-        segments=segments or plain.segments,
-        reuse=given or reuse,
-        client=ClientId(reader.take("client", read_text, "")),
-        workflow=WorkflowId(reader.take("workflow", read_text, "")),
-        run=RunId(reader.take("run", read_text, "")),
-        agent=AgentId(reader.take("agent", read_text, "")),
-        produces=reader.take("produces", _sample, None),
-        fixed=reader.take("fixed_tokens", read_whole, None),
-        trail=reader.take("trail", _trail, ()),
-        turn=_turn(reader, final),
-        is_plain=reader.take("plain", _flag, is_plain),
-    )
+    request = replace(_called(reader, plain), segments=segments or plain.segments, reuse=given or reuse)
+    request = replace(request, turn=_turn(reader, final), is_plain=reader.take("plain", _flag, is_plain))
     return HintedRequest(
         request,
         steps=reader.take("steps", _steps, None),
@@ -104,6 +95,21 @@ def read_hints(
         is_ahead=is_ahead,
         actions=reader.take("actions", _actions, ()),
         ignored=reader.ignored + len(reader.left),
+    )
+
+
+def _called(reader: _Reader, plain: GenerateRequest) -> GenerateRequest:
+    """Return a request with whose call it is, what it leaves to others, and what a guard orders for it."""
+    return replace(
+        plain,
+        client=ClientId(reader.take("client", read_text, "")),
+        workflow=WorkflowId(reader.take("workflow", read_text, "")),
+        run=RunId(reader.take("run", read_text, "")),
+        agent=AgentId(reader.take("agent", read_text, "")),
+        produces=reader.take("produces", _sample, None),
+        fixed=reader.take("fixed_tokens", read_whole, None),
+        trail=reader.take("trail", _trail, ()),
+        guard=_orders(reader),
     )
 
 
@@ -141,6 +147,20 @@ def _turn(reader: _Reader, final: bool) -> TurnHints:
     session, parent = reader.take("session", read_text, ""), reader.take("parent", read_text, "")
     returns_in, keep_for = reader.take("returns_in", read_seconds, None), reader.take("keep_for", read_kept, None)
     return TurnHints(session, parent, returns_in, final, keep_for, reader.take("expects", read_expected, {}))
+
+
+def _orders(reader: _Reader) -> GuardOrders:
+    """Read what a guard orders: placeholders that are not translated, and how often the agent's anchors were
+    discarded.
+    """
+    withheld = reader.take("withheld", _names, frozenset[str]())
+    return GuardOrders(withheld=withheld, epoch=reader.take("epoch", read_whole, None) or 0)
+
+
+def _names(value: Any) -> frozenset[str]:
+    if not isinstance(value, list | tuple) or len(value) > MAX_WITHHELD:
+        raise ValueError
+    return frozenset(map(read_text, value))
 
 
 def _sample(value: Any) -> SampleId | None:

@@ -1,0 +1,1 @@
+"""What the quality guard catches and what it costs: injected faults, clean traffic, and throughput beside no guard."""

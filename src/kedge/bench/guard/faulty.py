@@ -1,0 +1,156 @@
+"""One fault at a time: calls of its agent until the guard stops them, and the answers that it changed until then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
+from typing import Any
+
+from kedge.bench.guard.faults import GuardFault
+from kedge.bench.guard.lane import IDLE, AnsweredCall, GuardLane
+from kedge.bench.guard.oracle import DenseOracle
+from kedge.bench.guard.settings import GuardBenchSettings
+from kedge.bench.lab.methods import Loaded
+from kedge.types import AgentId
+from kedge.workloads.miniature import TASKS, Task, workflow
+
+QUIET = 10
+"""Calls in a row that translate nothing after which an agent counts as off without the guard"""
+COMPARED = 20
+"""Most calls whose distributions are compared"""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultResult:
+    """What became of one fault. A call is one of the agent that it concerns."""
+
+    agent: AgentId
+    calls: int
+    """After the fault, until it was off or the questions were over"""
+    translated: int
+    """Of these, calls that were answered with translated KV"""
+    off_after: int | None
+    """Calls until translation was off; 0: nothing was translated; None: it stayed on"""
+    changed_served: int
+    """Final answers until then that differ from those of dense prefill"""
+    detected: bool
+    kl_before: float
+    """Mean of the largest divergence from dense prefill in each translated answer without the fault, in nats"""
+    kl: float
+    """The same with the fault"""
+    changed_calls: float
+    """Share of these answers that begin differently"""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures of the fault itself."""
+        return {"off_after": self.off_after, "changed_served": self.changed_served, "detected": self.detected}
+
+    def evidence(self) -> dict[str, Any]:
+        """Return how much the fault changes, and for whom."""
+        return {
+            "agent": self.agent,
+            "calls": self.calls,
+            "translated_calls": self.translated,
+            "kl_before": self.kl_before,
+            "kl": self.kl,
+            "changed_calls": self.changed_calls,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A question after the fault, with the last agent's answer and the calls of the agent."""
+
+    question: str
+    text: str
+    calls: tuple[AnsweredCall, ...]
+
+
+def measure_fault(fault: GuardFault, loaded: Loaded, settings: GuardBenchSettings, oracle: DenseOracle) -> FaultResult:
+    """Fill the pools of an engine, inject the fault and ask until the guard has stopped it."""
+    task = TASKS[settings.task]
+    clean = list(islice(texts(task, settings.seed), settings.learned + settings.before))
+    later = islice(texts(fault.task(task), settings.seed + 1), settings.limit)
+    config = settings.engine(dict(fault.anchors(settings.learned)))
+    with GuardLane(loaded, workflow(task), config, fault.components()) as lane:
+        fault.before(lane, clean[: settings.learned])
+        lane.warm(clean[: settings.learned])
+        before = [call for question in clean[settings.learned :] for call in lane.ask(question)[1]]
+        lane.engine.wait_idle(IDLE)
+        agent = fault.inject(lane)
+        served, is_off = _ask(lane, agent, later, settings)
+    return _result(agent, [call for call in before if call.request.agent == agent], served, is_off, oracle, task)
+
+
+def texts(task: Task, seed: int) -> Iterator[str]:
+    """Return the texts of a task's questions for tests, endless."""
+    return (question.text for question in task.questions("test", seed))
+
+
+def _ask(
+    lane: GuardLane, agent: AgentId, questions: Iterable[str], settings: GuardBenchSettings
+) -> tuple[list[_Served], bool]:
+    """Ask until the guard withholds what the agent's calls would translate. Returns what was served, and whether it
+    does.
+    """
+    served = []
+    for question in questions:
+        text, calls = lane.ask(question)
+        served.append(_Served(question, text, tuple(call for call in calls if call.request.agent == agent)))
+        if settings.idle:
+            lane.engine.wait_idle(IDLE)
+        if any(record["withheld"] for record in lane.guarded(agent)):
+            return served, True
+    return served, False
+
+
+def _result(
+    agent: AgentId,
+    before: Sequence[AnsweredCall],
+    served: Sequence[_Served],
+    is_off: bool,
+    oracle: DenseOracle,
+    task: Task,
+) -> FaultResult:
+    calls = [call for one in served for call in one.calls]
+    off_after = len(calls) if is_off else _stopped(calls)
+    dense = oracle.answers([one.question for one in served])
+    pairs = [(_decision(task, one.text), _decision(task, text)) for one, text in zip(served, dense, strict=True)]
+    kl_before, _ = _divergence(before, oracle)
+    kl, changed = _divergence(calls, oracle)
+    return FaultResult(
+        agent=agent,
+        calls=len(calls),
+        translated=sum(map(_is_translated, calls)),
+        off_after=off_after,
+        changed_served=sum(ours != theirs for ours, theirs in pairs),
+        detected=off_after is not None,
+        kl_before=kl_before,
+        kl=kl,
+        changed_calls=changed,
+    )
+
+
+def _stopped(calls: Sequence[AnsweredCall]) -> int | None:
+    """Return the number of calls up to the last translated one, if there has been none for long."""
+    last = max((number for number, call in enumerate(calls, 1) if _is_translated(call)), default=0)
+    return last if len(calls) - last >= QUIET else None
+
+
+def _is_translated(call: AnsweredCall) -> bool:
+    return call.completion.receipt.translated > 0
+
+
+def _decision(task: Task, text: str) -> str:
+    """Return the decision in an answer; one without any is all of it."""
+    return task.final(text) or text
+
+
+def _divergence(calls: Sequence[AnsweredCall], oracle: DenseOracle) -> tuple[float, float]:
+    """Return the mean divergence of translated answers, and the share of those that begin differently."""
+    seen = oracle.compare([call for call in calls if _is_translated(call)][:COMPARED])
+    if not seen:
+        return 0.0, 0.0
+    return fmean(one.kl for one in seen), fmean(one.changed for one in seen)

@@ -1,0 +1,104 @@
+"""A team on one guarded engine: its questions, the calls that answered them, and what the guard says of an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kedge.bench.lab.methods import Loaded
+from kedge.engine.base import Stream
+from kedge.engine.common.watched import WatchedEngine, Watcher
+from kedge.engine.local.components import EngineComponents
+from kedge.engine.local.engine import LocalEngine
+from kedge.reuse.guard.comparison import TOP
+from kedge.runner.run import run
+from kedge.settings import EngineSettings
+from kedge.types import AgentId, Completion, GenerateRequest, RequestId, ReuseMode, TenantId
+from kedge.workflow.graph import Workflow
+from kedge.workloads.base import QUESTION
+
+WARMERS = 4
+"""Questions that are answered side by side while pools fill"""
+IDLE = 300.0
+"""Most seconds to wait for the checks that are left"""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A request with its answer."""
+
+    request: GenerateRequest
+    completion: Completion
+
+
+@dataclass
+class CallRecorder(Watcher):
+    """A watcher that keeps every answered call."""
+
+    calls: list[AnsweredCall] = field(default_factory=list)
+    _open: dict[RequestId, GenerateRequest] = field(default_factory=dict)
+
+    def submitted(self, request: GenerateRequest) -> None:
+        self._open[request.request_id] = request
+
+    def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:  # noqa: ARG002
+        request = self._open.pop(request_id, None)
+        if request and completion:
+            self.calls.append(AnsweredCall(request, completion))
+
+
+class RankedEngine(WatchedEngine):
+    """An engine that gives the log-probabilities of every answer, so that it can be compared later."""
+
+    def submit(self, request: GenerateRequest) -> Any:
+        return super().submit(replace(request, logprobs=TOP))
+
+
+class GuardLane(AbstractContextManager["GuardLane"]):
+    """A team's engine. Questions are answered one after the other, but for those that warm it up."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        flow: Workflow,
+        config: EngineSettings,
+        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        runner, tokenizer = loaded
+        self.flow, self.engine = flow, LocalEngine.from_runner(runner, tokenizer, config, components=components)
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.close()
+
+    def warm(self, questions: Iterable[str], flow: Workflow | None = None) -> None:
+        """Answer questions side by side, and carry out all checks of them."""
+        with ThreadPoolExecutor(WARMERS, "kedge-guard-bench") as pool:
+            list(pool.map(lambda question: self.ask(question, flow), questions))
+        self.engine.wait_idle(IDLE)
+
+    def ask(
+        self, question: str, flow: Workflow | None = None, reuse: ReuseMode = ReuseMode.TRANSLATE
+    ) -> tuple[str, list[AnsweredCall]]:
+        """Return the last agent's answer, and all calls in the order in which they ended."""
+        recorder = CallRecorder()
+        ranked = RankedEngine(self.engine, recorder)
+        result = run(ranked, flow or self.flow, {QUESTION: question}, reuse=reuse, on_tool_error="text")
+        return result.text, recorder.calls
+
+    def again(self, call: AnsweredCall) -> Stream:
+        """Submit the request of another lane's call once more, computed densely."""
+        request = replace(call.request, request_id=RequestId(f"{call.request.request_id}-dense"))
+        return self.engine.submit(replace(request, reuse=ReuseMode.OFF, logprobs=TOP))
+
+    def guarded(self, agent: AgentId) -> list[dict[str, Any]]:
+        """Return the guard's records of an agent's placeholders."""
+        return [one for one in guard_records(self.engine) if one["agent"] == agent]
+
+
+def guard_records(engine: LocalEngine) -> list[dict[str, Any]]:
+    """Return the guard's records of all placeholders."""
+    guard: Any = engine.inspect()["guard"]
+    return guard["agents"]

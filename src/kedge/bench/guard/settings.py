@@ -1,0 +1,43 @@
+"""The sizes of `kedge bench guard`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kedge.settings import EngineSettings, GuardSettings
+
+
+@dataclass(frozen=True)
+class GuardBenchSettings:
+    """What all parts share. A question is one call of every agent of the team."""
+
+    task: str = "code"
+    """Of the bundled tasks; `code` depends most on what is translated"""
+    faults: tuple[str, ...] = ()
+    """Names of the faults to inject; none: all"""
+    learned: int = 24
+    """Questions that fill the pools before a fault"""
+    before: int = 6
+    """Questions after those, for the distributions without the fault"""
+    limit: int = 60
+    """Questions after which a fault counts as not found"""
+    calls: int = 1000
+    """Calls without a fault"""
+    idle: bool = False
+    """Whether checks are carried out after every question, as in a pause of the traffic; else only within their
+    budget"""
+    seconds: float = 20.0
+    """Of each window that is timed"""
+    pairs: int = 3
+    """Windows with and without the guard, one after the other"""
+    clients: int = 4
+    seed: int = 0
+    device: str = "auto"
+
+    def engine(self, anchors: dict[str, object], guard: GuardSettings | None = None) -> EngineSettings:
+        """Return the settings of an engine that translates whatever the anchors allow."""
+        given = {"device": self.device, "anchors": anchors, "planner": {"by_cost": False}}
+        return EngineSettings.model_validate({**given, "guard": (guard or GuardSettings()).model_dump()})
+
+
+QUICK = GuardBenchSettings(learned=8, before=2, limit=20, calls=100, seconds=4.0, pairs=1)

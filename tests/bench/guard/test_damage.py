@@ -1,0 +1,130 @@
+"""Damage is what its name says: other numbers in one agent's stored offsets, and sound tables all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.bench.guard import damage
+from kedge.bench.guard.faults import CorruptHost, StaleAnchors, last_agent
+from kedge.bench.guard.faulty import texts
+from kedge.bench.guard.lane import GuardLane
+from kedge.bench.guard.settings import GuardBenchSettings
+from kedge.bench.lab.methods import Loaded, load_model
+from kedge.engine.local.inspection import Inspection
+from kedge.errors import PlanError
+from kedge.settings import EngineSettings
+from kedge.types import AgentId
+from kedge.workloads.miniature import TASKS, workflow
+
+FINAL = AgentId("final")
+QUESTIONS = 5
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load_model(None, EngineSettings())
+
+
+def taught(loaded: Loaded, **anchors: object) -> GuardLane:
+    lane = GuardLane(loaded, workflow(TASKS["math"]), GuardBenchSettings().engine(dict(anchors)))
+    lane.warm(list(islice(texts(TASKS["math"], 0), QUESTIONS)))
+    return lane
+
+
+@pytest.fixture(params=[16, 8])
+def lane(loaded: Loaded, request: pytest.FixtureRequest) -> Iterator[GuardLane]:
+    """A team that has answered some questions."""
+    with taught(loaded, offset_bits=request.param) as built:
+        yield built
+
+
+def stored(parts: Inspection, agent: str | None = None) -> dict[object, Tensor]:
+    """The offsets of one agent's sites, or of all, without the arenas' free rows."""
+    pools = parts.learned[0].pools
+    return {
+        (key, site, number): table.decode(table.arena[table.rows_of_anchors(offsets.holders)]).clone()
+        for key, pool in pools.items()
+        for site, offsets in pool.sites.items()
+        if agent is None or f"/{agent}/" in site.agent_key
+        for number, table in enumerate(offsets.tables)
+    }
+
+
+def changed_by(lane: GuardLane, do: Callable[[Inspection], object]) -> tuple[set[object], set[object]]:
+    """The tables that differ after a damage, and those of the last agent."""
+    before, own = lane.engine.query(stored), lane.engine.query(partial(stored, agent=FINAL))
+    lane.engine.query(do)
+    after = lane.engine.query(stored)
+    lane.engine.query(lambda parts: parts.learned[0].check_integrity())
+    return {key for key, rows in before.items() if not torch.equal(rows, after[key])}, {
+        key for key, rows in own.items() if rows.numel()
+    }
+
+
+def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) -> None:
+    if lane.engine.config.anchors.offset_bits == 8:
+        pytest.skip("its rows are of another format")
+    swap = partial(damage.swap_heads, agent=FINAL, spec=lane.engine.kv_spec)
+    before = lane.engine.query(stored)
+    changed, own = changed_by(lane, swap)
+    assert changed == own
+    lane.engine.query(swap)
+    assert all(torch.equal(rows, before[key]) for key, rows in lane.engine.query(stored).items())
+
+
+def test_scales_are_too_large_in_all_tables_of_the_agent(lane: GuardLane) -> None:
+    shift = partial(damage.enlarge_scales, agent=FINAL)
+    if lane.engine.config.anchors.offset_bits == 16:
+        with pytest.raises(PlanError):
+            lane.engine.query(shift)
+        return
+    changed, own = changed_by(lane, shift)
+    assert changed == own
+
+
+def test_one_anchor_is_poisoned(lane: GuardLane) -> None:
+    if lane.engine.config.anchors.offset_bits == 8:
+        pytest.skip("its rows are of another format")
+    before = lane.engine.query(stored)
+    changed, own = changed_by(lane, partial(damage.poison_anchor, agent=FINAL))
+    assert changed <= own and 0 < len(changed) <= 2, "the tables of one site"
+    after = lane.engine.query(stored)
+    for key in changed:
+        rows = (before[key] != after[key]).any(1).nonzero().flatten().tolist()
+        assert rows == list(range(rows[0], rows[-1] + 1)) and len(rows) < len(before[key])
+
+
+def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
+    for harm in (damage.poison_anchor, damage.enlarge_scales):
+        with pytest.raises(PlanError, match="nobody"):
+            lane.engine.query(partial(harm, agent=AgentId("nobody")))
+    with pytest.raises(PlanError, match="on_host"):
+        lane.engine.query(damage.corrupt_host)
+
+
+def test_bytes_are_flipped_on_the_host_alone(loaded: Loaded) -> None:
+    with taught(loaded, **CorruptHost().anchors(1)) as lane:
+
+        def on_host(parts: Inspection) -> set[object]:
+            pools = parts.learned[0].pools
+            found = ((key, site, offsets) for key, pool in pools.items() for site, offsets in pool.sites.items())
+            return {(key, site, at) for key, site, offsets in found if offsets.on_host for at in range(2)}
+
+        hidden = lane.engine.query(on_host)
+        changed, _ = changed_by(lane, damage.corrupt_host)
+        assert changed and changed <= hidden
+
+
+def test_an_earlier_wordings_offsets_take_the_place_of_the_later_ones(loaded: Loaded) -> None:
+    fault, questions = StaleAnchors(), list(islice(texts(TASKS["math"], 0), QUESTIONS))
+    with GuardLane(loaded, workflow(TASKS["math"]), GuardBenchSettings().engine({})) as lane:
+        fault.before(lane, questions)
+        lane.warm(questions)
+        assert fault.inject(lane) == last_agent(lane.flow) == FINAL
+        lane.engine.query(lambda parts: parts.learned[0].check_integrity())

@@ -1,0 +1,65 @@
+"""`kedge bench guard` in the small: its file, its table, and what counts as off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kedge.bench.guard.clean import _by_agent
+from kedge.bench.guard.faults import FAULTS
+from kedge.bench.guard.faulty import QUIET, _stopped
+from kedge.bench.guard.overhead import OverheadResult
+from kedge.cli.main import app
+
+
+def calls(*translated: int) -> list[Any]:
+    return [SimpleNamespace(completion=SimpleNamespace(receipt=SimpleNamespace(translated=one))) for one in translated]
+
+
+def test_an_agent_is_off_by_itself_once_nothing_is_translated_for_long() -> None:
+    assert _stopped(calls(*[0] * QUIET)) == 0
+    assert _stopped(calls(5, 0, 5, *[0] * QUIET)) == 3
+    assert _stopped(calls(5, *[0] * (QUIET - 1))) is None
+
+
+def test_an_alarm_of_an_agent_counts_once() -> None:
+    records = [{"agent": "a", "suspicions": 2}, {"agent": "a", "suspicions": 1}, {"agent": "b", "suspicions": 1}]
+    assert _by_agent(records, "suspicions") == 3
+
+
+def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "guard.json"
+    sizes = {"fault": "swapped_heads", "learned": 5, "limit": 2, "calls": 10, "pairs": 1, "seconds": 1, "clients": 1}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    done = CliRunner().invoke(app, ["bench", "guard", *options, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80 and "swapped_heads" in done.stdout
+    saved = json.loads(file.read_text())
+    assert saved["faults"].keys() == saved["evidence"].keys() == {"swapped_heads"}
+    assert saved["faults"]["swapped_heads"].keys() == {"off_after", "changed_served", "detected"}
+    assert saved["clean"].keys() == {"calls", "false_alarms", "ever_off"} and saved["clean"]["calls"] == 10
+    assert saved["overhead"].keys() == {"throughput_share", "ttft_share"}
+    assert all(share is None or share > 0 for share in saved["overhead"].values())
+
+
+def test_shares_are_medians_over_pairs_that_have_figures() -> None:
+    on, off = (
+        [{"teams_per_min": one, "ttft_p50_ms": None} for one in many] for many in ((9.0, 8.0, 3.0), (10.0, 10.0, 0))
+    )
+    assert OverheadResult(on, off).as_json() == {"throughput_share": 0.85, "ttft_share": None}
+
+
+@pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess")])
+def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "guard", option, value])
+    assert done.exit_code != 0 and value in str(done.exception or done.output)
+
+
+def test_every_fault_says_what_it_is() -> None:
+    assert all(make.__doc__ for make in FAULTS.values())

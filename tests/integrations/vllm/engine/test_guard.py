@@ -1,0 +1,147 @@
+"""The quality guard on vLLM: wrong translations in the worker are found, and the plug-in translates no more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.engine.common.model_folder import model_path  # noqa: E402
+from kedge.guard import GuardState  # noqa: E402
+from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
+from kedge.reuse.planner import WITHHELD  # noqa: E402
+from kedge.settings import EngineSettings  # noqa: E402
+from kedge.types import (  # noqa: E402
+    AgentId,
+    Completion,
+    GenerateRequest,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    WorkflowId,
+    new_request_id,
+)
+from tests.integrations.vllm.conftest import prompt, save_tiny_llama  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 120.0
+FAULT = "KEDGE_TEST_FAULT"
+WORKER = f"""
+import os
+from kedge.kv import storage
+
+right = storage.add_offsets
+
+def add_offsets(base, offsets, out):
+    right(base, offsets * -9.0 if os.path.exists(os.environ["{FAULT}"]) else offsets, out)
+
+storage.add_offsets = add_offsets
+"""
+"""What every Python process of the engine runs first: offsets are scaled once the file of the fault exists"""
+HEAD, TAIL = (tuple(prompt(size, seed)) for size, seed in ((41, 1), (70, 2)))
+LEAD_IN, STAND_IN = (tuple(prompt(size, seed)) for size, seed in ((5, 3), (4, 4)))
+VALUES = [tuple(prompt(60, 100 + number)) for number in range(5)]
+TOP = 5
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that makes the workers' translations wrong, once it exists."""
+    (tmp_path / "sitecustomize.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(FAULT, str(tmp_path / "fault"))
+    return tmp_path / "fault"
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path, fault: Path) -> Iterator[VLLMEngine]:  # noqa: ARG001
+    """An engine whose workers obey the fault, and that gives few log-probabilities."""
+    folder = save_tiny_llama(tmp_path / "model", vocab_size=1152, bos_token_id=0, eos_token_id=1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_path(None) / name, folder)
+    own = {
+        "max_model_len": 384, "num_gpu_blocks_override": 16, "max_num_seqs": 4, "max_logprobs": TOP,
+        "async_scheduling": request.param,
+    }  # fmt: skip
+    config = {
+        "backend": "vllm", "vllm": own, "planner": {"by_cost": False}, "guard": {"canary_share": 1.0, "tokens": 4},
+        "anchors": {"min_anchors": 4, "max_error": 50.0, "match_layer": 1},
+    }  # fmt: skip
+    with VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
+        yield built
+
+
+def ask(engine: VLLMEngine, number: int) -> Completion:
+    """One call of an agent, in a run of its own."""
+    segments = (
+        Segment(HEAD, "p0"),
+        Segment(VALUES[number], "q", SampleId.parse("q@0"), LEAD_IN, STAND_IN),
+        Segment(TAIL, "p1"),
+    )
+    request = GenerateRequest(
+        segments, SamplingParams(8, ignore_eos=True), ReuseMode.TRANSLATE, new_request_id(),
+        workflow=WorkflowId("w"), agent=AgentId("a"), run=RunId(f"run {time.monotonic()}"),
+    )  # fmt: skip
+    done = engine.submit(request).result(PATIENCE)
+    engine.end_run(request.run_key)
+    return done
+
+
+def guard(engine: VLLMEngine) -> dict[str, Any]:
+    """The guard's figures."""
+    figures: Any = engine.inspect()["guard"]
+    return figures
+
+
+def record(engine: VLLMEngine) -> dict[str, Any]:
+    """What it knows of the only placeholder."""
+    return next(iter(guard(engine)["agents"]), {"checks": 0, "withheld": False})
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+def is_at_rest(engine: VLLMEngine) -> bool:
+    figures: Any = engine.inspect()
+    return not any(figures["requests"].values()) and not figures["cache"]["leased_blocks"]
+
+
+def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path) -> None:
+    def is_translated(number: int) -> bool:
+        done = ask(engine, number)
+        assert done.logprobs == (), "the guard's log-probabilities are no client's"
+        return done.receipt.translated > 0
+
+    wait_until(lambda: [is_translated(number) for number in range(len(VALUES))] == [True] * len(VALUES))
+    wait_until(lambda: is_at_rest(engine) and record(engine)["checks"] > 0)
+    clean = record(engine)
+    assert (clean["changed"], clean["withheld"], clean["state"]) == (0, False, GuardState.CANARY)
+    done, dropped = guard(engine)["checks_done"], guard(engine)["checks_dropped"]
+    assert done >= clean["checks"] and not dropped, "checks stay within vLLM's max_logprobs"
+
+    fault.touch()
+    asked = iter(range(10))
+    wait_until(lambda: ask(engine, next(asked) % len(VALUES)) is not None and record(engine)["withheld"])
+    last = ask(engine, 0).receipt
+    assert last.translated == 0 and ("q", WITHHELD) in [(one.segment, one.reason) for one in last.misses]
+    assert next(iter(last.guard)).state is GuardState.SHADOW
+    wait_until(lambda: is_at_rest(engine))
+
+
+def test_no_log_probabilities_no_guard(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_max_logprobs", 0)
+    assert ask(engine, 0).receipt.guard == () and guard(engine)["agents"] == []
