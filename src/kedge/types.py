@@ -329,7 +329,7 @@ class Receipt:
     spans: tuple[Span, ...]
     misses: tuple[Miss, ...] = ()
     parts_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds to the first token by part: queue, load (from the host), match, assemble, compute or last_token, other."""
+    """Milliseconds to the first token by part: queue, load (from host), match, assemble, compute/last_token, other."""
     preassembled: int = 0
     """Leading prompt tokens, of any source, whose KV was ready before the request arrived."""
     guard: tuple[GuardNote, ...] = ()
