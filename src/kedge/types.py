@@ -296,10 +296,8 @@ class GenerateRequest:
         """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
         if self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None:
             return 0
-        if afresh := self.guard.afresh:
-            before = itertools.takewhile(lambda segment: segment.name != afresh, self.segments)
-            return min(self.prompt_tokens - 1, sum(len(segment.tokens) for segment in before))
-        return self.prompt_tokens - 1
+        before = itertools.takewhile(lambda one: one.name != (self.guard.afresh or None), self.segments)
+        return min(self.prompt_tokens - 1, sum(len(one.tokens) for one in before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +329,7 @@ class Receipt:
     spans: tuple[Span, ...]
     misses: tuple[Miss, ...] = ()
     parts_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds from arrival to first token by part: queue, load (where it waited for KV from the host), match,
-    assemble, compute (or last_token), other."""
+    """Milliseconds to the first token by part: queue, load (from host), match, assemble, compute/last_token, other."""
     preassembled: int = 0
     """Leading prompt tokens, of any source, whose KV was ready before the request arrived."""
     guard: tuple[GuardNote, ...] = ()

@@ -140,19 +140,13 @@ class LocalEngine:
         try:
             sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
             if sequence.sampler.draw is None:
-                self._guard_call(sequence)
+                _put_under(self._guard, sequence)
             if sequence.room + len(sequence.request.trail) <= min(self.runner.max_positions, self.capacity):
                 sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
-
-    def _guard_call(self, sequence: RequestSequence) -> None:
-        asked = sequence.request
-        sequence.request, sequence.stream.tap = self._guard.begin(asked)
-        if sequence.request.logprobs != asked.logprobs:
-            sequence.logprobs = Logprobs(sequence.request, self._guard.watched_tokens(asked))
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self.runner.vocab_size)
@@ -251,3 +245,11 @@ class LocalEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _put_under(guard: GuardedCalls, sequence: RequestSequence) -> None:
+    """Serve a request as the guard orders, with the log-probabilities that it compares."""
+    asked = sequence.request
+    sequence.request, sequence.stream.tap = guard.begin(asked)
+    if sequence.request.logprobs != asked.logprobs:
+        sequence.logprobs = Logprobs(sequence.request, guard.watched_tokens(asked))
