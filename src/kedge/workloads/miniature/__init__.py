@@ -6,7 +6,8 @@ from kedge.workloads.miniature.choice import TASK as CHOICE
 from kedge.workloads.miniature.code import TASK as CODE
 from kedge.workloads.miniature.math import TASK as MATH
 from kedge.workloads.miniature.prompts import MiniatureTeam, agent_prompt, workflow
+from kedge.workloads.miniature.role_last import role_last
 
 TASKS: dict[str, Task] = {task.name: task for task in (MATH, CHOICE, CODE)}
 
-__all__ = ["TASKS", "MiniatureTeam", "Question", "Role", "Split", "Task", "agent_prompt", "workflow"]
+__all__ = ["TASKS", "MiniatureTeam", "Question", "Role", "Split", "Task", "agent_prompt", "role_last", "workflow"]
