@@ -12,7 +12,7 @@ from scripts.import_graph import ImportGraph, Name
 
 GRAPH = ImportGraph(Path(__file__).parents[1] / "src" / "kedge")
 FLOORS = (
-    ("types", "errors", "settings", "hints", "checks"),
+    ("types", "errors", "settings", "hints", "checks", "decisions"),
     ("structures",),
     ("policies", "workflow"),
     ("cache", "kv", "models"),

@@ -25,7 +25,7 @@ from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
-from kedge.runner.results import RunResult
+from kedge.runner.results import AgentResult, RunResult
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
@@ -186,12 +186,14 @@ class Lab:
         result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
         for pending in recorder.pending:
             pending.result()
-        right, final = self._workload.right, self._workload.final
-        for ours, theirs in zip(asked.dense.results, result.results, strict=True):
-            rights = (right(one.agent, one.text, asked.question) for one in (ours, theirs))
-            runs.answers.append(AnswerPair(asked.number, ours.agent, ours, theirs, *rights))
-        runs.finals.append((final(asked.dense.text), final(result.text)))
+        runs.answers += map(partial(self._pair, asked), asked.dense.results, result.results)
+        runs.finals.append((self._workload.final(asked.dense.text), self._workload.final(result.text)))
         bench.engine.wait_idle()
+
+    def _pair(self, asked: DenseAnswers, dense: AgentResult, other: AgentResult) -> AnswerPair:
+        rights = (self._workload.right(one.agent, one.text, asked.question) for one in (dense, other))
+        decided = [self._workload.first_decision(one.text) for one in (dense, other)]
+        return AnswerPair(asked.number, dense.agent, dense, other, *rights, flipped=decided[0] != decided[1])
 
     def _judge(self, results: list[ProbeResult], question: Question, run_id: RunId) -> JudgeQuestion:
         rng = random.Random(f"{self._settings.seed}/{question.text}")
