@@ -13,4 +13,16 @@ TASKS: dict[str, Task] = {task.name: task for task in (MATH, CHOICE, CODE)}
 """The tasks that the bundled model answers."""
 ALL_TASKS: dict[str, Task] = {**TASKS, TOOLS.name: TOOLS}
 
-__all__ = ["ALL_TASKS", "TASKS", "TOOLS", "MiniatureTeam", "Question", "Role", "Split", "Task", "agent_prompt", "role_last", "workflow"]
+__all__ = [
+    "ALL_TASKS",
+    "TASKS",
+    "TOOLS",
+    "MiniatureTeam",
+    "Question",
+    "Role",
+    "Split",
+    "Task",
+    "agent_prompt",
+    "role_last",
+    "workflow",
+]

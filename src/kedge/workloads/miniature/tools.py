@@ -14,8 +14,8 @@ import re
 import zlib
 from collections.abc import Mapping
 
-from kedge.workloads.base import Question
 from kedge.decisions import PROSE, first_decision
+from kedge.workloads.base import Question
 from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.miniature.choice import CITIES, WARES
 from kedge.workloads.miniature.math import NAMES
@@ -130,7 +130,7 @@ def _full(question: Question) -> Read:
 
 
 def stated(text: str) -> str | None:
-    """Return an answer's decision in comparable form: a call whole, of prose the last number; None where it has none."""
+    """Return a call whole, of prose the last number: the decision in comparable form; None where there is none."""
     if first_decision(text) != PROSE:
         return text.strip()
     numbers = re.findall(r"\b\d+\b", text)
