@@ -191,9 +191,10 @@ class Lab:
         bench.engine.wait_idle()
 
     def _pair(self, asked: DenseAnswers, dense: AgentResult, other: AgentResult) -> AnswerPair:
-        rights = (self._workload.right(one.agent, one.text, asked.question) for one in (dense, other))
-        decided = [self._workload.first_decision(one.text) for one in (dense, other)]
-        return AnswerPair(asked.number, dense.agent, dense, other, *rights, flipped=decided[0] != decided[1])
+        right, decision = self._workload.right, self._workload.first_decision
+        dense_right, is_right = (right(one.agent, one.text, asked.question) for one in (dense, other))
+        flipped = decision(dense.text) != decision(other.text)
+        return AnswerPair(asked.number, dense.agent, dense, other, dense_right, is_right, flipped)
 
     def _judge(self, results: list[ProbeResult], question: Question, run_id: RunId) -> JudgeQuestion:
         rng = random.Random(f"{self._settings.seed}/{question.text}")
