@@ -1,8 +1,10 @@
-"""Measure every agent's accuracy on the three miniature tasks by dense prefill, on unseen questions.
+"""Measure every agent's accuracy on the miniature tasks by dense prefill, on unseen questions.
 
     python scripts/evaluate_nano.py --questions 100
+    python scripts/evaluate_nano.py --model /tmp/nano --tasks math,choice,code,tools --role-last
 
-Each agent reads the real answers of the agents before it. The accuracies are written into the model's training.json.
+Each agent reads the real answers of the agents before it. The accuracies are written into the model's training.json,
+those of prompts with the role last as `accuracy_role_last`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode
-from kedge.workloads.miniature import TASKS, Task, workflow
+from kedge.workloads.miniature import ALL_TASKS, TASKS, Task, role_last, workflow
 
 
-def score(engine: LocalEngine, task: Task, count: int, seed: int) -> dict[str, float]:
+def score(engine: LocalEngine, task: Task, count: int, seed: int, *, with_role_last: bool = False) -> dict[str, float]:
     """Return the accuracy by agent, from twelve concurrent runs."""
-    flow = workflow(task)
+    flow = role_last(workflow(task)) if with_role_last else workflow(task)
     total = TeamScore.of(flow)
     ask = partial(run, engine, flow, reuse=ReuseMode.EXACT, on_tool_error="text")
     asked = questions(task, count, seed)
@@ -40,15 +42,22 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("src/kedge/models/nano"))
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="names with commas")
+    parser.add_argument("--role-last", action="store_true", help="prompts with the role behind the values")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for two: they would mostly wait for each other
     with LocalEngine(args.model, EngineSettings(device=args.device)) as engine:
-        accuracy = {name: score(engine, task, args.questions, args.seed) for name, task in TASKS.items()}
+        ask = partial(score, engine, count=args.questions, seed=args.seed, with_role_last=args.role_last)
+        accuracy = {name: ask(ALL_TASKS[name]) for name in args.tasks}
     print(json.dumps(accuracy, indent=1))
     file = args.model / "training.json"
     record = json.loads(file.read_text()) if file.exists() else {}
-    record |= {"accuracy": accuracy, "accuracy_questions": args.questions, "accuracy_seed": args.seed}
+    record |= {
+        "accuracy_role_last" if args.role_last else "accuracy": accuracy,
+        "accuracy_questions": args.questions,
+        "accuracy_seed": args.seed,
+    }
     file.write_text(json.dumps(record, indent=1) + "\n")
 
 

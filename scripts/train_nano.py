@@ -1,4 +1,4 @@
-"""Train the bundled model on the three miniature tasks and record the run beside the weights.
+"""Train the bundled model on the miniature tasks and record the run beside the weights.
 
     python scripts/train_nano.py --minutes 60 --out src/kedge/models/nano
     python scripts/train_nano.py --size small --minutes 60 --stop-after 500 --resume --out small   # again and again
@@ -30,8 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.workloads.base import Question
-from kedge.workloads.miniature import TASKS, agent_prompt
+from kedge.workloads.miniature import ALL_TASKS, agent_prompt
 from kedge.workloads.miniature.base import Role, Task
+from kedge.workloads.miniature.role_last import role_last_prompt
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL = [BOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>"]
@@ -54,25 +55,34 @@ Segment = tuple[str, bool]
 
 
 def sample(
-    rng: random.Random, streams: dict[str, Iterator[Question]], shares: dict[str, float], alone: float
-) -> list[Segment]:
-    """Return one prompt with its answer, of a task drawn by its share."""
-    task = TASKS[rng.choices(list(shares), list(shares.values()))[0]]
+    rng: random.Random, streams: dict[str, Iterator[Question]], shares: dict[str, float], alone: float,
+    role_last: float = 0.0,
+) -> list[Segment]:  # fmt: skip
+    """Return one prompt with its answer, of a task drawn by its share; a share of the prompts has the role last."""
+    task = ALL_TASKS[rng.choices(list(shares), list(shares.values()))[0]]
     question = next(streams[task.name])
     role, heard = _cast(rng, task, alone)
-    filled: dict[str, Segment] = {"user_question": (question.text, False)}
+    read = {"user_question": question.text}
+    real = {}
     for other in heard:
-        answer = other.reference(question)
+        answer = other.answer(question, read)
         wrong = task.corrupt(rng, answer) if rng.random() < 0.08 else answer
-        filled[f"agent_{other.id}_current"] = (wrong, wrong == answer)
+        real[f"agent_{other.id}_current"] = wrong == answer
+        read[f"agent_{other.id}_current"] = wrong
         if other.tool_reference:
             odd = rng.choice([str(rng.randint(0, 30)), "failed", "SyntaxError"])
-            result = other.tool_reference(question) if wrong == answer else odd
-            filled[f"condition_{other.id}_current"] = (result, False)
-    chat = f"{BOS}<|system|>{role.system}{END}<|user|>{agent_prompt(role, heard)}{END}<|assistant|>"
-    pieces = re.split(r"\{(\w+)\}", chat)
-    segments = [filled[piece] if i % 2 else (piece, False) for i, piece in enumerate(pieces)]
-    return [*segments, (role.reference(question), True), (END, True)]
+            read[f"condition_{other.id}_current"] = other.tool_reference(question) if wrong == answer else odd
+    pieces = re.split(r"\{(\w+)\}", _chat(role, heard, is_role_last=rng.random() < role_last))
+    segments = [(read[piece], real.get(piece, False)) if i % 2 else (piece, False) for i, piece in enumerate(pieces)]
+    return [*segments, (role.answer(question, read), True), (END, True)]
+
+
+def _chat(role: Role, heard: list[Role], *, is_role_last: bool) -> str:
+    """Return the text of a prompt with placeholders in it, in one of the two orders."""
+    user = agent_prompt(role, heard)
+    if is_role_last:
+        return f"{BOS}<|user|>{role_last_prompt(role.system, user)}{END}<|assistant|>"
+    return f"{BOS}<|system|>{role.system}{END}<|user|>{user}{END}<|assistant|>"
 
 
 def _cast(rng: random.Random, task: Task, alone: float) -> tuple[Role, list[Role]]:
@@ -134,8 +144,8 @@ class Batches:
         """Start empty; `seed` is that of the questions."""
         self._encode, self._cache = tokenizer.backend_tokenizer.encode, {}
         self._rng, self._size = rng, args.batch
-        streams = {name: task.questions("train", seed) for name, task in TASKS.items()}
-        self._sample = partial(sample, rng, streams, args.shares, args.alone)
+        streams = {name: task.questions("train", seed) for name, task in ALL_TASKS.items()}
+        self._sample = partial(sample, rng, streams, args.shares, args.alone, args.role_last)
         self._ready: list[list[tuple[list[int], list[int]]]] = []
 
     def _ids(self, text: str) -> list[int]:
@@ -212,7 +222,7 @@ def start(
 
 def learned(args: argparse.Namespace, rng: random.Random) -> PreTrainedTokenizerFast:
     """Return a tokenizer learned from samples of the tasks."""
-    streams = {name: task.questions("train", args.seed + 1) for name, task in TASKS.items()}
+    streams = {name: task.questions("train", args.seed + 1) for name, task in ALL_TASKS.items()}
     texts = [text for _ in range(6000) for text, _ in sample(rng, streams, args.shares, args.alone)]
     texts += [spelled for n in range(100) for spelled in (str(n), f" {n}") for _ in range(200)]  # a number, a token
     return build_tokenizer(texts)
@@ -284,6 +294,7 @@ def save(model: LlamaForCausalLM, args: argparse.Namespace, progress: Progress) 
         "trained_minutes": round(progress.minutes, 4),
         "shares": args.shares,
         "alone": args.alone,
+        "role_last": args.role_last,
         "warm_start": args.warm_start and args.warm_start.name,
         "precision": args.precision,
         "device": args.device,
@@ -330,6 +341,7 @@ def arguments() -> argparse.ArgumentParser:
         help="share of the samples by task, as JSON",
     )
     parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear no one")
+    parser.add_argument("--role-last", type=float, default=0.0, help="share of the prompts with the role behind values")
     parser.add_argument("--compile", action="store_true", help="through torch.compile (needs a C++ compiler)")
     parser.add_argument("--warm-start", type=Path, help="begin with the weights in this folder")
     return parser

@@ -12,7 +12,7 @@ from scripts.import_graph import ImportGraph, Name
 
 GRAPH = ImportGraph(Path(__file__).parents[1] / "src" / "kedge")
 FLOORS = (
-    ("types", "guard", "errors", "settings", "hints", "checks"),
+    ("types", "guard", "errors", "settings", "hints", "checks", "decisions"),
     ("structures",),
     ("policies", "workflow"),
     ("cache", "kv", "models"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from kedge.decisions import first_decision
 from kedge.errors import WorkflowError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
@@ -43,6 +44,9 @@ class Workload(Protocol):
     def final(self, answer: str) -> str | None:
         """Return the decision in the last agent's answer in comparable form; None where there is none."""
 
+    def first_decision(self, answer: str) -> str:
+        """Return the name of the function that an agent's answer begins by calling, or `kedge.decisions.PROSE`."""
+
     def corrupt(self, rng: random.Random, answer: str) -> str:
         """Return a wrong version of an agent's answer; the answer itself where nothing in it can be made wrong."""
 
@@ -74,6 +78,9 @@ class Team:
 
     def final(self, answer: str) -> str | None:
         return self.stated(answer)
+
+    def first_decision(self, answer: str) -> str:
+        return first_decision(answer)
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
         return self.wrong(rng, answer)

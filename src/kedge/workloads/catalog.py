@@ -9,7 +9,7 @@ from pathlib import Path
 from kedge.errors import ConfigError
 from kedge.workloads import competition, gsm8k, humaneval, mmlu, peer
 from kedge.workloads.base import Question, Workload
-from kedge.workloads.miniature import TASKS, MiniatureTeam
+from kedge.workloads.miniature import ALL_TASKS, MiniatureTeam
 from kedge.workloads.rows import DatasetSource
 
 _DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
@@ -20,7 +20,7 @@ _DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
     "aime": (competition.AIME, competition.AIME_SOURCE),
 }
 _GENERATED: Mapping[str, tuple[Workload, Callable[[int], Iterable[Question]]]] = {
-    **{name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in TASKS.items()},
+    **{name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in ALL_TASKS.items()},
     "peer": (peer.Peer(), peer.questions),
 }
 NAMES = (*_GENERATED, *_DATASETS)

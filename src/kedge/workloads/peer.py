@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kedge.decisions import first_decision
 from kedge.errors import WorkflowError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
@@ -56,6 +57,9 @@ class Peer:
 
     def final(self, answer: str) -> str | None:
         return answer.strip() or None
+
+    def first_decision(self, answer: str) -> str:
+        return first_decision(answer)
 
     def corrupt(self, rng: random.Random, answer: str) -> str:  # noqa: ARG002
         return answer

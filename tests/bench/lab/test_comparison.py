@@ -46,7 +46,7 @@ def test_dense_again_is_the_ceiling(runs: dict[str, MethodRuns]) -> None:
     assert summary.kl == pytest.approx(0, abs=1e-6)
     assert summary.error is not None
     assert max(*summary.error.keys, *summary.error.values) < 1e-4
-    assert (summary.reuse_rate, summary.reused_tokens) == (0, 0)
+    assert (summary.flips, summary.reuse_rate, summary.reused_tokens) == (0, 0, 0)
     assert (summary.forced_reuse_rate, summary.forced_reused_tokens) == (0, 0)
 
 
@@ -89,6 +89,25 @@ def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:
     assert said == 3 * 3
     orders = {tuple(s.sample for s in j.request.segments if s.name.startswith("agent_")) for j in seen}
     assert len(orders) > 1
+
+
+class Undecided(MiniatureTeam):
+    """A team whose decisions alternate: of two answers that are compared, no two are the same."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(TASKS["choice"])
+        object.__setattr__(self, "decisions", iter(["sell", "keep"] * calls))
+
+    def first_decision(self, answer: str) -> str:
+        assert answer.strip()
+        return next(self.decisions)  # type: ignore[attr-defined]
+
+
+def test_decisions_that_differ_are_flips() -> None:
+    questions = islice(TASKS["choice"].questions("test", 4), 1)
+    settings = LabSettings(agents=2, forced=False, engine=CPU)
+    summary = run_pairs(Undecided(2), questions, ("dense",), settings)["dense"].summary()
+    assert (summary.flips, summary.same_final_answer) == (1, 1)
 
 
 def test_nothing_is_written_past_a_methods_assembler() -> None:

@@ -13,7 +13,7 @@ from kedge.errors import WorkflowError
 from kedge.types import SampleId, ValueKind
 from kedge.workflow import TOPOLOGIES, Value, compile_agents
 from kedge.workflow.topologies import chain
-from kedge.workloads.miniature import TASKS, Question, Task, agent_prompt, workflow
+from kedge.workloads.miniature import ALL_TASKS, TASKS, Question, Task, agent_prompt, workflow
 from kedge.workloads.miniature.prompts import MAX_TOKENS
 
 NANO = Path(kedge.models.nano.__file__).parent
@@ -33,7 +33,7 @@ def test_the_wording_that_the_model_was_trained_on() -> None:
     )
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
 def test_fully_connected_reads_as_agent_prompt(task: Task) -> None:
     built = workflow(task)
     assert built.order == tuple(role.id for role in task.roles)
@@ -63,7 +63,7 @@ def test_topologies() -> None:
         workflow(TASKS["code"], "ring")
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
 def test_tools_answer_from_the_text_of_the_question(task: Task) -> None:
     question = next(task.questions("test", 0))
     for role in task.roles:
@@ -109,7 +109,7 @@ def trained_on(task: Task, turn: int, question: Question) -> list[str]:
     return [filled[piece] if i % 2 else piece for i, piece in enumerate(re.split(r"\{(\w+)\}", chat))]
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
 def test_segments_are_those_of_training(task: Task, tokenizer: NanoTokenizer) -> None:
     question = next(task.questions("test", 1))
     compiled = compile_agents(workflow(task).agents, tokenizer)
@@ -123,13 +123,13 @@ def test_segments_are_those_of_training(task: Task, tokenizer: NanoTokenizer) ->
         assert [segment.tokens for segment in agent.fill(values)] == expected
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
 def test_lead_in_of_the_question(task: Task, tokenizer: NanoTokenizer) -> None:
     agent = compile_agents(workflow(task).agents, tokenizer)["final"]
     assert agent.lead_ins[0] == tokenizer.encode(f"{BOS}<|user|>Question: ")
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
 def test_max_tokens_hold_every_reference_answer(task: Task, tokenizer: NanoTokenizer) -> None:
     rng = random.Random(0)
     questions = [task.generate(rng) for _ in range(200)]

@@ -28,7 +28,7 @@ from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
-from kedge.runner.results import RunResult
+from kedge.runner.results import AgentResult, RunResult
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
@@ -218,11 +218,14 @@ class Lab:
             runs.ttfts += [one.completion.ttft_ms for one in result.results]
         for pending in recorder.pending:
             pending.result()
-        right, final = self._workload.right, self._workload.final
-        for ours, theirs in zip(asked.dense.results, result.results, strict=True):
-            rights = (right(one.agent, one.text, asked.question) for one in (ours, theirs))
-            runs.answers.append(AnswerPair(asked.number, ours.agent, ours, theirs, *rights))
-        runs.finals.append((final(asked.dense.text), final(result.text)))
+        runs.answers += map(partial(self._pair, asked), asked.dense.results, result.results)
+        runs.finals.append((self._workload.final(asked.dense.text), self._workload.final(result.text)))
+
+    def _pair(self, asked: DenseAnswers, dense: AgentResult, other: AgentResult) -> AnswerPair:
+        right, decision = self._workload.right, self._workload.first_decision
+        dense_right, is_right = (right(one.agent, one.text, asked.question) for one in (dense, other))
+        flipped = decision(dense.text) != decision(other.text)
+        return AnswerPair(asked.number, dense.agent, dense, other, dense_right, is_right, flipped)
 
     def _judge(self, results: list[ProbeResult], question: Question, run_id: RunId) -> JudgeQuestion:
         rng = random.Random(f"{self._settings.seed}/{question.text}")

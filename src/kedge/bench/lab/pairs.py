@@ -26,6 +26,8 @@ class AnswerPair:
     dense_right: bool | None
     """None for agents without a scored answer."""
     right: bool | None
+    flipped: bool = False
+    """Whether the first decision differs: the function that is called, or prose."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ class Summary:
     agents_dense: dict[str, float | None]
     agents: dict[str, float | None]
     same_final_answer: float | None
+    flips: float | None
+    """Share of calls whose first decision (the function that the answer calls, or prose) differs from that of dense
+    prefill."""
     reuse_rate: float | None
     """Share of calls that translated (the paper's definition)."""
     reused_tokens: float | None
@@ -114,6 +119,7 @@ class Summary:
             agents_dense=dense,
             agents=other,
             same_final_answer=consistency(runs.finals) if runs.finals else None,
+            flips=_mean(pair.flipped for pair in runs.answers),
             reuse_rate=_mean(receipt.translated > 0 for receipt in receipts),
             reused_tokens=_mean(map(_reused, receipts)),
             forced_reuse_rate=_mean(pair.receipt.translated > 0 for pair in runs.forced),

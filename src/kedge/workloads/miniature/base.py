@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +35,13 @@ class Role:
     """(answer, question) -> the text of the tool's result."""
     tool_reference: Callable[[Question], str] | None = field(default=None, repr=False)
     """Question -> the tool's result for the reference answer, so that training data needs no sandbox."""
+    reacts: Callable[[Question, Mapping[str, str]], str] | None = field(default=None, repr=False)
+    """(question, what it reads beside it, by placeholder) -> the reference answer, where that is more than the question
+    decides."""
+
+    def answer(self, question: Question, read: Mapping[str, str]) -> str:
+        """Return the reference answer to a question and to what the role reads beside it, by placeholder."""
+        return self.reacts(question, read) if self.reacts else self.reference(question)
 
 
 @dataclass(frozen=True)

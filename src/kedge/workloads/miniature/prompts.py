@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kedge.decisions import first_decision
 from kedge.errors import WorkflowError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
@@ -101,6 +102,9 @@ class MiniatureTeam:
 
     def final(self, answer: str) -> str | None:
         return self.task.final(answer)
+
+    def first_decision(self, answer: str) -> str:
+        return first_decision(answer)
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
         return self.task.corrupt(rng, answer)
