@@ -48,7 +48,7 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
     "anchors.estimate.OffsetEstimate",
-    "anchors.offsets.Blend",
+    "anchors.estimate.no_offsets",
     "anchors.offsets.OffsetTable",
     "anchors.offsets.row_dtype",
     "anchors.offsets.row_width",
