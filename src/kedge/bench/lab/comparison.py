@@ -56,6 +56,8 @@ class LabSettings:
     """Whether the KV of forced requests is compared."""
     closed: bool = True
     judged: bool = False
+    fresh: bool = False
+    """Whether every question is asked, in closed loop, by a team of which nothing is known."""
     seed: int = 0
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
@@ -183,7 +185,8 @@ class Lab:
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
-        result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
+        tenant = TenantId(f"{CLOSED}-{asked.number}") if self._settings.fresh else CLOSED
+        result = _run(recorder, flow, asked.question, bench.reuse, tenant)
         for pending in recorder.pending:
             pending.result()
         right, final = self._workload.right, self._workload.final
