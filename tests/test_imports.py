@@ -50,6 +50,7 @@ BENCH_MAY_IMPORT = {
     "anchors.base_store.BaseStore",
     "anchors.base_store.KnownBase",
     "anchors.estimate.OffsetEstimate",
+    "anchors.estimate.no_offsets",
     "anchors.estimators.site.SiteOffsets",
     "anchors.offsets.Blend",
     "anchors.offsets.OffsetTable",

@@ -6,9 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kedge.reuse.contracts import Costs
 from kedge.reuse.layout import layout
-from kedge.reuse.planner import CHEAPER, NO_COSTS, Planner
+from kedge.reuse.plan import ReusePlan
+from kedge.reuse.planner import CHEAPER, NO_COSTS, UNLEARNED, Planner
 from kedge.reuse.savings import TRIED
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
@@ -45,6 +48,58 @@ class Known:
 
     def estimate(self, *_: object) -> Any:
         return self._estimate
+
+
+class Unknown(Known):
+    """Base KV of every value, but no anchors, and no base KV of the template unless `prefixes`."""
+
+    def __init__(self, *, has_prefixes: bool, learnable: bool = True) -> None:
+        super().__init__([], [])
+        self._has_prefixes = has_prefixes
+        self._estimate = SimpleNamespace(shareable=False, reason="no anchor", learnable=learnable)
+
+    def prefixes(self, *_: object) -> dict[int, object] | None:  # type: ignore[override]
+        return super().prefixes() if self._has_prefixes else None
+
+    def without_offsets(self, *_: object) -> Any:
+        return SimpleNamespace(
+            shareable=True, value=self.kv, value_table=None, prefix=None,
+            weak_positions=list, weak_prefix_positions=list,
+        )  # fmt: skip
+
+
+def plan_unknown(known: Unknown, **policy: Any) -> ReusePlan:
+    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8), p2 (4)."""
+    segments = (
+        Segment((1,) * 5, "p0"), Segment((2,) * 8, "question", SampleId.parse("input_question@0")),
+        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0")), Segment((5,) * 4, "p2"),
+    )  # fmt: skip
+    planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(**policy), None)
+    return planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
+
+
+@pytest.mark.parametrize("has_prefixes", [True, False])
+def test_answers_are_translated_before_there_are_anchors_and_the_rest_is_learned_from(has_prefixes: bool) -> None:
+    plan = plan_unknown(Unknown(has_prefixes=has_prefixes))
+    assert plan.computed == [*range(5, 19), *range(27, 31)], "the question, and the template behind both"
+    assert [one.start for one in plan.translations] == [19]
+    assert plan.teaches
+    assert {miss.segment: miss.reason for miss in plan.misses} == {"question": "no anchor", "p2": UNLEARNED}
+
+
+def test_a_value_that_teaches_nothing_is_computed_all_the_same() -> None:
+    plan = plan_unknown(Unknown(has_prefixes=True, learnable=False))
+    assert plan.translates and not plan.teaches and plan.computed[:14] == [*range(5, 19)]
+
+
+def test_without_rotation_a_prompt_with_unknown_values_is_dense() -> None:
+    plan = plan_unknown(Unknown(has_prefixes=True), unknown="dense")
+    assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates
+
+
+def test_a_prompt_of_which_an_answer_is_too_little_is_dense_and_teaches() -> None:
+    plan = plan_unknown(Unknown(has_prefixes=True), min_translated=0.5)
+    assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates
 
 
 class Cost:

@@ -11,7 +11,8 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.criteria.shareability import Verdict
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.estimators.site import SiteOffsets
-from kedge.anchors.offsets import Blend, OffsetTable
+from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
+from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView
 
 _USED = 0.5
@@ -69,6 +70,18 @@ def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verd
         pool=sample.pool,
         used=_leading(match.block.ids, match.proposal.mass),
     )
+
+
+def rotated(sample: SampleView) -> OffsetEstimate:
+    """Return the estimate by which a value's base KV is only rotated to its place, without any anchors."""
+    table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
+    return OffsetEstimate(True, "", learnable=False, value=no_offsets(sample.base, table), value_table=table)
+
+
+def no_offsets(base: KVSegment, table: OffsetTable) -> Blend:
+    """Return the blend of no rows, which leaves base KV as it is."""
+    rows = torch.zeros(base.tokens, 0, dtype=torch.int64, device=base.device)
+    return Blend(rows, rows.float(), table.version)
 
 
 def _leading(ids: tuple[AnchorId, ...], mass: Tensor) -> tuple[AnchorId, ...]:

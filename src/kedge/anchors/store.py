@@ -8,7 +8,7 @@ from itertools import count
 
 from kedge.anchors.anchor import Anchor, AnchorId
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimate import OffsetEstimate, shared
+from kedge.anchors.estimate import OffsetEstimate, rotated, shared
 from kedge.anchors.estimators.site import Observation, SiteOffsets
 from kedge.anchors.matching import Matcher
 from kedge.anchors.pool import AnchorPool
@@ -42,6 +42,8 @@ class AnchorStore:
 
     What does not fit the device moves to the host, site by site, and only what fits neither is forgotten.
     """
+
+    without_offsets = staticmethod(rotated)
 
     def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST) -> None:
         self._config = config

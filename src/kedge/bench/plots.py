@@ -95,12 +95,16 @@ def _hit_rates(axes: Any, cells: Mapping[str, Mapping[str, float]], title: str) 
 def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
     """Draw a study's figure, one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
     plt = _pyplot(file)
-    across = min(len(plot.ys), 2)
-    down = -(-len(plot.ys) // across)
+    parts = _parts(plot, rows)
+    panels = [(part, y) for part in parts for y in plot.ys]
+    across = len(plot.ys) if plot.of else min(len(plot.ys), 2)
+    down = -(-len(panels) // across)
     figure, grid = plt.subplots(down, across, figsize=(5.5 * across, 3.4 * down), layout="constrained", squeeze=False)
-    for axes, y in zip(grid.flat, plot.ys, strict=False):
-        _panel(axes, plot, rows, y)
-    for axes in list(grid.flat)[len(plot.ys) :]:
+    for axes, (part, y) in zip(grid.flat, panels, strict=False):
+        _panel(axes, plot, parts[part], y)
+        if part:
+            axes.set(title=f"{part}: {axes.get_title()}")
+    for axes in list(grid.flat)[len(panels) :]:
         axes.axis("off")
     handles, labels = grid.flat[0].get_legend_handles_labels()
     if plot.by:
@@ -108,6 +112,14 @@ def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
     figure.suptitle(title)
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def _parts(plot: Plot, rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
+    """Return the rows of each value of `plot.of`; without that all of them, with no name."""
+    if plot.of is None:
+        return {"": rows}
+    column = plot.of
+    return {name: [row for row in rows if row[column] == name] for name in dict.fromkeys(row[column] for row in rows)}
 
 
 def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
@@ -128,6 +140,8 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
         turn = {"rotation": 30, "ha": "right"} if crowded else {}
         axes.set_xticks(range(len(xs)), [str(x) for x in xs], **turn)
     axes.set(title=y.replace("_", " "), xlabel=plot.x.replace("_", " "))
+    if y in plot.log:
+        axes.set_yscale("log")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -28,6 +28,8 @@ ABOUT = {
     "sensitivity": "The entropy threshold, the pool size (KVCOMM, Table 6), and what is computed of a value.",
     "criterion": "What makes a value shareable (KVCOMM, Table A.3).",
     "estimators": "Estimators at the same reuse rate, with learning curves (KVCOMM, Table A.4).",
+    "first": "What is translated of a new team's first question, and how right it is then, three tasks.",
+    "frontier": "Quality over the share of tokens computed, every method with that share swept, three tasks.",
     "memory": "What anchors weigh, by length and number (KVCOMM, figure A.1).",
     "offload": "Anchors in host memory against anchors on the device (KVCOMM, Table A.6).",
     "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",

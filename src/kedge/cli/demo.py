@@ -76,7 +76,7 @@ def _run_all(
     from kedge.bench.demo import Comparison, answer, questions
     from kedge.engine.local.engine import LocalEngine
     from kedge.errors import TranslationRefused
-    from kedge.settings import AnchorSettings, EngineSettings, estimator_settings
+    from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
     from kedge.types import ReuseMode
     from kedge.workloads.miniature import TASKS
 
@@ -88,7 +88,9 @@ def _run_all(
     with progress_bars(console) as progress:
         dense = None
         for name in estimators:
-            config = EngineSettings(model=model, anchors=AnchorSettings(**estimator_settings(name)))
+            anchors = AnchorSettings(**estimator_settings(name))
+            unknown = "dense" if anchors.criterion == "entropy" else "rotate"  # the paper's method has no other way
+            config = EngineSettings(model=model, anchors=anchors, planner=PlannerSettings(unknown=unknown))
             with LocalEngine(config=config) as engine:
                 if engine.translation_refusal:
                     raise TranslationRefused("model", str(model), engine.translation_refusal)

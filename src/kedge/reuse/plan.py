@@ -51,7 +51,7 @@ class ReusePlan:
     estimates: tuple[Any, ...] = field(default=(), repr=False)
     """The estimates that were used, for counting anchor hits."""
     teaches: bool = False
-    """It is computed so that something can be learned from it."""
+    """A value in it is computed so that something can be learned from it."""
     sentinels: tuple[int, ...] = ()
     """Positions that are translated and computed as well, so that the two can be compared"""
 
@@ -74,6 +74,10 @@ class ReusePlan:
     def translated_tokens(self) -> int:
         """Tokens that are written by translation, those included that are computed all the same."""
         return sum(one.tokens for one in self.translations)
+
+    def writes_in(self, start: int, stop: int) -> bool:
+        """Return whether a token at positions [start, stop) is written by translation."""
+        return any(one.start < stop and start < one.start + one.tokens for one in self.translations)
 
     @property
     def exact_tokens(self) -> int:

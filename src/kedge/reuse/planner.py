@@ -29,6 +29,7 @@ SPARSE = 8
 """At most one translated token in so many is a sentinel."""
 CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
+UNLEARNED = "nothing is known yet of the template behind this value"
 
 
 @dataclass(slots=True)
@@ -147,7 +148,9 @@ class Planner:
         return wanted and self._refusal is None
 
     def _fill(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None) -> None:
-        """Draft a placeholder; where dense prefill would teach something about it, all of the prompt is dense."""
+        """Draft a placeholder. Where computing it would teach something about it, that is done, and where nothing may
+        be translated without anchors, all of the prompt is dense then.
+        """
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
         if request.guard.withholds(here.segment.name):
@@ -158,12 +161,12 @@ class Planner:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
         prefixes = self._bases.prefixes(request.namespace, draft.key)
-        if prefixes is None and later_prefixes(draft.placed):
+        if prefixes is None and not self._rotates and later_prefixes(draft.placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
         elif self._fill_pair(request, draft, here, after, prefixes or {}):
             draft.teaches = True
-            if not draft.dense:
+            if not (draft.dense or self._rotates):
                 draft.give_up()
 
     def _fill_pair(
@@ -174,12 +177,14 @@ class Planner:
         after: Placed | None,
         prefixes: Mapping[int, KV],
     ) -> bool:
-        """Draft a placeholder and the prefix segment after it. Returns whether dense prefill would teach something."""
+        """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
         sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
         estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
+        if not estimate.shareable and self._rotates and here.segment.is_answer:
+            estimate = self._anchors.without_offsets(sample)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
             return estimate.learnable
@@ -194,11 +199,20 @@ class Planner:
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
         self._post_sentinels(request, draft, here)
-        if after is not None and after.index in prefixes:
+        if after is None or after.segment.is_placeholder or not len(after):
+            return False
+        if estimate.prefix is None or after.index not in prefixes:
+            draft.misses.append(Miss(after.segment.name, UNLEARNED))
+        else:
             weak = estimate.weak_prefix_positions()
             if self._costs.translation_pays(len(after), len(after) - len(weak)):
                 self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
         return False
+
+    @property
+    def _rotates(self) -> bool:
+        """Whether something is translated before there are anchors of it."""
+        return self._policy.unknown == "rotate"
 
     def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
         """Write what of a segment is not exact, then computes its first tokens and the `weak` ones again."""

@@ -104,12 +104,14 @@ class Runtime:
             self._bases.put_sample(request.run_key, request.produces, tokens, kv, exact_lineage=exact)
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
-        """Return whether to learn from a request: its whole prompt was computed, and its offsets are worth measuring.
+        """Return whether to learn from a request: its whole prompt was computed, or a value in it because that teaches
+        something, and its offsets are worth measuring.
 
-        Those of an agent that has seen enough values are, once in `REFRESH` times, so that they follow what changes.
+        Dense prompts of an agent that has seen enough values are, once in `REFRESH` times, so that they follow what
+        changes.
         """
         if plan.translates or not self.learns(request):
-            return False
+            return plan.teaches and self.learns(request)
         key = template_key(request)
         values = self._needs.worth_translating(request, layout(request))
         if not all(self._needs.is_saturated(request, key, one) for one in values):
@@ -123,8 +125,9 @@ class Runtime:
         """
         return self._needs.lessons_missing(request, exact_tokens) if self.learns(request) else 0
 
-    def observe(self, request: GenerateRequest, read: ReadKV) -> Iterator[Placed]:
-        """Measure the offsets of a densely prefilled prompt and feed the anchor pools.
+    def observe(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> Iterator[Placed]:
+        """Measure the offsets of the values that were computed in a prompt, and feed the anchor pools. With a `plan`,
+        values that it translates are left out.
 
         One placeholder a step, so that decodes beside it are not held up for long; yields what was measured.
         """
@@ -134,6 +137,8 @@ class Runtime:
             return
         for here, after in zip(placed, [*placed[1:], None], strict=True):
             if not here.segment.is_placeholder or len(here) <= self._short:
+                continue
+            if plan and plan.writes_in(here.start, here.stop):
                 continue
             sample = self._planner.sample(request, here)
             if sample is not None:

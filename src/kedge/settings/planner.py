@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import NonNegativeInt
 
 from kedge.settings.section import SettingsSection, Share
@@ -24,6 +26,11 @@ class PlannerSettings(SettingsSection):
     """Compute the whole last segment instead of only the last token."""
     min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
+
+    unknown: Literal["rotate", "dense"] = "rotate"
+    """What serves a value that no anchors know: `rotate` translates agents' answers by rotation alone, and computes
+    questions, tool results and the template behind any of these, which is learned from; `dense` computes the whole
+    prompt, and learns from that. vLLM's workers learn from whole prompts only, so that there it is `dense`."""
 
     by_cost: bool = True
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""

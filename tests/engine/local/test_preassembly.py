@@ -24,6 +24,7 @@ from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.stage import (
     ANSWER,
     ASKED,
+    PLANNER,
     QUESTION,
     RUN,
     SPACE,
@@ -120,6 +121,20 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
     assert stage.told["wasted_tokens"] > 0
 
 
+def test_an_answer_that_no_anchor_knows_may_be_moved_ahead() -> None:
+    outcomes = []
+    for ahead in (False, True):
+        stage = Stage(planner=PLANNER.model_copy(update={"unknown": "rotate"}))
+        request = prompt_of("reader", ASKED, stage.write(ASKED))
+        if ahead:
+            stage.prepare(request)
+        sequence = stage.serve(request)
+        outcomes.append(outcome(sequence))
+        assert sequence.plan.translates and sequence.plan.teaches
+        assert (sequence.preassembled > 0) == ahead
+    assert outcomes[0] == outcomes[1]
+
+
 def test_a_prompt_of_which_too_little_could_be_translated_is_dense() -> None:
     outcomes, planner = [], PlannerSettings(by_cost=False, recompute_head=2, min_translated=0.99)
     for ahead in (False, True):
@@ -147,7 +162,7 @@ def test_a_dense_prompt_that_was_computed_ahead_is_learned_from() -> None:
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_with_the_last_segment_recomputed_only_its_last_token_is_left(tail: bool) -> None:
-    stage = taught(planner=PlannerSettings(by_cost=False, recompute_head=2, recompute_tail=tail))
+    stage = taught(planner=PLANNER.model_copy(update={"recompute_tail": tail}))
     request = prompt_of("reader", ASKED, stage.answer)
     stage.prepare(request)
     sequence = stage.submit(request)

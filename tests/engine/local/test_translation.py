@@ -158,7 +158,7 @@ def test_an_agent_without_offsets_is_prefilled_densely_and_learns() -> None:
     for seed in (51, 50, 51):
         critic, _ = driver.serve(request(tokens(seed, 30), agent="critic"))
         reasons.append([miss.reason for miss in critic.plan.misses])
-    assert reasons == [["the agent's template has no base KV yet"], ["not calibrated yet"], []]
+    assert reasons == [["no anchor of this agent yet"], ["not calibrated yet"], []]
     assert critic.plan.translates
 
 
@@ -244,3 +244,60 @@ def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: s
     key_error = relative(translated.keys[1:, hint], dense.keys[1:, hint])
     value_error = relative(translated.values[1:, hint], dense.values[1:, hint])
     assert 0 < key_error < 1.3 * value_error
+
+
+# before anchors exist -------------------------------------------------------------------------------------------------
+
+
+def reading(answer: Tokens, question: Tokens, run: str) -> GenerateRequest:
+    """The critic's prompt: its prefix, a question, a prefix, the answer of the solver in `run`, and a last prefix."""
+    segments = (
+        Segment(tokens(33, 33), "p0"),
+        Segment(question, "user_question", SampleId.parse("input_user_question@0"), base_context=tokens(1, 3)),
+        Segment(tokens(7, 9), "p1"),
+        Segment(answer, "agent_solver_current", SampleId.parse("agent_solver@0")),
+        Segment(tokens(8, 5), "p2"),
+    )
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    return GenerateRequest(
+        segments, params, ReuseMode.TRANSLATE, run=RunId(run), workflow=WorkflowId("test"), agent=AgentId("critic")
+    )
+
+
+def answered(driver: Driver, question: Tokens, run: str) -> Tokens:
+    asked = replace(request(question, run=run, max_tokens=24), produces=SampleId.parse("agent_solver@0"))
+    return tuple(driver.serve(asked)[0].tokens[asked.prompt_tokens :])
+
+
+def test_a_new_teams_first_answer_is_moved_to_its_reader() -> None:
+    """Its values are those of its decoding, its keys are rotated to their place, and everything else is computed."""
+    driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
+    answer = answered(driver, tokens(50, 12), "first")
+    asked = reading(answer, tokens(50, 12), "first")
+    base = driver.core.inspection.learned[1].find(asked.run_key, asked.segments[3].sample, answer, ())
+    sequence, kv = driver.serve(asked)
+    assert base is not None and sequence.receipt().translated == len(answer) == 24
+    moved = kv.slice(54, 78)
+    assert relative(moved.keys, base.kv.keys) < 1e-5 and relative(moved.values, base.kv.values) < 1e-5
+    reasons = {miss.segment: miss.reason for miss in sequence.receipt().misses}
+    assert reasons["user_question"] == "no anchor of this agent yet" and "p2" in reasons
+
+
+def test_a_team_learns_from_the_questions_that_its_readers_compute() -> None:
+    """No prompt is dense for it: the third question is translated with what the first two left."""
+    driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
+    translated = []
+    for at in range(3):
+        run, question = f"run-{at}", tokens(50 + at, 12)
+        sequence, _ = driver.serve(reading(answered(driver, question, run), question, run))
+        translated.append(sequence.receipt().translated)
+    assert translated == [24, 24, 24 + 12 + 9]
+    pools = {key.placeholder: pool for key, pool in driver.core.inspection.learned[0].pools.items()}
+    assert "agent_solver_current" not in pools, "an answer that was translated shows no offsets"
+
+
+def test_where_unknown_values_are_dense_a_reader_computes_its_whole_prompt() -> None:
+    planner = PlannerSettings(by_cost=False, unknown="dense")
+    driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}), planner=planner)
+    sequence, _ = driver.serve(reading(answered(driver, tokens(50, 12), "first"), tokens(50, 12), "first"))
+    assert sequence.receipt().translated == 0

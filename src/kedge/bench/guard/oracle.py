@@ -40,4 +40,5 @@ class DenseOracle(AbstractContextManager["DenseOracle"]):
     def compare(self, calls: Sequence[AnsweredCall]) -> list[DecisionComparison]:
         """Compare answers with those to the same prompts without reuse, as the guard does."""
         streams = [(call, self._lane.again(call)) for call in calls]
-        return [compare(stream.result(), call.completion, self._margin) for call, stream in streams]
+        found = [compare(stream.result(), call.completion, self._margin) for call, stream in streams]
+        return [one for one in found if one is not None]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kedge.anchors.translator import Translator
 from kedge.engine.local.components import Assembler, Translating
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.kv.rotary import Rotary
+from kedge.errors import ConfigError
+from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan
 from kedge.types import AgentId, GenerateRequest
@@ -24,8 +25,10 @@ TIMES_BASE = 50.0
 class WrongBase(nn.Module):
     """A rotary module with the model's frequencies as they are at another base."""
 
-    def __init__(self, rotary: Rotary) -> None:
+    def __init__(self, rotary: Rotation) -> None:
         super().__init__()
+        if rotary.tables is None:
+            raise ConfigError("model", "rotation", "the fault needs one rotation of all layers, half with half")
         cos, sin = rotary.tables
         frequencies = torch.atan2(sin[1], cos[1])
         places = torch.arange(len(frequencies), device=frequencies.device) / len(frequencies)

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from kedge.anchors.estimate import OffsetEstimate
-from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
+from kedge.anchors.estimate import OffsetEstimate, no_offsets
+from kedge.anchors.offsets import OffsetTable, row_dtype, row_width
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.engine.local.components import Assembler
@@ -30,7 +30,7 @@ class NoAnchors(AnchorStore):
 
     def estimate(self, slot: PlaceholderSite, sample: SampleView) -> OffsetEstimate:  # noqa: ARG002
         table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
-        nothing = _no_offsets(sample.base, table)
+        nothing = no_offsets(sample.base, table)
         return OffsetEstimate(
             True, "", learnable=False, value=nothing, prefix=nothing, value_table=table, prefix_table=table
         )
@@ -47,12 +47,7 @@ class NoAnchors(AnchorStore):
 
 def without_offsets(item: Translation) -> Translation:
     """Return the translation with its base KV unchanged but for the rotation."""
-    return replace(item, blend=_no_offsets(item.base, item.table))
-
-
-def _no_offsets(base: KVSegment, table: OffsetTable) -> Blend:
-    rows = torch.zeros(base.tokens, 0, dtype=torch.int64, device=base.device)
-    return Blend(rows, rows.float(), table.version)
+    return replace(item, blend=no_offsets(item.base, item.table))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ class LabSettings:
     judged: bool = False
     timed: bool = False
     """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
+    fresh: bool = False
+    """Whether every question is asked, in closed loop, by a team of which nothing is known."""
     seed: int = 0
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
@@ -209,8 +211,9 @@ class Lab:
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
+        tenant = TenantId(f"{CLOSED}-{asked.number}") if self._settings.fresh else CLOSED
         began = time.perf_counter()
-        result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
+        result = _run(recorder, flow, asked.question, bench.reuse, tenant)
         bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too
         took = time.perf_counter() - began
         if bench.method.is_timed and self._settings.timed:

@@ -11,6 +11,7 @@ from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.lab.baselines import Ablation, NoAnchors
 from kedge.bench.lab.cacheblend import RATIOS, CacheBlend
 from kedge.bench.lab.relay import DecodedBases, RelayCaching, RelayedAnswers
+from kedge.bench.lab.seams import WHOLE, Seams
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
@@ -24,7 +25,13 @@ from kedge.types import ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workloads.miniature import role_last
 
-_PAPER: Mapping[str, Any] = {"recompute_head": 0, "recompute_short": 0, "trail": 0, "min_translated": 0.0}
+_PAPER: Mapping[str, Any] = {
+    "recompute_head": 0,
+    "recompute_short": 0,
+    "trail": 0,
+    "min_translated": 0.0,
+    "unknown": "dense",
+}
 """The paper recomputes one token, keeps no trail behind values, and has no least share."""
 
 
@@ -89,6 +96,17 @@ def relay(share: float | None = None) -> Method:
     return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=components, is_timed=share == 0)
 
 
+def seams(last: int, *, inputs: bool = True) -> Method:
+    """Return rotation with a trail behind each value and the `last` tokens of every prefix segment computed; without
+    `inputs`, questions and tool results are computed as well.
+
+    It has no anchors. Criterion `length` keeps the trail of answers, too.
+    """
+    components = EngineComponents(NoAnchors, Seams(last, inputs))
+    planner = {**_PAPER, "trail": PlannerSettings().trail}
+    return Method(ReuseMode.TRANSLATE, {"criterion": "length"}, planner, components)
+
+
 METHODS: Mapping[str, Method] = {
     "dense": Method(ReuseMode.OFF),
     "exact": Method(ReuseMode.EXACT),
@@ -97,14 +115,16 @@ METHODS: Mapping[str, Method] = {
     "epic": epic(16),
     "cacheblend": cacheblend(*RATIOS),
     "relay": relay(),
+    "seams": seams(4),
+    "answers": seams(WHOLE, inputs=False),
     "kvcomm": Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER),
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
     **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name)) for name in ESTIMATORS},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published; an estimator's name is that estimator with Kedge's
-defaults."""
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors (Kedge serves as
+`answers` what no anchor knows), and an estimator's name is that estimator with Kedge's defaults."""
 
 
 def method_named(name: str) -> Method:

@@ -37,9 +37,17 @@ class WatchedBatch(Batch):
         """Return a batch like this one, watched."""
         return cls(**{field.name: getattr(batch, field.name) for field in fields(batch)})
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         self.query, self.scaling = query, scaling
-        return Batch.attend(self, layer, query, scaling, window, softcap)
+        return Batch.attend(self, layer, query, scaling, window, softcap, sinks)
 
     def distances(self, rows: Tensor) -> Tensor:
         """Return the cosine distance of the stored values from the fresh ones, float32 [rows], on the CPU."""

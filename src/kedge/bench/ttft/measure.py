@@ -175,7 +175,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
         num_blocks=settings.agents * longest // 16 + 64,
         max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
-        planner=PlannerSettings(by_cost=False, **recompute),
+        planner=PlannerSettings(by_cost=False, unknown="dense", **recompute),
         guard=GuardSettings(mode=GuardMode.OFF),
     )
 

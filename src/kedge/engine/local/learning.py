@@ -91,7 +91,7 @@ class Learning:
         request, plan, table = sequence.request, sequence.plan, sequence.table
         assert plan is not None and table is not None
         if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
-            steps = self._runtime.observe(request, partial(self._storage.read, table))
+            steps = self._runtime.observe(request, partial(self._storage.read, table), plan)
             observation = PendingObservation(sequence, steps)
             self._pending.append(observation)
             self._runs[observation.run] += 1

@@ -10,6 +10,8 @@ from kedge.bench.lab.studies import (
     anchors,
     criterion,
     estimators,
+    first,
+    frontier,
     memory,
     offload,
     offsets,
@@ -22,7 +24,7 @@ from kedge.bench.lab.studies import (
 from kedge.bench.lab.studies.study import Study
 
 _MODULES = (
-    accuracy, estimators, ablation, similarity, proximity, memory, offload, order, criterion, sensitivity, anchors,
-    unseen, offsets,
+    accuracy, frontier, first, estimators, ablation, similarity, proximity, memory, offload, order, criterion,
+    sensitivity, anchors, unseen, offsets,
 )  # fmt: skip
 STUDIES: Mapping[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

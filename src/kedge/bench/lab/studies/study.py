@@ -58,6 +58,10 @@ class Plot:
     ys: tuple[str, ...]
     by: str | None = None
     kind: Literal["bars", "lines"] = "bars"
+    of: str | None = None
+    """Column with one row of panels for each of its values."""
+    log: tuple[str, ...] = ()
+    """Those of `ys` on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,12 @@ class Study:
     """Settings of a quick run."""
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
+    default: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a full run that differ from those of other studies."""
 
     def settings(self, *, quick: bool, **given: Any) -> StudySettings:
         """Return the settings of a quick or a full run; `given` values other than None override them."""
-        chosen = StudySettings(**{**QUICK, **self.quick, "quick": True}) if quick else StudySettings()
+        chosen = StudySettings(**{**QUICK, **self.quick, "quick": True}) if quick else StudySettings(**self.default)
         return replace(chosen, **{key: value for key, value in given.items() if value is not None})
 
     def run(self, settings: StudySettings, note: Note = lambda _: None) -> list[Row]:

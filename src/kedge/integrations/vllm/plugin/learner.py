@@ -70,6 +70,8 @@ class Learner:
         """
         self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
+        # only prompts that are computed whole are captured, so only from these is anything learned
+        planner = planner.model_copy(update={"unknown": "dense"})
         self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None, costs=costs)
         self._pages = pages
         self._min_translated = settings.planner.min_translated
