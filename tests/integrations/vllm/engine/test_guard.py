@@ -126,7 +126,7 @@ def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path)
         assert done.logprobs == (), "the guard's log-probabilities are no client's"
         return done.receipt.translated > 0
 
-    wait_until(lambda: [is_translated(number) for number in range(len(VALUES))] == [True] * len(VALUES))
+    wait_until(lambda: sum(is_translated(number) for number in range(len(VALUES))) > 1)
     wait_until(lambda: is_at_rest(engine) and record(engine)["checks"] > 0)
     clean = record(engine)
     assert (clean["changed"], clean["withheld"], clean["state"]) == (0, False, GuardState.CANARY)
@@ -134,11 +134,12 @@ def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path)
     assert done >= clean["checks"] and not dropped, "checks stay within vLLM's max_logprobs"
 
     fault.touch()
-    asked = iter(range(10))
+    asked = iter(range(60))
     wait_until(lambda: ask(engine, next(asked) % len(VALUES)) is not None and record(engine)["withheld"])
-    last = ask(engine, 0).receipt
-    assert last.translated == 0 and ("q", WITHHELD) in [(one.segment, one.reason) for one in last.misses]
-    assert next(iter(last.guard)).state is GuardState.SHADOW
+    receipts = [ask(engine, number).receipt for number in range(len(VALUES))]
+    assert not any(one.translated for one in receipts)
+    assert ("q", WITHHELD) in {(miss.segment, miss.reason) for one in receipts for miss in one.misses}
+    assert all(note.state is GuardState.SHADOW for one in receipts for note in one.guard)
     wait_until(lambda: is_at_rest(engine))
 
 
