@@ -52,7 +52,6 @@ BENCH_MAY_IMPORT = {
     "anchors.estimate.OffsetEstimate",
     "anchors.estimate.no_offsets",
     "anchors.estimators.site.SiteOffsets",
-    "anchors.offsets.Blend",
     "anchors.offsets.OffsetTable",
     "anchors.offsets.row_dtype",
     "anchors.offsets.row_width",

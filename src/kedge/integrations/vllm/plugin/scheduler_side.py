@@ -53,8 +53,7 @@ class SchedulerSide:
         self.reports = PlainReports(self.plain)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
-        self._requests: dict[str, TrackedRequest] = {}
-        """Requests with hints"""
+        self._requests: dict[str, TrackedRequest] = {}  # those with hints
         self._loads: dict[str, RequestLoad] = {}
         """Requests that may be loaded from the host"""
         self._cached: dict[str, int] = {}
