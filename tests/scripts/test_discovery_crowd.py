@@ -6,7 +6,8 @@ import tracemalloc
 
 import pytest
 
-from kedge.discovery import discovery, heads, known_texts
+from kedge.discovery import discovery, heads, known_texts, runs
+from scripts import discovery_crowd
 from scripts.discovery_crowd import crowd
 
 
@@ -20,16 +21,18 @@ def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) ->
         (discovery, "MAX_LABELS", 64),
         (discovery, "MAX_ASKED", 64),
         (known_texts, "MAX_TEXTS", 32),
+        (runs, "MAX_RUNS", 32),
+        (discovery_crowd, "HEADS", 10),
     ):
         monkeypatch.setattr(module, name, limit)
     monkeypatch.setattr(heads.SharedHeads.__init__, "__defaults__", (256,))
     sizes = []
     tracemalloc.start()
     try:
-        for figures in crowd(4000, 160, 1000):
+        for figures in crowd(6000, 160, 1000):
             sizes.append(tracemalloc.get_traced_memory()[0])
             assert figures.us_per_request > 0 and figures.resident_mb > 0
     finally:
         tracemalloc.stop()
-    assert figures.requests == 4000 and figures.sessions == 400
-    assert sizes[-1] < 1.2 * sizes[1]
+    assert figures.requests == 6000 and figures.sessions == 600
+    assert (sizes[-1] - sizes[-3]) / 2000 < 160, "bytes for a request; its prompt alone has 640"
