@@ -70,7 +70,5 @@ def _show(console: Console, result: GuardResult) -> None:
         f"clean: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
         f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
     )
-    shares = data["overhead"]
-    console.print(
-        f"with the guard: {shares['throughput_share']:.1%} of throughput, {shares['ttft_share']:.1%} of TTFT p50"
-    )
+    shares = [f"{share:.1%}" if share is not None else "?" for share in data["overhead"].values()]
+    console.print("with the guard: {} of throughput, {} of TTFT p50".format(*shares))

@@ -40,9 +40,10 @@ class GuardSettings(SettingsSection):
     """Divergence (nats) of the distributions of a compared token above which a single check makes an agent suspect."""
     sentinels: NonNegativeInt = 2
     """Tokens of every translated value that the model computes as well. Where they differ from what translation wrote
-    by more than `max_sentinel_error`, the prompt is computed before its first token. 0: none."""
+    by more than `max_sentinel_error` in the mean, the prompt is computed before its first token. 0: none."""
     max_sentinel_error: PositiveFloat = 0.5
-    """Highest relative error of such a token: the norm of the difference over that of its computed keys or values."""
+    """Highest mean relative error of a call's such tokens: the norm of the difference over that of the computed keys or
+    values."""
     trials: PositiveInt = 8
     """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
     switched off, and twice as many every further time."""

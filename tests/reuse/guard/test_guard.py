@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 
 from kedge.guard import GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.guard import QualityGuard
+from kedge.reuse.guard.guard import QualityGuard, SentinelFinding
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
@@ -171,3 +172,40 @@ def test_32_threads_at_once_count_everything() -> None:
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(work, range(32)))
     assert [entry["checks"] for entry in guard.stats()] == [8 * each] * 4
+
+
+def test_sentinels_refute_by_the_mean_of_a_call() -> None:
+    """A single token, so a placeholder of few, may be far off by chance."""
+    one, asked = QualityGuard(NONE), request("a", "b")
+    assert one.sentinels_read(asked, {"a": 1.1, "b": 0.1}, 0.4) is SentinelFinding.USUAL
+    assert not one.orders(asked).withheld
+    assert one.sentinels_read(asked, {"a": 1.1, "b": 0.1}, 0.6) is SentinelFinding.REFUTED
+    assert one.orders(asked).withheld == {"a"}
+
+
+def test_all_placeholders_are_withheld_where_none_alone_is_off() -> None:
+    one, asked = QualityGuard(NONE), request("a", "b")
+    assert one.sentinels_read(asked, {"a": 0.49, "b": 0.5}, 0.51) is SentinelFinding.REFUTED
+    assert one.orders(asked).withheld == {"a", "b"}
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_what_is_not_a_number_refutes(error: float) -> None:
+    one, asked = QualityGuard(NONE), request("a")
+    assert one.sentinels_read(asked, {"a": error}, error) is SentinelFinding.REFUTED
+    assert one.orders(asked).withheld == {"a"}
+
+
+def test_a_second_refutation_before_it_is_trusted_discards_the_anchors() -> None:
+    one, asked = QualityGuard(NONE), request("a")
+    one.sentinels_read(asked, {"a": 0.9}, 0.9)
+    assert one.orders(asked).epoch == 0
+    one.sentinels_read(asked, {"a": 0.9}, 0.9)
+    assert one.orders(asked).epoch == 1 and (one.suspicions, one.breaches) == (1, 1)
+
+
+def test_an_unusual_error_is_worth_a_check() -> None:
+    one, asked = QualityGuard(NONE), request("a")
+    found = [one.sentinels_read(asked, {"a": 0.1}, 0.1) for _ in range(20)]
+    assert set(found) == {SentinelFinding.USUAL}
+    assert one.sentinels_read(asked, {"a": 0.3}, 0.3) is SentinelFinding.UNUSUAL

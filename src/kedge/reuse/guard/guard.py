@@ -134,27 +134,34 @@ class QualityGuard:
                 self.breaches += record.epoch - epoch
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
-    def sentinels_read(self, request: GenerateRequest, errors: Mapping[str, float]) -> SentinelFinding:
-        """Take the mean relative error of each placeholder's sentinel tokens."""
-        finding = SentinelFinding.USUAL
+    def sentinels_read(self, request: GenerateRequest, errors: Mapping[str, float], overall: float) -> SentinelFinding:
+        """Take the mean relative error of each placeholder's sentinel tokens, and of all of them.
+
+        A single token may be far off by chance, but not the mean of a call: above `max_sentinel_error` the placeholders
+        that are above it, or all of them, are withheld.
+        """
+        limit = self._settings.max_sentinel_error
+        is_refuted = not overall <= limit  # neither is what is not a number
+        above = {name for name, error in errors.items() if not error <= limit} or set(errors)
+        unusual = False
         with self._lock:
             for placeholder, error in errors.items():
                 key = GuardKey(*request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
-                if self._refutes(key, record, error):
-                    finding = SentinelFinding.REFUTED
-                elif record.is_unusual(error) and finding is SentinelFinding.USUAL:
-                    finding = SentinelFinding.UNUSUAL
-        return finding
+                if is_refuted and placeholder in above:
+                    self._refute(key, record, error)
+                elif not is_refuted:
+                    unusual |= record.is_unusual(error)
+        if is_refuted:
+            return SentinelFinding.REFUTED
+        return SentinelFinding.UNUSUAL if unusual else SentinelFinding.USUAL
 
-    def _refutes(self, key: GuardKey, record: GuardRecord, error: float) -> bool:
+    def _refute(self, key: GuardKey, record: GuardRecord, error: float) -> None:
         before, suspicions, epoch = record.state, record.suspicions, record.epoch
-        refuted = record.refutes(error, self._settings)
+        record.refute(self._settings)
         self.suspicions += record.suspicions - suspicions
         self.breaches += record.epoch - epoch
-        if refuted:
-            logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
-        return refuted
+        logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""

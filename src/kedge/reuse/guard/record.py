@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
 
 from kedge.guard import GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
@@ -73,18 +72,15 @@ class GuardRecord:
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
             self.state, self._refuted = GuardState.ON, False
 
-    def refutes(self, error: float, settings: GuardSettings) -> bool:
-        """Take the mean error of a call's sentinel tokens. Returns whether what was translated is wrong: the
-        placeholder is suspect then, and after another time before it is trusted its anchors are discarded.
+    def refute(self, settings: GuardSettings) -> None:
+        """Note that sentinel tokens have refuted a translation: the placeholder is suspect, and after another time
+        before it is trusted its anchors are discarded.
         """
-        if not error > settings.max_sentinel_error and isfinite(error):
-            return False
         if self._refuted:
             self._breach(settings)
         else:
             self._suspect(DecisionComparison(False, None, 0.0, 0.0), settings)
         self._refuted = True
-        return True
 
     def is_unusual(self, error: float) -> bool:
         """Take the mean error of a call's sentinel tokens. Returns whether it is far above those of earlier calls."""

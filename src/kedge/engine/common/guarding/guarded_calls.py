@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
@@ -86,7 +87,7 @@ class GuardedCalls:
         call = self._calls.get(request.request_id)
         if call is None:
             return request, False
-        found = self._guard.sentinels_read(request, by_placeholder(request, errors))
+        found = self._guard.sentinels_read(request, by_placeholder(request, errors), fmean(errors.values()))
         if found is SentinelFinding.UNUSUAL and not call.is_checked:
             self._check(call)
         return call.served, found is SentinelFinding.REFUTED
