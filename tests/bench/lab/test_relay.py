@@ -123,7 +123,7 @@ def test_only_what_an_agent_of_this_run_decoded_is_relayed_and_no_base_kv_is_pre
     driver, asked, sequence, _ = served(RelayCaching(0.0))
     question = range(20, 50)
     assert set(question) <= set(sequence.plan.computed)
-    assert {miss.segment for miss in sequence.plan.misses} == {"user_question"}
+    assert {miss.segment for miss in sequence.plan.misses} == {"user_question", "p2"}
     other, _ = driver.serve(replace(reader(asked.segments[3].tokens, run="other"), run=RunId("other")))
     assert not other.plan.translates
     assert driver.core.inspection.learning.stats()["base_prefills_done"] == 0

@@ -85,6 +85,7 @@ class Driver:
         )  # fmt: skip
         self.core.requests.submit(sequence)
         while sequence.first_token is None:
+            assert not sequence.is_over, "it has ended with an error"
             self.core.step()
         assert sequence.table is not None
         kv = self.core.inspection.storage.read(sequence.table, 0, request.prompt_tokens)

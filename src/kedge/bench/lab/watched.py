@@ -16,7 +16,7 @@ class ReadOnlyStorage(PagedStorage):
     """A view of a storage that keeps what a pass would write, and writes nothing."""
 
     def __init__(self, storage: PagedStorage) -> None:
-        self.keys, self.values = storage.keys, storage.values
+        self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
         self.fresh: tuple[int, Tensor, Tensor]
         """Layer, keys and values [rows, kv_heads, head_dim] of the last pass."""
