@@ -19,7 +19,7 @@ from kedge.workloads.miniature import TASKS, Task
 
 REWORDED = "Follow the rules of the house. Be brief, be sure, and never repeat what the others have written."
 """An earlier version of a role"""
-DEVICE, HOST = 1 << 20, 1 << 28
+DEVICE, HOST = 1 << 17, 1 << 28
 """Bytes for offsets on the device, for each question in a pool, and behind it: one agent's offsets fit, those of
 a whole bundled team do not"""
 
