@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kedge.types import Receipt
 
 MAX_REASONS = 16
-"""Reasons that are told apart; further ones are counted as others"""
+"""Reasons that are counted one by one; further ones are counted as others"""
 OTHERS = "other reasons"
 _NUMBER = re.compile(r"\d[\d.,]*")
 

@@ -106,7 +106,7 @@ def _sell(question: Question, read: Read) -> str:
 
 
 def _inspect(question: Question, read: Read) -> str:
-    """Return the Inspector's reference answer: by what the Searcher said, where it hears the Searcher."""
+    """Return the Inspector's reference answer: by what the Searcher answered, where it reads that."""
     claim = read.get("agent_searcher_current", _find(question))
     if first_decision(claim) == PROSE:
         found = _OWNS.search(claim)
