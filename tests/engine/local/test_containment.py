@@ -263,8 +263,8 @@ def test_learning_that_raises_half_way_costs_nobody_anything(
 ) -> None:
     observe = Runtime.observe
 
-    def half(runtime: Runtime, request: GenerateRequest, read: Any) -> Iterator[Any]:
-        yield from list(observe(runtime, request, read))[:1]
+    def half(runtime: Runtime, request: GenerateRequest, *rest: Any) -> Iterator[Any]:
+        yield from list(observe(runtime, request, *rest))[:1]
         if request.agent == VICTIM:
             raise error
 

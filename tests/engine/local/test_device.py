@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from kedge.engine.local.attention.paged import SequenceSlice, _attend
 from kedge.engine.local.inspection import Inspection
-from kedge.kv.storage import PagedStorage
 from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
@@ -119,11 +117,11 @@ def test_attention_is_right_at_lengths_that_no_tile_divides(
     torch.manual_seed(0)
     heads, kv_heads, dim = SHAPES[shape]
     pool = [torch.randn(1, 1100, kv_heads, dim, device=DEVICE).to(dtype) for _ in range(2)]
-    storage = cast(PagedStorage, SimpleNamespace(keys=pool[0], values=pool[1]))
+    pools = pool[0][0], pool[1][0]
     for context in AWKWARD if ON_GPU else AWKWARD[:1]:
         sequence = sequence_of(WHERE[where](context), context)
         query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(dtype)
-        got = _attend(query, storage, 0, sequence, dim**-0.5, window)
+        got = _attend(query, pools, sequence, dim**-0.5, window, None)
         keys, values = (x[0, 40 : 40 + context] for x in pool)
         wanted = masked_softmax(query, keys, values, sequence.positions, dim**-0.5, window)
         assert (got.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
@@ -137,7 +135,7 @@ def test_how_long_attention_takes_at_a_length_seen_for_the_first_time(
     """A kernel that is built for every new length would cost most prompts their time to first token."""
     heads, kv_heads, dim = SHAPES["8B"]
     pool = [torch.randn(1, 1100, kv_heads, dim, device=DEVICE).to(torch.bfloat16) for _ in range(2)]
-    storage = cast(PagedStorage, SimpleNamespace(keys=pool[0], values=pool[1]))
+    pools = pool[0][0], pool[1][0]
     spent: dict[str, list[float]] = {"first": [], "again": []}
     for context in range(901, 931, 3):
         sequence = sequence_of(WHERE[where](context), context)
@@ -145,7 +143,7 @@ def test_how_long_attention_takes_at_a_length_seen_for_the_first_time(
         for name in spent:
             torch.cuda.synchronize()
             began = time.perf_counter()
-            out = _attend(query, storage, 0, sequence, dim**-0.5, None)
+            out = _attend(query, pools, sequence, dim**-0.5, None, None)
             torch.cuda.synchronize()
             spent[name].append(time.perf_counter() - began)
             assert out.isfinite().all()
