@@ -41,10 +41,8 @@ class GuardOrders:
     """Placeholders that are computed, whatever the anchors predict; `EVERYTHING` for all"""
     epoch: int = 0
     """Number of times that the agent's anchors were discarded: those of an earlier epoch are not used"""
-
     afresh: str = ""
     """A placeholder that a check translates, also where the cache has the exact KV of the call that it checks"""
-
     held_out: bool = False
     """Whether nothing is learned from it, as a check translates it: with its own anchor every check would be clean"""
     sentinels: int = 0

@@ -68,7 +68,7 @@ class GuardRecord:
         elif self.withheld:
             self._tried(seen, settings)
         elif seen.changed or seen.kl > settings.max_kl:
-            self._suspect(seen, settings)
+            self._suspect(settings, seen.kl)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
             self.state, self._refuted = GuardState.ON, False
 
@@ -79,7 +79,7 @@ class GuardRecord:
         if self._refuted:
             self._breach(settings)
         else:
-            self._suspect(DecisionComparison(False, None, 0.0, 0.0), settings)
+            self._suspect(settings)
         self._refuted = True
 
     def is_unusual(self, error: float) -> bool:
@@ -101,10 +101,10 @@ class GuardRecord:
         if self._streak >= self._needed:
             self._restart(GuardState.CANARY)
 
-    def _suspect(self, seen: DecisionComparison, settings: GuardSettings) -> None:
+    def _suspect(self, settings: GuardSettings, kl: float = 0.0) -> None:
         self.suspicions += 1
         self._restart(GuardState.SHADOW)
-        self.kl, self.withheld, self._needed = seen.kl, True, settings.trials
+        self.kl, self.withheld, self._needed = kl, True, settings.trials
 
     def _breach(self, settings: GuardSettings) -> None:
         self.epoch += 1

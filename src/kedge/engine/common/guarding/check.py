@@ -8,6 +8,7 @@ from statistics import fmean
 
 from kedge.guard import GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, DecisionComparison, compare
+from kedge.reuse.layout import Placed, layout
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
@@ -18,6 +19,7 @@ from kedge.types import (
     RunId,
     RunKey,
     Source,
+    Span,
     TurnHints,
     WorkflowId,
     new_request_id,
@@ -99,26 +101,24 @@ def _again(request: GenerateRequest, served: Completion, settings: GuardSettings
 
 
 def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple[str, ...]:
-    """Return the names of the placeholders of which a receipt lists translated tokens."""
+    """Return the names of the placeholders of which a receipt lists translated tokens, each once."""
     spans = [span for span in receipt.spans if span.source is Source.TRANSLATED]
-    names: dict[str, None] = {}
-    start = 0
-    for segment in request.segments:
-        stop = start + len(segment.tokens)
-        if segment.is_placeholder and any(span.start < stop and span.stop > start for span in spans):
-            names[segment.name] = None  # once, however often a prompt reads it
-        start = stop
-    return tuple(names)
+    names = (here.segment.name for here in _values(request) if any(_overlap(here, span) for span in spans))
+    return tuple(dict.fromkeys(names))
 
 
 def by_placeholder(request: GenerateRequest, errors: Mapping[int, float]) -> dict[str, float]:
     """Return the mean of what is given by position for each placeholder that holds any of these positions."""
     found: dict[str, list[float]] = {}
-    start = 0
-    for segment in request.segments:
-        stop = start + len(segment.tokens)
-        inside = [error for at, error in errors.items() if start <= at < stop]
-        if segment.is_placeholder and inside:
-            found.setdefault(segment.name, []).extend(inside)
-        start = stop
+    for here in _values(request):
+        if inside := [error for at, error in errors.items() if here.start <= at < here.stop]:
+            found.setdefault(here.segment.name, []).extend(inside)
     return {name: fmean(these) for name, these in found.items()}
+
+
+def _values(request: GenerateRequest) -> list[Placed]:
+    return [here for here in layout(request) if here.segment.is_placeholder]
+
+
+def _overlap(here: Placed, span: Span) -> bool:
+    return span.start < here.stop and span.stop > here.start

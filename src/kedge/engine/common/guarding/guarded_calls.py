@@ -94,12 +94,10 @@ class GuardedCalls:
 
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:
-            verdict = self._guard.verdict(request)
+            return self._guard.verdict(request)
         except Exception:  # nothing is translated while nothing is known
             logger.exception("the guard failed on request %s", request.request_id)
             return GuardVerdict(replace(request.guard, withheld=frozenset((EVERYTHING,))))
-        compared = request.sampling.max_tokens > 0 and request.prompt_logprobs is None
-        return replace(verdict, is_checked=verdict.is_checked and compared)
 
     def watched_tokens(self, asked: GenerateRequest) -> int | None:
         """Return of how many tokens of a checked answer log-probabilities are needed; None: of all."""
