@@ -97,6 +97,6 @@ def _show(console: Console, data: Mapping[str, Any]) -> None:
     if "langgraph" in data:
         console.print(tables.plain_graphs(data["langgraph"]))
     if "idle_share" in data.get("cost", {}):
-        share, (lower, upper), pairs = (data["cost"][name] for name in ("idle_share", "idle_quartiles", "idle_pairs"))
+        share, (lower, upper), starts = (data["cost"][name] for name in ("idle_share", "idle_quartiles", "idle_starts"))
         console.print(f"with nothing to gain: {share:.1%} of stock vLLM's throughput")
-        console.print(f"the middle half of {pairs} pairs: {lower:.1%} to {upper:.1%}")
+        console.print(f"the middle half of {starts} starts of both: {lower:.1%} to {upper:.1%}")

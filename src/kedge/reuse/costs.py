@@ -20,8 +20,8 @@ machine.
 """
 CERTAIN = 2.0
 """Weight of a certain delay, relative to time saved only if the expectation comes true."""
-REFIT = 8
-"""Observations between two fits of the coefficients."""
+REFIT, RARE = 8, 64
+"""Observations between two fits of the coefficients: at first, and once there are many times as many."""
 RIDGE = 1e-6
 """Ridge that keeps the fit defined if observations are alike, in units of each feature's mean square."""
 SETTLED_RIDGE = 3e-2
@@ -44,6 +44,7 @@ class LinearCost:
         self._sums = np.zeros(size)
         self._seconds = list(map(float, prior))
         self._observed = 0
+        self._next_fit = 1
         self._recent: list[tuple[Sequence[float], float]] = []
         """Observations since the last fit"""
 
@@ -53,8 +54,10 @@ class LinearCost:
             seconds = min(seconds, OUTLIER * self.of(counts))
         self._recent.append((counts, seconds))
         self._observed += 1
-        if self._observed < REFIT or self._observed % REFIT == 0:
+        if self._observed >= self._next_fit:
             self._seconds = self._fit()
+            wait = 1 if self._observed < REFIT else min(RARE, max(REFIT, self._observed // REFIT))
+            self._next_fit = self._observed + wait
 
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""

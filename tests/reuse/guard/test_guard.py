@@ -64,6 +64,18 @@ def test_the_checked_share_falls_when_all_placeholders_are_on() -> None:
     assert guard.notes(request("a"))[0].state is GuardState.ON
 
 
+def test_an_agent_that_is_not_translated_is_hardly_watched_until_it_is_again() -> None:
+    guard, asked = QualityGuard(ALL), request("a")
+    watched = []
+    for _ in range(400):
+        watched.append(guard.verdict(asked).is_checked)
+        guard.translated(asked, ())
+    assert watched[0] and 1 <= sum(watched[10:]) < 40
+    assert guard.verdict(request("a", agent="other")).is_checked
+    guard.translated(asked, ("a",))
+    assert all(guard.verdict(asked).is_checked for _ in range(10))
+
+
 def test_a_suspect_placeholder_is_withheld_and_tried_in_calls_that_are_not_learned_from() -> None:
     guard = QualityGuard(NONE)
     guard.observe(request("a", "b"), ("b",), CHANGED)

@@ -67,11 +67,7 @@ class PlainResult:
                 "ns_per_token": round(self.discovery.ns_per_token, 1),
             }
         if self.idle:
-            spread = {
-                "idle_quartiles": [round(one, 4) for one in self.idle.quartiles],
-                "idle_pairs": len(self.idle.ratios),
-            }
-            found.setdefault("cost", {}).update(idle_share=round(self.idle.share, 4), **spread)
+            found.setdefault("cost", {}).update(self.idle.as_json())
         if self.gain or self.teams:
             agents = {name: one.agents for name, one in self.gain.items()}
             agents |= {name: one.agents for name, one in self.teams.items()}

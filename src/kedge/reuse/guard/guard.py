@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -16,12 +16,16 @@ from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.record import GuardRecord
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
 TRIED = 0.5
 """Share of the calls with something withheld that are tried with it translated. From the others the anchors learn: a
 trial with what was learned from the very same call would always be clean."""
+RARER, RAREST = 0.5, 1 / 64
+"""Factor on the share of checked calls for each call of an agent in a row that was not translated, and the least one:
+what a comparison needs is gathered while a call is served, and there is nothing to compare unless it is translated.
+"""
 
 
 class GuardKey(NamedTuple):
@@ -64,6 +68,8 @@ class QualityGuard:
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(settings.max_agents)
+        self._worth: BoundedDict[WorkflowAgent, float] = BoundedDict(settings.max_agents)
+        """Factor on the share of checked calls; 1 for agents without an entry"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
@@ -106,15 +112,18 @@ class QualityGuard:
                 tried = self._rng.choice(sorted(orders.withheld))
                 return GuardVerdict(replace(orders, held_out=True), True, tried)
             is_translated = len(orders.withheld) < len(keys)
-            return GuardVerdict(orders, is_translated and self._rng.random() < self._share(keys))
+            share = self._worth.get(request.workflow_agent, 1.0) * self._share(keys)
+            return GuardVerdict(orders, is_translated and self._rng.random() < share)
 
     def _share(self, keys: Sequence[GuardKey]) -> float:
         states = {self._records[key].state for key in keys if key in self._records}
         return self._settings.share if states == {GuardState.ON} else self._settings.canary_share
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
-        """Note that a request was served with these placeholders translated."""
+        """Note that a request was served with these placeholders translated, if any."""
+        agent, placeholders = request.workflow_agent, tuple(placeholders)
         with self._lock:
+            self._worth[agent] = 1.0 if placeholders else max(RAREST, RARER * self._worth.get(agent, 1.0))
             for placeholder in placeholders:
                 key = GuardKey(*request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
@@ -178,7 +187,11 @@ class QualityGuard:
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
         with self._lock:  # bounds are computed without it: requests wait for it
-            mine = [(key, deepcopy(record)) for key, record in self._records.items() if owns(key.namespace)]
+            mine = [
+                (key, replace(record, evidence=copy(record.evidence)))
+                for key, record in self._records.items()
+                if owns(key.namespace)
+            ]
         return [self._entry(key, record) for key, record in mine]
 
     def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
@@ -203,6 +216,7 @@ class QualityGuard:
         """Forget all records."""
         with self._lock:
             self._records.clear()
+            self._worth.clear()
 
 
 def _keys(request: GenerateRequest) -> list[GuardKey]:

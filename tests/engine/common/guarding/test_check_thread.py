@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.check_thread import MAX_CREDIT, CheckThread
+from kedge.engine.common.guarding.check_thread import MAX_CREDIT, MAX_WAITING, CheckThread
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, Overloaded
 from kedge.settings import GuardSettings
@@ -114,6 +114,20 @@ def test_too_many_drop_the_oldest_of_the_agent_with_the_most() -> None:
         for _ in range(3):
             one.finish()
         assert one.checks.drain(10) and one.judged == [rare, *noisy[-2:]]
+
+
+def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        for _ in range(MAX_WAITING):
+            assert one.checks.wants(request(agent="noisy").workflow_agent)
+            one.add(agent="noisy")
+        assert not one.checks.wants(request(agent="noisy").workflow_agent)
+        assert one.checks.wants(request(agent="rare").workflow_agent)
+        one.checks.left(0)
+        for _ in range(MAX_WAITING):
+            one.finish()
+        assert one.checks.drain(10) and one.checks.wants(request(agent="noisy").workflow_agent)
 
 
 def test_the_end_of_a_run_waits_for_its_trials_only() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kedge.guard import GuardOrders
 from kedge.integrations.vllm.engine.requests import (
+    RESENT,
     Forecasts,
     PluginMessage,
     end_of_run,
@@ -149,6 +150,15 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents() -> None:
         Namespace(TENANT), {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}, (1, 2, 3)
     )
     assert messages[1].hints["steps"] == {"a": 1.0}
+
+
+def test_a_fixed_prompt_is_sent_again_when_it_changes_and_every_so_many_runs() -> None:
+    forecasts, one = Forecasts(), {key("a"): (1, 2, 3)}
+    sent = [len(list(forecasts.messages({}, one))) for _ in range(2 * RESENT + 1)]
+    assert [run for run, count in enumerate(sent) if count] == [0, RESENT, 2 * RESENT]
+    other_run = key("a")._replace(run_id=RunId("other"))
+    assert not list(forecasts.messages({}, {other_run: (1, 2, 3)})), "the prompt is the same in all runs"
+    assert list(forecasts.messages({}, {key("a"): (1, 2)})) and list(forecasts.messages({}, {key("b"): (1, 2)}))
 
 
 def test_the_plugin_reads_every_message() -> None:

@@ -13,11 +13,13 @@ from kedge.engine.common.guarding.check import Check
 from kedge.engine.common.guarding.deferred_ends import DeferredEnds
 from kedge.errors import KedgeError
 from kedge.settings import GuardSettings
-from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunKey
+from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunKey, WorkflowAgent
 
 logger = logging.getLogger(__name__)
 GRACE = 0.02
 """Seconds without a request after which an engine counts as idle: a workflow's next agent comes within milliseconds"""
+MAX_WAITING = 2
+"""Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 MAX_CREDIT = 16384
 """Most tokens of checks that requests may save up"""
 
@@ -75,6 +77,11 @@ class CheckThread:
                 self._thread.start()
             self._changed.notify_all()
         self._release(dropped)
+
+    def wants(self, agent: WorkflowAgent) -> bool:
+        """Return whether another check of an agent would be carried out soon."""
+        with self._changed:
+            return sum(check.of.workflow_agent == agent for check in self._waiting) < MAX_WAITING
 
     def _excess(self) -> Check:
         counts = Counter(check.of.workflow_agent for check in self._waiting)

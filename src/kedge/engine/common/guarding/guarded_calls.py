@@ -65,7 +65,7 @@ class GuardedCalls:
             return request, None
         verdict = self._verdict(request)
         call = GuardedCall(request, replace(request, guard=verdict.orders), verdict.tried, is_checked=False)
-        if verdict.is_checked:
+        if verdict.is_checked and self._checks.wants(request.workflow_agent):
             self._check(call)
         self._checks.arrived()
         self._calls[request.request_id] = call

@@ -26,6 +26,7 @@ from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
+from kedge.guard import GuardMode
 from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
@@ -35,9 +36,20 @@ from kedge.integrations.vllm.engine.requests import (
     sampling_arguments,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, Tokens, TurnHints
+from kedge.types import (
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    SamplingParams,
+    Segment,
+    Tokens,
+    TurnHints,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
@@ -98,6 +110,27 @@ class VLLMEngine:
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
+        if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
+            self._warm_up()
+
+    @property
+    def _is_guarded(self) -> bool:
+        """Whether calls may be checked: without the plug-in nothing is translated, and without log-probabilities
+        nothing can be compared.
+        """
+        return self._plugged and self._max_logprobs != 0
+
+    def _warm_up(self) -> None:
+        """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need when
+        they are first asked for, which takes seconds, and the guard asks for them beside any request.
+        """
+        sampling = SamplingParams(max_tokens=1)
+        for count in (1, 2):
+            requests = [
+                GenerateRequest((Segment((0,), "p0"),), sampling, ReuseMode.OFF, logprobs=TOP) for _ in range(count)
+            ]
+            for stream in [self.submit(self._within_top(one)) for one in requests]:
+                stream.result()
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -126,10 +159,8 @@ class VLLMEngine:
         return response.stream
 
     def _guarded(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
-        """Return the request as the guard has it served. Without the plug-in nothing is translated, and without
-        log-probabilities nothing can be compared.
-        """
-        if not self._plugged or self._max_logprobs == 0:
+        """Return the request as the guard has it served."""
+        if not self._is_guarded:
             return request, None
         request, tap = self._guard.begin(request)
         return self._within_top(request), tap
@@ -154,10 +185,12 @@ class VLLMEngine:
 
         One that could not be served is ignored.
         """
+        if not self._driver.translates(request):
+            return
         with suppress(RequestError):
             self._validate(request)
             expected = self._guard.ordered(self._with_trails(request))
-            self._send(lambda: [expected_prompt(expected)] if self._driver.translates(expected) else [])
+            self._send(lambda: [expected_prompt(expected)])
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
         keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens

@@ -11,6 +11,7 @@ from typing import Any
 
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.plugin.hints import segment_hints
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
 from kedge.workflow.steps import NextRun
@@ -19,6 +20,10 @@ Hints = dict[str, Any]
 """The `kedge` field of `kv_transfer_params`."""
 NO_SEED, LAST_SEED = -1, 2**63 - 1
 """The seed that vLLM takes for none, and the one that is used instead, so that a seeded answer repeats."""
+MAX_FIXED = 1024
+"""Agents of which is remembered what fixed prompt was sent; the one that was sent longest ago is dropped"""
+RESENT = 64
+"""Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
 NO_PROMPT: Tokens = (0,)
 """The prompt of a message without one: vLLM accepts no empty prompt."""
 
@@ -109,11 +114,14 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
+        self._sent = _SentPrompts()
         self._seq = itertools.count()
 
     def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
-        """Yield fixed prompts, then forecasts: the plug-in adopts a prompt with the forecast that names its agent."""
-        for key, tokens in prompts.items():
+        """Yield fixed prompts that the plug-in does not know from earlier runs, then forecasts: it adopts a prompt with
+        the forecast that names its agent.
+        """
+        for key, tokens in self._sent.unknown(prompts):
             fixed = {**_run_hints(key.run), "agent": short(key.agent), "fixed_tokens": len(tokens)}
             yield PluginMessage(key.namespace, fixed, tokens)
         by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
@@ -131,6 +139,31 @@ class Forecasts:
         if known:
             self._runs[run] = known
         return {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+
+
+@dataclass(slots=True)
+class _SentPrompt:
+    tokens: Tokens
+    runs: int = 0
+
+
+class _SentPrompts:
+    """The fixed prompts that the plug-in has. For vLLM each message is a request of its own, and a team's runs begin
+    with the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], _SentPrompt] = BoundedDict(MAX_FIXED)
+
+    def unknown(self, prompts: Mapping[AgentKey, Tokens]) -> Iterator[tuple[AgentKey, Tokens]]:
+        """Yield the prompts that have to be sent."""
+        for key, tokens in prompts.items():
+            agent = key.namespace, key.client_id, key.agent
+            sent = self._sent.use(agent, lambda: _SentPrompt(()))
+            if sent.tokens != tokens or sent.runs == RESENT:
+                self._sent[agent] = sent = _SentPrompt(tokens)
+                yield key, tokens
+            sent.runs += 1
 
 
 def expected_prompt(request: GenerateRequest) -> PluginMessage:

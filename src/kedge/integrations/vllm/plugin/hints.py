@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -190,6 +191,17 @@ def with_actions(params: Mapping[str, Any] | None, kv_hints: Any) -> Mapping[str
     own, wishes = (params or {}).get("kedge"), read_actions({"actions": actions})
     hints = {**wishes.to_hints(), "actions": [one.to_dict() for one in wishes.outcomes]}
     return {**(params or {}), "kedge": {**hints, **(own if isinstance(own, Mapping) else {})}}
+
+
+def without_hints(sampling: Any) -> Any:
+    """Return vLLM's `SamplingParams` (or None) without hints for Kedge: each worker gets a copy of what is in them."""
+    params = (getattr(sampling, "extra_args", None) or {}).get("kv_transfer_params")
+    if not isinstance(params, Mapping) or "kedge" not in params:
+        return sampling
+    others = {name: value for name, value in params.items() if name != "kedge"}
+    sampling = copy(sampling)  # the caller may use its own again
+    sampling.extra_args = {**sampling.extra_args, "kv_transfer_params": others}
+    return sampling
 
 
 def _steps(value: Any) -> dict[AgentId, NextRun] | None:

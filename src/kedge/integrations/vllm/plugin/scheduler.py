@@ -78,7 +78,8 @@ class _Ordered:
         return output
 
     def add_request(self, request: Request) -> None:
-        request.priority = priority_of(request)
+        if self.policy is SchedulingPolicy.PRIORITY:  # type: ignore[attr-defined]
+            request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
         super().add_request(request)  # type: ignore[misc]
         if self._by_cache is not None and request.request_id in self.requests:  # type: ignore[attr-defined]
             session = self._plugin.session_of(request) if self._plugin else None

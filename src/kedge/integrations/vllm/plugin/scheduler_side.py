@@ -24,7 +24,7 @@ from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.answer_tails import answer_of
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions
+from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
@@ -88,6 +88,7 @@ class SchedulerSide:
         default = self._settings.reuse
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
         if hinted is not None:
+            request.sampling_params = without_hints(request.sampling_params)
             self._on_hints(hinted, request)
         mode = hinted.request.reuse if hinted else default
         if mode is not ReuseMode.OFF and not request.abort_immediately and not (hinted and hinted.is_base):
