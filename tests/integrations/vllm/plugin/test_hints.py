@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.guard import GuardOrders
-from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints
+from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints, without_hints
 from kedge.types import (
     AgentId,
     AgentKey,
@@ -112,3 +113,17 @@ def test_no_hint_is_an_error(kedge: dict[str, Any]) -> None:
     call = read(kedge)
     assert call.request.tokens == TOKENS
     assert 0 <= call.ignored <= len(kedge)
+
+
+def test_workers_are_not_sent_the_hints() -> None:
+    others = {"do_remote_decode": True}
+    given = SimpleNamespace(max_tokens=3, extra_args={"a": 1, "kv_transfer_params": {"kedge": {"run": "r"}, **others}})
+    sent = without_hints(given)
+    assert sent.extra_args == {"a": 1, "kv_transfer_params": others} and sent.max_tokens == 3
+    assert given.extra_args["kv_transfer_params"]["kedge"], "the caller's own is unchanged"
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"kv_transfer_params": None}, {"kv_transfer_params": {"other": 1}}])
+def test_parameters_without_hints_are_passed_on_as_they_are(extra: Any) -> None:
+    given = SimpleNamespace(extra_args=extra)
+    assert without_hints(given) is given and without_hints(None) is None

@@ -36,17 +36,14 @@ from kedge.integrations.vllm.engine.requests import (
     sampling_arguments,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.reuse.guard.comparison import TOP
+from kedge.integrations.vllm.engine.warm_up import warm_up_checks
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import (
     GenerateRequest,
     Namespace,
     RequestId,
-    ReuseMode,
     RunKey,
-    SamplingParams,
-    Segment,
     Tokens,
     TurnHints,
 )
@@ -110,27 +107,10 @@ class VLLMEngine:
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
+        # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
+        self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
-            self._warm_up()
-
-    @property
-    def _is_guarded(self) -> bool:
-        """Whether calls may be checked: without the plug-in nothing is translated, and without log-probabilities
-        nothing can be compared.
-        """
-        return self._plugged and self._max_logprobs != 0
-
-    def _warm_up(self) -> None:
-        """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need when
-        they are first asked for, which takes seconds, and the guard asks for them beside any request.
-        """
-        sampling = SamplingParams(max_tokens=1)
-        for count in (1, 2):
-            requests = [
-                GenerateRequest((Segment((0,), "p0"),), sampling, ReuseMode.OFF, logprobs=TOP) for _ in range(count)
-            ]
-            for stream in [self.submit(self._within_top(one)) for one in requests]:
-                stream.result()
+            warm_up_checks(lambda request: self.submit(self._within_top(request)))
 
     # any thread -------------------------------------------------------------------------------------------------------
 

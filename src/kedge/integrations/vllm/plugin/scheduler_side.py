@@ -83,9 +83,8 @@ class SchedulerSide:
 
     def on_arrival(self, request: Request) -> None:
         """Read a new request's hints, if it has any, and find the session that it continues."""
-        tokens = request.prompt_token_ids or ()
+        tokens, default = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        default = self._settings.reuse
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
         if hinted is not None:
             request.sampling_params = without_hints(request.sampling_params)
