@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import httpx
 import pytest
@@ -147,6 +148,10 @@ agents: [{id: a, user: "{user_question}", tool: hang, tool_seconds: 1000}]
 """
 
 
+LIMIT = 300.0
+"""Seconds that a process may run"""
+
+
 class Process:
     """`kedge serve` with an engine that ends by itself once a prompt says `die`."""
 
@@ -161,6 +166,8 @@ class Process:
         }
         command = [sys.executable, "-c", code, "serve", *args, "--port", "0", "--log-format", "json"]
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
+        self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever
+        self.watchdog.start()
         self.lines: list[str] = []
         self.http = httpx.Client(base_url=re.search(r"http://\S+", self.until("running on http"))[0], timeout=60)
 
@@ -183,6 +190,7 @@ def process(code: str, *args: str, folder: Path) -> Iterator[Process]:
     try:
         yield running
     finally:
+        running.watchdog.cancel()
         running.popen.kill()
         running.popen.communicate()
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import httpx
 import pytest
@@ -160,6 +161,10 @@ agents:
 """
 
 
+LIMIT = 300.0
+"""Seconds that a process may run"""
+
+
 class Process:
     """`kedge serve` of a tiny model, as its log tells of it."""
 
@@ -176,6 +181,8 @@ class Process:
         self.popen = subprocess.Popen(
             [*command, "--state", str(state)], stderr=subprocess.PIPE, text=True, env=environment, cwd=state.parent
         )
+        self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever
+        self.watchdog.start()
         self.lines: list[dict[str, object]] = []
         url = re.search(r"http://\S+", self.until(r"running on (http://\S+)"))
         assert url
@@ -198,6 +205,7 @@ def process(model: Path, state: Path) -> Iterator[Process]:
     try:
         yield running
     finally:
+        running.watchdog.cancel()
         running.popen.kill()
         running.popen.communicate()
 
