@@ -7,25 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
-
-import torch
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.saving.records import names, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
-from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.local.model.identity import add, model_digest
-from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.state.damage import Damage
-from kedge.engine.local.state.files import Entry, Name
-from kedge.engine.local.state.folder import StateFolder
+from kedge.engine.common.state.damage import Damage
+from kedge.engine.common.state.files import Entry, Name
+from kedge.engine.common.state.folder import StateFolder
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import KVSpec
-from kedge.settings import AnchorSettings
 
 logger = logging.getLogger(__name__)
 TRIES = 8
@@ -55,14 +47,13 @@ class SavedState:
 class EngineState:
     """The state of one engine in one folder. Any thread may call; `ask` runs calls on the engine's thread."""
 
-    def __init__(
-        self, folder: Path, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned
-    ) -> None:
-        """Open the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
+    def __init__(self, folder: Path, identity: str, like: KVSegment, ask: AskLearned) -> None:
+        """Open the folder. `identity` is a text of all that saved KV depends on, `like` is KV, perhaps of no tokens, of
+        the model's shape, dtype and device. Raises `ConfigError` if another process uses the folder, and `OSError`.
+        """
         self.folder = folder
-        self._files = StateFolder(folder, identity(runner, tokenizer, anchors))
-        self._like = _no_tokens(runner.spec, runner.device)
-        self._ask, self._lock = ask, threading.Lock()
+        self._files = StateFolder(folder, identity)
+        self._like, self._ask, self._lock = like, ask, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
         """The entries in the folder, with the signatures of the views that they were made from"""
 
@@ -109,8 +100,8 @@ class EngineState:
 class StateKeeper:
     """The engine's state folder, opened at the first `save` or `load`. Any thread may call."""
 
-    def __init__(self, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned) -> None:
-        self._open = partial(EngineState, runner=runner, tokenizer=tokenizer, anchors=anchors, ask=ask)
+    def __init__(self, open_state: Callable[[Path], EngineState]) -> None:
+        self._open = open_state
         self._lock = threading.Lock()
         self._state: EngineState | None = None
 
@@ -144,23 +135,3 @@ def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] =
     pools = sum(entry.name[0] == "pool" for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     return SavedState(pools, len(entries) - pools, nbytes, time.monotonic() - began, tuple(damaged))
-
-
-def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
-    empty = torch.empty(spec.layers, 0, spec.kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    return KVSegment(empty, empty)
-
-
-# identity of state ----------------------------------------------------------------------------------------------------
-
-
-def identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
-    """Return a digest of everything that saved KV depends on: the model, the tokenizer, and the settings of how values
-    are compared.
-    """
-    digest = model_digest(runner)
-    inner = tokenizer.inner
-    add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
-    compared = ("estimator", "match_layer", "match_dim", "top_k", "tau", "temperature")
-    add(digest, anchors.model_dump(include=set(compared)))
-    return digest.hexdigest()
