@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import names, view
+from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, keys, name_of, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.damage import Damage
@@ -37,6 +38,8 @@ class SavedState:
 
     pools: int
     templates: int
+    values: int
+    """Values with base KV, where an engine keeps that"""
     nbytes: int
     """Bytes on disk"""
     seconds: float
@@ -47,13 +50,14 @@ class SavedState:
 class EngineState:
     """The state of one engine in one folder. Any thread may call; `ask` runs calls on the engine's thread."""
 
-    def __init__(self, folder: Path, identity: str, like: KVSegment, ask: AskLearned) -> None:
+    def __init__(self, folder: Path, identity: str, like: KVSegment, ask: AskLearned, *, values: bool = False) -> None:
         """Open the folder. `identity` is a text of all that saved KV depends on, `like` is KV, perhaps of no tokens, of
-        the model's shape, dtype and device. Raises `ConfigError` if another process uses the folder, and `OSError`.
+        the model's shape, dtype and device; base KV of values is saved if `values`. Raises `ConfigError` if another
+        process uses the folder, and `OSError`.
         """
         self.folder = folder
         self._files = StateFolder(folder, identity)
-        self._like, self._ask, self._lock = like, ask, threading.Lock()
+        self._like, self._values, self._ask, self._lock = like, values, ask, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
         """The entries in the folder, with the signatures of the views that they were made from"""
 
@@ -61,7 +65,8 @@ class EngineState:
         """Write a snapshot of what is learned now, see `LocalEngine.save`."""
         began = time.monotonic()
         with self._lock:
-            made = {name: self._saved(name) for name in self._ask(names)}
+            found = self._ask(lambda anchors, bases: keys(anchors, bases, values=self._values))
+            made = {name_of(key): self._saved(key) for key in found}
             self._written = {name: one for name, one in made.items() if one}
             entries = [entry for _, entry in self._written.values()]
             self._files.commit(entries)
@@ -82,18 +87,18 @@ class EngineState:
         with self._lock:
             self._files.close()
 
-    def _saved(self, name: Name) -> tuple[Hashable, Entry] | None:
-        """Write what has this name if it has changed. Returns its signature and entry; None if it has gone."""
-        before = self._written.get(name)
+    def _saved(self, key: Key) -> tuple[Hashable, Entry] | None:
+        """Write what has this key if it has changed. Returns its signature and entry; None if it has gone."""
+        before = self._written.get(name_of(key))
         for _ in range(TRIES):
-            now = self._ask(lambda anchors, bases: view(anchors, bases, name))
+            now = self._ask(lambda anchors, bases: view(anchors, bases, key))
             if now is None:
                 return None
             if before and before[0] == now.signature and self._files.has(before[1]):
                 return before
             if record := now.record():
                 return now.signature, self._files.put(record)
-        logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name)
+        logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name_of(key))
         return before
 
 
@@ -132,6 +137,7 @@ class StateKeeper:
 
 
 def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:
-    pools = sum(entry.name[0] == "pool" for entry in entries)
+    kinds = Counter(entry.name[0] for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
-    return SavedState(pools, len(entries) - pools, nbytes, time.monotonic() - began, tuple(damaged))
+    counts = kinds[POOL], kinds[TEMPLATE], kinds[VALUE]
+    return SavedState(*counts, nbytes, time.monotonic() - began, tuple(damaged))

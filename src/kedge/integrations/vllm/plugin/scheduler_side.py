@@ -60,6 +60,7 @@ class SchedulerSide:
         """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
         self._ignored_hints = self._translated_tokens = 0
+        self._snapshots: Counter[str] = Counter()
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
     def bind(self, pool: BlockPool, host_blocks: int) -> None:
@@ -239,6 +240,7 @@ class SchedulerSide:
         """Take the workers' reports of a step."""
         if self.loads:
             self.loads.on_reports(reports.copies, reports.computed)
+        self._snapshots.update(reports.snapshots)
         self.translations.on_reports(reports)
 
     @property
@@ -285,6 +287,7 @@ class SchedulerSide:
         found = self.prompts.counters()
         found.update(self.translations.lanes.bases.counters())
         found.update(ignored_hints=self._ignored_hints, translated_tokens=self._translated_tokens)
+        found.update({f"snapshots_{name}": count for name, count in self._snapshots.items()})
         if self.queue:
             found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})
         if self.loads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -47,6 +48,10 @@ class PluginSettings(SettingsSection):
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     max_lanes: NonNegativeInt = DEFAULT_LANES
     """As `engine.vllm.max_lanes`."""
+    state: Path | None = None
+    """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
+    snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Seconds between two snapshots."""
 
     @field_validator("tiers")
     @classmethod
