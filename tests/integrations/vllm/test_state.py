@@ -120,3 +120,55 @@ def worker_calls(_: Driver) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
+
+
+def rank_folders(state: Path) -> list[Path]:
+    return [state / "replica-0" / f"rank-{rank}" for rank in range(2)]
+
+
+def test_two_ranks_keep_their_own_parts(tiny_llama: Path, tmp_path: Path) -> None:
+    """What one of them has lost is translated by none of them, and a part is no other number of ranks'."""
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(tiny_llama, tmp_path, **parallel) as built:
+        for value in VALUES[:-1]:
+            teach(built, value)
+        built.reset()
+        before = call(built, VALUES[0])
+        assert before[0] == 170
+    one, other = (json.loads((folder / MANIFEST).read_bytes()) for folder in rank_folders(tmp_path))
+    assert [entry["name"] for entry in one["entries"]] == [entry["name"] for entry in other["entries"]]
+    assert one["entries"] != other["entries"], "each has the KV of its own heads"
+    with engine(tiny_llama, tmp_path, **parallel) as built:
+        assert call(built, VALUES[0]) == before
+    pool = next(entry["file"] for entry in other["entries"] if entry["name"][0] == "pool")
+    for path in rank_folders(tmp_path)[1].glob(f"*{SUFFIX}"):
+        if path.name == pool or "pool" in _kinds(rank_folders(tmp_path)[1], path.name):
+            path.write_bytes(b"")
+    with engine(tiny_llama, tmp_path, **parallel) as built:
+        assert call(built, VALUES[0])[0] == 0
+        assert built.side.totals()["snapshots_damaged"] > 0
+    with engine(tiny_llama, tmp_path) as built:
+        assert call(built, VALUES[0])[0] == 0
+        assert built.side.totals()["snapshots_refused"] == 1
+
+
+def _kinds(folder: Path, file: str) -> set[str]:
+    """Return the kinds of records that the manifests of a folder have under the name of this file."""
+    manifests = [json.loads(path.read_bytes()) for path in folder.glob("manifest*.json")]
+    return {entry["name"][0] for one in manifests for entry in one["entries"] if entry["file"] == file}
+
+
+def test_a_tenant_keeps_to_its_anchors_after_a_restart_too(tiny_llama: Path, tmp_path: Path) -> None:
+    quotas = {"acme": {"anchors": 2}, "*": {"anchors": 4}}
+    for turn in range(2):
+        more = {"anchors": ANCHORS, "state": str(tmp_path), "quotas": quotas}
+        with driver(tiny_llama, extra=more) as built:
+            for value in VALUES if turn == 0 else ():
+                for salt in ("acme", "acme/part", "else"):
+                    found = receipt(built.ask(tokens(value), kedge=hints(value), salt=salt))
+                    for base in found["base"]:
+                        built.ask(base, count=1, kedge={"base": True}, salt=salt)
+            held: dict[str, int] = {}
+            for key, pool in built.worker._learner.learned[0].pools.items():
+                held[key.namespace.tenant] = held.get(key.namespace.tenant, 0) + len(pool.anchors)
+            assert held == {"acme": 2, "else": 4}

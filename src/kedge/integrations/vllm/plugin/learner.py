@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, Rea
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
 from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
-from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed
@@ -25,6 +25,7 @@ from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import CHEAPER
 from kedge.reuse.runtime import Runtime
+from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     GenerateRequest,
@@ -34,6 +35,7 @@ from kedge.types import (
     SampleId,
     Source,
     Span,
+    TenantId,
     Tokens,
     ValueKind,
     WorkflowAgent,
@@ -72,7 +74,7 @@ class Learner:
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         # only prompts that are computed whole are captured, so only from these is anything learned
         planner = planner.model_copy(update={"unknown": "dense"})
-        self._anchors = AnchorStore(anchors)
+        self._anchors = limited(AnchorStore(anchors), settings.quotas)
         self._runtime = Runtime(self._anchors, self._bases, planner, None, costs=costs)
         self._pages = pages
         self._min_translated = settings.planner.min_translated
@@ -334,6 +336,16 @@ class Learner:
         self._balances.clear()
         self._runtime.clear()
         self._captured.clear()
+
+
+def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> AnchorStore:
+    """Return a store that keeps tenants to their quotas."""
+    for tenant, quota in quotas.items():
+        if tenant == OTHERS:
+            anchors.limit_others(quota.anchors, quota.anchor_bytes)
+        else:
+            anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
+    return anchors
 
 
 def _is_declined(plan: ReusePlan) -> bool:

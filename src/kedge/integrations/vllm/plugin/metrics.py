@@ -19,6 +19,7 @@ COUNTERS = {
     "evictions_labelled": "Device blocks of fixed prompts evicted.",
     "evictions_unlabelled": "Device blocks evicted that belonged to no agent.",
     "host_evictions": "Host blocks evicted.",
+    "host_evictions_over_quota": "Host blocks evicted as their tenant held as much as it may.",
     "blocks_loaded": "Blocks copied from the host to the device.",
     "blocks_offloaded": "Blocks copied from the device to the host.",
     "prefetches_completed": "Prefetches that landed before a request waited for them.",

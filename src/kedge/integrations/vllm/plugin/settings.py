@@ -14,12 +14,15 @@ from kedge.settings import (
     DiscoverySettings,
     LearningSettings,
     PlannerSettings,
+    QuotaSettings,
     SettingsSection,
     TierSettings,
 )
 from kedge.settings.vllm import DEFAULT_CAPTURES, DEFAULT_LANES
 from kedge.types import ReuseMode
 
+OTHERS = "*"
+"""Stands in `quotas` for tenants that are not named"""
 SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 """vLLM's `scheduler_cls` for lanes and for Kedge's order of waiting requests"""
 
@@ -52,6 +55,8 @@ class PluginSettings(SettingsSection):
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
     snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Seconds between two snapshots."""
+    quotas: dict[str, QuotaSettings] = {}
+    """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""
 
     @field_validator("tiers")
     @classmethod
