@@ -117,7 +117,11 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
         save_file(*args)
 
     monkeypatch.setattr(files, "save_file", slow)
-    anchors, bases, kv = AnchorStore(AnchorSettings()), BaseStore(1 << 20), KVSegment(*[torch.ones(1, 3, 1, 2)] * 2)
+    anchors, bases, kv = (
+        AnchorStore(AnchorSettings()),
+        BaseStore(1 << 20),
+        KVSegment(torch.ones(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)),
+    )
     bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
     learned = SimpleNamespace(learned=(anchors, bases), synchronize=lambda: None, is_learning=False, is_urgent=False)
     learned.take_taught, learned.learn = tuple, lambda urgent_only: urgent_only

@@ -49,7 +49,7 @@ from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId,
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
-STATE_GRACE = 60.0
+STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
 
 
@@ -300,6 +300,8 @@ def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOption
 
     prepare_environment()
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
+    if keeping.state:
+        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(STATE_GRACE))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 

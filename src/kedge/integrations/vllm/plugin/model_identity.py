@@ -30,8 +30,8 @@ _CHANCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_vers
 
 def rank_folder(state: Path, config: VllmConfig) -> Path:
     """Return the folder of this rank's part of saved state: each replica and each of its ranks has its own."""
-    replica, rank = config.parallel_config.data_parallel_index, get_tensor_model_parallel_rank()
-    return state.absolute() / f"replica-{replica}" / f"rank-{rank}"
+    replica = config.parallel_config.data_parallel_index
+    return state.absolute() / f"replica-{replica}" / f"rank-{get_tensor_model_parallel_rank()}"
 
 
 def rank_identity(config: VllmConfig, like: KVSegment, anchors: AnchorSettings) -> str:
