@@ -130,14 +130,14 @@ class MortalLocal(LocalEngine):
             self.close()
         return super().submit(request)
 """
-LOCAL = f"{MORTAL}\nserve.open_engine = lambda settings: MortalLocal(None, settings.engine)\napp()"
+LOCAL = f"{MORTAL}\nserve.open_engine = lambda settings, _: MortalLocal(None, settings.engine)\napp()"
 HANG = """
 import time
 from kedge.workflow.spec import TOOLS
 TOOLS["hang"] = "__main__:hang"
 def hang(answer, inputs): time.sleep(1000)
 """
-ECHO = "\nserve.HANG_SECONDS = 3.0\nserve.open_engine = lambda settings: MortalEcho()\napp()"
+ECHO = "\nserve.HANG_SECONDS = 3.0\nserve.open_engine = lambda settings, _: MortalEcho()\napp()"
 RUNS_CODE = """
 from kedge.workloads.sandbox import SandboxLimits, run_python
 def hang(answer, inputs): run_python("import time; time.sleep(1000)", SandboxLimits(seconds=1000))

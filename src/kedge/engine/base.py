@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from kedge.types import Completion, GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens
@@ -108,6 +109,15 @@ class Limiting(Protocol):
         """Limit what a tenant holds. A tenant over its quota loses its own data first, and never that of another
         tenant.
         """
+
+
+@runtime_checkable
+class SelfSaving(Protocol):
+    """An engine that keeps what it learns by itself, in a folder that it was given at its start."""
+
+    @property
+    def state(self) -> Path | None:
+        """The folder; None where nothing is kept."""
 
 
 @runtime_checkable

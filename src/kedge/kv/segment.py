@@ -59,6 +59,13 @@ class KVSegment:
         return KVSegment(_owned(self.keys), _owned(self.values))
 
     @classmethod
+    def empty(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> KVSegment:
+        """Return KV of no tokens, of the model's `shape` (layers, kv_heads, head_dim)."""
+        layers, *rest = shape
+        nothing = torch.empty(layers, 0, *rest, dtype=dtype, device=device)
+        return cls(nothing, nothing)
+
+    @classmethod
     def cat(cls, parts: Sequence[KVSegment]) -> KVSegment:
         """Return the concatenation of at least one part."""
         return cls(torch.cat([p.keys for p in parts], dim=1), torch.cat([p.values for p in parts], dim=1))

@@ -27,7 +27,7 @@ from kedge.settings.learning import LearningSettings
 from kedge.settings.planner import PlannerSettings
 from kedge.settings.root import Settings
 from kedge.settings.section import SettingsSection
-from kedge.settings.server import LimitSettings, ServerSettings
+from kedge.settings.server import LimitSettings, QuotaSettings, ServerSettings
 from kedge.settings.tiers import TierSettings
 from kedge.settings.vllm import VllmSettings
 
@@ -40,6 +40,7 @@ __all__ = [
     "LearningSettings",
     "LimitSettings",
     "PlannerSettings",
+    "QuotaSettings",
     "ServerSettings",
     "Settings",
     "SettingsSection",

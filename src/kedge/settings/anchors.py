@@ -68,6 +68,11 @@ class AnchorSettings(SettingsSection):
     """Bytes of host memory for base KV beyond `max_base_bytes`; with 0 it is dropped."""
 
     @property
+    def compared(self) -> dict[str, Any]:
+        """The settings that saved anchors depend on: how values are compared."""
+        return self.model_dump(include={"estimator", "match_layer", "match_dim", "top_k", "tau", "temperature"})
+
+    @property
     def computes_weak_tokens(self) -> bool:
         """Whether tokens with bad offsets are computed. An error of 1 is that of no offset at all."""
         return self.criterion == "error" and self.weak_error < 1

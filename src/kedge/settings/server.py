@@ -26,10 +26,21 @@ HostNames = Annotated[tuple[HostName, ...], BeforeValidator(split_names)]
 ToolCallFormat = Literal["hermes", "llama3_json"]
 
 
-class LimitSettings(SettingsSection):
-    """Limits of a tenant; those of the settings hold for tenants without limits of their own. None is no limit."""
+class QuotaSettings(SettingsSection):
+    """What a tenant may hold in the engine's memory. None is no limit."""
 
     section = "server.limits"
+
+    anchors: PositiveInt | None = None
+    """Anchors in all pools of the tenant."""
+    anchor_bytes: Bytes | None = None
+    """Bytes of the tenant's anchors."""
+    host_memory: Bytes | None = None
+    """Bytes of the host tier."""
+
+
+class LimitSettings(QuotaSettings):
+    """Limits of a tenant; those of the settings hold for tenants without limits of their own. None is no limit."""
 
     requests_in_flight: PositiveInt = 64
     """Generations (each of `n` choices is one) and runs at once."""
@@ -38,12 +49,6 @@ class LimitSettings(SettingsSection):
     hints_per_minute: PositiveInt = 12_000
     """Hints without a prompt: one per call, and one more per agent in its forecast. A minute's worth may be used at
     once."""
-    anchors: PositiveInt | None = None
-    """Anchors in all pools of the tenant."""
-    anchor_bytes: Bytes | None = None
-    """Bytes of the tenant's anchors."""
-    host_memory: Bytes | None = None
-    """Bytes of the host tier."""
 
 
 class ServerSettings(SettingsSection):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import PoolView, Record, TemplateView, names, view
+from kedge.anchors.base_store import BaseStore, PrefixKey
+from kedge.anchors.saving.records import PoolView, Record, TemplateView, keys, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
@@ -38,8 +38,8 @@ NO_TOKENS = KVSegment(torch.empty(LAYERS, 0, HEADS, DIM), torch.empty(LAYERS, 0,
 OTHER = PlaceholderSite("critic", 3)
 
 
-def records(anchors: AnchorStore, bases: BaseStore) -> list[Record]:
-    views = [view(anchors, bases, name) for name in names(anchors, bases)]
+def records(anchors: AnchorStore, bases: BaseStore, *, values: bool = False) -> list[Record]:
+    views = [view(anchors, bases, key) for key in keys(anchors, bases, values=values)]
     made = [one.record() for one in views if one]
     assert None not in made
     return made
@@ -131,24 +131,24 @@ def test_installing_replaces_everything() -> None:
 
 def test_a_signature_changes_with_what_is_learned() -> None:
     store, bases = filled(range(3), **OPEN), BaseStore(1 << 20)
-    name = ("pool", "tenant", *POOL[1:])
-    before = view(store, bases, name).signature
+    before = view(store, bases, POOL).signature
     store.use(store.estimate(SLOT, sample(2)))
-    assert view(store, bases, name).signature == before
+    assert view(store, bases, POOL).signature == before
     observe(store, sample(7))
-    assert view(store, bases, name).signature != before
+    assert view(store, bases, POOL).signature != before
     store.clear()
-    assert view(store, bases, name) is None
+    assert view(store, bases, POOL) is None
     bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 1))
-    one = view(store, bases, ("template", "a", "t"))
+    key = PrefixKey(Namespace(TenantId("a")), "t")
+    one = view(store, bases, key)
     bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 2))
     assert isinstance(one, TemplateView)
-    assert view(store, bases, one.name).signature != one.signature
+    assert view(store, bases, key).signature != one.signature
 
 
 def test_a_view_whose_rows_have_moved_makes_no_record() -> None:
     store = filled(range(4), **OPEN)
-    seen = view(store, BaseStore(1), ("pool", "tenant", *POOL[1:]))
+    seen = view(store, BaseStore(1), POOL)
     observe(store, sample(9))
     store.pools[POOL].drop(min(store.pools[POOL].anchors))
     assert seen.record() is None
@@ -157,7 +157,7 @@ def test_a_view_whose_rows_have_moved_makes_no_record() -> None:
 def test_rows_that_are_overwritten_while_they_are_copied_are_never_told() -> None:
     """The owner drops an anchor and reuses its rows in the middle of a copy."""
     store = filled(range(8), **OPEN)
-    seen = view(store, BaseStore(1), ("pool", "tenant", *POOL[1:]))
+    seen = view(store, BaseStore(1), POOL)
     assert isinstance(seen, PoolView)
     victim = seen.anchors[0].id
 

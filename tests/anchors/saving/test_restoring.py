@@ -11,15 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import Record
+from kedge.anchors.base_store import BaseStore, KnownBase
+from kedge.anchors.saving.records import Record, keys, name_of
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings
-from kedge.types import Namespace, TenantId, WorkflowId
+from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId, ValueKind, WorkflowId
 from tests.anchors.helpers import DIM, HEADS, LAYERS, OPEN, filled, observe, random_kv, sample
 from tests.anchors.saving.test_records import NO_TOKENS, OTHER, records
 
@@ -136,6 +136,62 @@ def test_base_kv_of_another_model_is_damage() -> None:
     refuses(template_record(dtype=torch.bfloat16))
     refuses(replace(template_record(), data={"segments": [-1]}))
     refuses(replace(template_record(), data={"segments": [2]}))
+
+
+VALUE = tuple(range(5))
+SPACE = Namespace(TenantId("a"), "part")
+
+
+def value_record() -> Record:
+    bases = BaseStore(1 << 20)
+    bases.put_content(SPACE, VALUE, (7, 8), random_kv(5, 1))
+    return records(AnchorStore(AnchorSettings()), bases, values=True)[0]
+
+
+def test_a_value_comes_back_for_its_namespace_and_context_alone() -> None:
+    found, bases = Restored(AnchorStore(AnchorSettings()), NO_TOKENS), BaseStore(1 << 20)
+    found.add(value_record())
+    found.install(AnchorStore(AnchorSettings()), bases)
+
+    def known(namespace: Namespace, context: tuple[int, ...]) -> KnownBase | None:
+        return bases.find(RunKey(namespace, "", RunId("new")), SampleId(ValueKind.INPUT, "q"), VALUE, context)
+
+    restored = known(SPACE, (7, 8))
+    assert restored is not None and restored.exact_lineage
+    assert torch.equal(restored.kv.keys, random_kv(5, 1).keys)
+    assert torch.equal(restored.kv.values, random_kv(5, 1).values)
+    assert known(Namespace(TenantId("a")), (7, 8)) is None and known(SPACE, ()) is None
+
+
+def test_values_are_saved_only_where_that_is_asked_for() -> None:
+    bases = BaseStore(1 << 20)
+    bases.put_content(SPACE, VALUE, (), random_kv(5, 1))
+    bases.put_prefix(SPACE, "t", 1, random_kv(2, 1))
+    anchors = AnchorStore(AnchorSettings())
+    assert [name_of(key)[0] for key in keys(anchors, bases)] == ["template"]
+    assert [name_of(key)[0] for key in keys(anchors, bases, values=True)] == ["value", "template"]
+
+
+VALUES_OF_NO_USE: dict[str, Callable[[Tensors], object]] = {
+    "no keys": without("keys"),
+    "no tokens": without("tokens"),
+    "no context": without("context"),
+    "other tokens": changed("tokens", lambda tokens: tokens + 1),
+    "another context": changed("context", lambda tokens: tokens[:1]),
+    "fewer tokens": changed("tokens", lambda tokens: tokens[:-1]),
+    "tokens in rows": changed("tokens", lambda tokens: tokens[None]),
+    "fewer layers": changed("keys", lambda keys: keys[1:]),
+    "KV of fewer tokens": lambda tensors: [changed(half, lambda kv: kv[:, 1:])(tensors) for half in ("keys", "values")],
+}
+
+
+@pytest.mark.parametrize("change", VALUES_OF_NO_USE.values(), ids=VALUES_OF_NO_USE)
+def test_a_value_that_does_not_fit_is_damage(change: Callable[[Tensors], object]) -> None:
+    record = value_record()
+    tensors = dict(record.tensors)
+    change(tensors)
+    refuses(replace(record, tensors=tensors))
+    refuses(replace(record, name=(*record.name[:2], "another digest")))
 
 
 JSON = st.recursive(

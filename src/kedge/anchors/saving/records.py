@@ -1,12 +1,14 @@
-"""Records of what outlives a process: anchor pools and the base KV of prefix segments, as tensors and plain data.
+"""Records of what outlives a process: anchor pools and base KV, as tensors and plain data.
 
 A view is taken by the stores' owner thread at almost no cost; any thread makes its record, while the owner goes on.
-Keys are unrotated, so that saved KV has no position. Base KV of values is not saved: it is computed again when a value
-first comes up. `kedge.anchors.saving.restoring` reads records back.
+Keys are unrotated, so that saved KV has no position. Base KV of values is saved where that is asked for; otherwise it
+is computed again when a value first comes up. `kedge.anchors.saving.restoring` reads records back.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
-from kedge.anchors.base_store import BaseStore, TemplateBase
+from kedge.anchors.base_store import BaseStore, ContentBase, LastingKey, PrefixKey, TemplateBase
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.offsets import OffsetTable
@@ -24,14 +26,16 @@ from kedge.anchors.store import AnchorStore
 from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.types import Namespace, WorkflowId
 
-POOL, TEMPLATE = "pool", "template"
+POOL, TEMPLATE, VALUE = "pool", "template", "value"
+Key = PoolKey | LastingKey
+Name = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The saved form of one pool, or of one template's prefix segments."""
+    """The saved form of one pool, of one template's prefix segments, or of one value's base KV."""
 
-    name: tuple[str, ...]
+    name: Name
     """Its kind, its namespace as text, and its name in that namespace."""
     data: Mapping[str, Any]
     """JSON"""
@@ -107,8 +111,8 @@ class PoolView:
         return cls(key, tuple(pool.anchors.values()), sites)
 
     @property
-    def name(self) -> tuple[str, ...]:
-        return _pool_name(self.key)
+    def name(self) -> Name:
+        return name_of(self.key)
 
     @property
     def signature(self) -> Hashable:
@@ -139,8 +143,8 @@ class TemplateView:
     base: TemplateBase
 
     @property
-    def name(self) -> tuple[str, ...]:
-        return TEMPLATE, str(self.base.namespace), self.base.template
+    def name(self) -> Name:
+        return name_of(PrefixKey(self.base.namespace, self.base.template))
 
     @property
     def signature(self) -> Hashable:
@@ -153,27 +157,57 @@ class TemplateView:
         return Record(self.name, {"segments": sorted(self.base.parts)}, tensors)
 
 
-def names(anchors: AnchorStore, bases: BaseStore) -> list[tuple[str, ...]]:
-    """Return the names of everything that can be saved now, least recently used first."""
-    templates: list[tuple[str, ...]] = [(TEMPLATE, str(base.namespace), base.template) for base in bases.templates()]
-    return templates + [_pool_name(key) for key, pool in anchors.pools.items() if pool.anchors]
+@dataclass(frozen=True, slots=True)
+class ValueView:
+    """A view of the immutable base KV of one value, or of the tokens that prompts begin with."""
+
+    base: ContentBase
+
+    @property
+    def name(self) -> Name:
+        return name_of(self.base.key)
+
+    @property
+    def signature(self) -> Hashable:
+        return self.base.serial
+
+    def record(self) -> Record:
+        key, kv = self.base.key, self.base.kv
+        tokens, context = (torch.tensor(part, dtype=torch.int64) for part in (key.tokens, key.base_context))
+        tensors = {"tokens": tokens, "context": context, "keys": kv.keys.cpu(), "values": kv.values.cpu()}
+        return Record(self.name, {}, tensors)
 
 
-def view(anchors: AnchorStore, bases: BaseStore, name: tuple[str, ...]) -> PoolView | TemplateView | None:
-    """Return a view of what has this name now; None if it has gone."""
-    if name[0] == TEMPLATE:
-        found = (base for base in bases.templates() if (str(base.namespace), base.template) == name[1:])
-        return next(map(TemplateView, found), None)
-    key = pool_key(name)
-    pool = anchors.pools.get(key)
-    return PoolView.of(key, pool) if pool and pool.anchors else None
+View = PoolView | TemplateView | ValueView
 
 
-def _pool_name(key: PoolKey) -> tuple[str, ...]:
-    return POOL, str(key.namespace), key.workflow, key.placeholder
+def keys(anchors: AnchorStore, bases: BaseStore, *, values: bool = False) -> list[Key]:
+    """Return the keys of everything that can be saved now, least recently used first; base KV of values if `values`."""
+    return [*bases.lasting(values=values), *(key for key, pool in anchors.pools.items() if pool.anchors)]
 
 
-def pool_key(name: tuple[str, ...]) -> PoolKey:
+def view(anchors: AnchorStore, bases: BaseStore, key: Key) -> View | None:
+    """Return a view of what has this key now; None if it has gone."""
+    if isinstance(key, PoolKey):
+        pool = anchors.pools.get(key)
+        return PoolView.of(key, pool) if pool and pool.anchors else None
+    base = bases.lasting_base(key)
+    if isinstance(base, TemplateBase):
+        return TemplateView(base)
+    return ValueView(base) if base else None
+
+
+def name_of(key: Key) -> Name:
+    """Return the name that what has this key is saved under. Any thread may call. O(tokens of a value)."""
+    if isinstance(key, PoolKey):
+        return POOL, str(key.namespace), key.workflow, key.placeholder
+    if isinstance(key, PrefixKey):
+        return TEMPLATE, str(key.namespace), key.template
+    numbers = array("q", (len(key.base_context), *key.base_context, *key.tokens))
+    return VALUE, str(key.namespace), hashlib.blake2b(numbers.tobytes(), digest_size=20).hexdigest()
+
+
+def pool_key(name: Name) -> PoolKey:
     """Return the key of the pool that is saved under this name."""
     _, namespace, workflow, placeholder = name
     return PoolKey(Namespace.parse(namespace), WorkflowId(workflow), placeholder)

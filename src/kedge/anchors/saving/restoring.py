@@ -6,24 +6,24 @@ damage of that record and of no other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import Anchor, AnchorId
-from kedge.anchors.base_store import BaseStore
+from kedge.anchors.base_store import BaseStore, ContentKey
 from kedge.anchors.calibration import PARTS, Calibration
 from kedge.anchors.estimators.site import Observation, SiteOffsets
 from kedge.anchors.offsets import row_dtype
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.saving.records import POOL, TEMPLATE, Record, pool_key
+from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Record, name_of, pool_key
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, StateDamaged, TranslationRefused
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PlaceholderSite, PoolKey
-from kedge.types import Namespace
+from kedge.types import Namespace, Tokens
 
 _NONSENSE = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, PlanError, TranslationRefused
@@ -41,16 +41,18 @@ class Restored:
         """
         self._anchors, self._like = anchors, like
         self._pools: dict[PoolKey, AnchorPool] = {}
-        self._templates: list[tuple[Namespace, str, Mapping[int, KVSegment]]] = []
+        self._bases: list[Callable[[BaseStore], None]] = []
+        """Each puts one record's base KV into a store"""
 
     def add(self, record: Record) -> None:
         """Rebuild one record. Raises `StateDamaged` for an invalid one, and adds nothing then."""
         try:
             if record.name[0] == TEMPLATE:
-                _, namespace, template = record.name
-                self._templates.append((Namespace.parse(namespace), template, self._parts(record)))
+                self._bases.append(self._template(record))
+            elif record.name[0] == VALUE:
+                self._bases.append(self._value(record))
             else:
-                _expect(record.name[0] == POOL, "name", record.name, f"is neither a {POOL} nor a {TEMPLATE}")
+                _expect(record.name[0] == POOL, "name", record.name, f"is none of {POOL}, {TEMPLATE} and {VALUE}")
                 self._pools[pool_key(record.name)] = self._pool(record)
         except _NONSENSE as error:
             raise StateDamaged("record", record.name, f"makes no sense: {error!r}") from error
@@ -58,17 +60,30 @@ class Restored:
     def install(self, anchors: AnchorStore, bases: BaseStore) -> None:
         """Replace everything learned by the restored content. Called by the owner's thread."""
         bases.clear()
-        for namespace, template, parts in self._templates:
-            for index, kv in parts.items():
-                bases.put_prefix(namespace, template, index, kv)
+        for put in self._bases:
+            put(bases)
         anchors.adopt(self._pools)
 
-    def _parts(self, record: Record) -> dict[int, KVSegment]:
+    def _template(self, record: Record) -> Callable[[BaseStore], None]:
+        _, namespace, template = record.name
         _check_counts("segments", record.data["segments"])
-        return {index: self._kv(record, index) for index in record.data["segments"]}
+        parts = {index: self._kv(record, f"{index}.") for index in record.data["segments"]}
 
-    def _kv(self, record: Record, index: int) -> KVSegment:
-        kv = KVSegment(*(record.tensors[f"{index}.{half}"].to(self._like.device) for half in ("keys", "values")))
+        def put(bases: BaseStore) -> None:
+            for index, kv in parts.items():
+                bases.put_prefix(Namespace.parse(namespace), template, index, kv)
+
+        return put
+
+    def _value(self, record: Record) -> Callable[[BaseStore], None]:
+        _, namespace, _ = record.name
+        kv, tokens, context = self._kv(record), _tokens(record, "tokens"), _tokens(record, "context")
+        key = ContentKey(Namespace.parse(namespace), tokens, context)
+        _expect(name_of(key) == record.name and len(tokens) == kv.tokens, "tokens", len(tokens), "are of another value")
+        return lambda bases: bases.put_content(*key, kv)
+
+    def _kv(self, record: Record, part: str = "") -> KVSegment:
+        kv = KVSegment(*(record.tensors[f"{part}{half}"].to(self._like.device) for half in ("keys", "values")))
         fits = kv.slice(0, 0).keys.shape == self._like.slice(0, 0).keys.shape and kv.dtype == self._like.dtype
         _expect(fits, "kv", (tuple(kv.keys.shape), kv.dtype), "is not of the model's shape and dtype")
         return kv
@@ -93,7 +108,7 @@ class Restored:
         _check_counts("anchors", [*ids, *hits, *lengths])
         _expect(len(set(ids)) == len(ids) and min(lengths) > 0, "anchors", ids, "are not distinct, or of no tokens")
         tokens, keys = record.tensors["tokens"], record.tensors["keys"]
-        _expect(tokens.dtype == torch.int64 and bool((tokens >= 0).all()), "tokens", tokens.dtype, "are no token ids")
+        _check_tokens(tokens)
         width = self._anchors.key_width(self._like)
         fits = keys.dtype == torch.float32 and keys.shape == (len(tokens), width)
         _expect(fits, "keys", (tuple(keys.shape), keys.dtype), f"are not {len(tokens)} float32 vectors of {width}")
@@ -113,6 +128,17 @@ class Restored:
         for holder, of_value, of_prefix in zip(holders, values, prefixes, strict=True):
             offsets.put(holder, Observation(of_value, of_prefix, of_value[:0], of_prefix[:0]))
         return offsets
+
+
+def _tokens(record: Record, name: str) -> Tokens:
+    tokens = record.tensors[name]
+    _check_tokens(tokens)
+    return tuple(tokens.tolist())
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    is_sound = tokens.ndim == 1 and tokens.dtype == torch.int64 and bool((tokens >= 0).all())
+    _expect(is_sound, "tokens", tokens.dtype, "are no token ids")
 
 
 def _calibration(record: Record, number: int, observations: int) -> Calibration:

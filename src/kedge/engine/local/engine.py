@@ -23,15 +23,16 @@ from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.state.snapshot import EngineState, SavedState, StateKeeper
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.state.snapshot import SavedState, StateKeeper
 from kedge.engine.local.thread import EngineThread, Mailbox
 from kedge.errors import (
     EngineClosed,
@@ -39,6 +40,7 @@ from kedge.errors import (
     PromptTooLong,
     RequestError,
 )
+from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
@@ -90,9 +92,7 @@ class LocalEngine:
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
-        self._state = StateKeeper(
-            runner, self.tokenizer, self.config.anchors, lambda ask: self.query(lambda parts: ask(*parts.learned))
-        )
+        self._state = StateKeeper(self._open_state)
         self._guard = GuardedCalls(self.submit, self.config.guard)
         self._core.sentinel_checks.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
@@ -204,6 +204,12 @@ class LocalEngine:
         """Return the holdings of some tenants; see `kedge.engine.base.Inspectable`."""
         held = self.query(lambda parts: parts.tenant_stats(owns, prompts))
         return {**held, "guard": self._guard.stats(owns)}
+
+    def _open_state(self, folder: Path) -> EngineState:
+        identity = state_identity(self.runner, self.tokenizer, self.config.anchors)
+        spec = self.runner.spec
+        like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
+        return EngineState(folder, identity, like, lambda ask: self.query(lambda parts: ask(*parts.learned)))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds, see `kedge.engine.base.Limiting`."""

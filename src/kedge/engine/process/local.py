@@ -13,8 +13,8 @@ from kedge.errors import EngineClosed, RequestError
 from kedge.types import GenerateRequest, Namespace, TenantId, Tokens
 
 if TYPE_CHECKING:
+    from kedge.engine.common.state.snapshot import SavedState
     from kedge.engine.local.engine import LocalEngine
-    from kedge.engine.local.state.snapshot import SavedState
 
 
 class LocalProcessEngine(ProcessEngine):

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.cli.main import app
+from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine import options
 from kedge.integrations.vllm.engine.options import (
@@ -21,7 +22,9 @@ from kedge.integrations.vllm.engine.options import (
     require_vllm,
     vllm_arguments,
 )
-from kedge.settings import EngineSettings, Settings, TierSettings
+from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.settings import EngineSettings, QuotaSettings, Settings, TierSettings
+from kedge.types import TenantId
 
 TYPES = {
     "model": str, "dtype": Literal["auto", "float32"], "max_model_len": int, "block_size": int, "odd": "OnlyVLLMKnows",
@@ -96,15 +99,13 @@ def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 
 # kedge serve ----------------------------------------------------------------------------------------------------------
 
-QUOTA = '[tenants.acme]\nanchors = 5\nkeys = ["sha256:' + "0" * 64 + '"]\n'
+KEYS = '[tenants.acme]\nanchors = 5\nhost_memory = "1MiB"\nkeys = ["sha256:' + "0" * 64 + '"]\n'
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--engine", "other"], "engine.backend='other'"),
-        (["--engine", "vllm", "--state", "somewhere"], "server.state='somewhere': vLLM's anchors cannot be saved"),
-        (["--engine", "vllm", "--api-keys", "keys.toml"], "limits='acme': vLLM cannot bound"),
         (["--engine", "vllm", "--device", "cpu"], "engine.device='cpu': vLLM runs on what it was built for"),
         (["--config", "kedge.toml"], "engine.vllm={"),
     ],
@@ -116,8 +117,31 @@ def test_serve_refuses_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(options, "find_spec", lambda _: object())
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    Path("keys.toml").write_text(QUOTA)
     if "--config" in args:
         Path("kedge.toml").write_text("[engine.vllm]\nmax_model_len = 512\n")
     result = CliRunner().invoke(app, ["serve", "--port", "0", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": ""})
     assert (result.exit_code, result.stderr.splitlines()[-1][: len(message) + 7]) == (2, f"error: {message}")
+
+
+def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.chdir(tmp_path)
+    Path("keys.toml").write_text(KEYS)
+    seen: list[options.KeepingOptions] = []
+
+    class Started(Exception):
+        pass
+
+    def start(**given: Any) -> None:
+        seen.append(given["keeping"])
+        raise Started
+
+    monkeypatch.setattr("kedge.cli.run.require_vllm", lambda: None)
+    monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
+    args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
+    result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": "", "KEDGE_SERVER__SNAPSHOT_INTERVAL": "5"})
+    assert isinstance(result.exception, Started)
+    assert seen == [options.KeepingOptions(Path("kept"), 5.0, {TenantId("acme"): Quota(5, None, 1 << 20)})]
+    found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
+    assert (found.state, found.snapshot_interval) == (tmp_path / "kept", 5.0)
+    assert found.quotas == {"acme": QuotaSettings(anchors=5, host_memory=1 << 20)}

@@ -18,9 +18,13 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from kedge.cache import Copy, Direction
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution
+from kedge.policies.sessions import SessionKey
+from kedge.settings import QuotaSettings
+from kedge.types import Namespace, TenantId
 
 SIZE, DEVICE, HOST = 16, 12, 16
 POLICY = steps_to_execution(math.inf)
@@ -37,8 +41,14 @@ class Copies(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(DEVICE + 1, True, SIZE)
         self.queue = replace_queue(self.pool, POLICY, whole_sets=True)
-        self.tier = HostTier(self.pool, HOST, POLICY, 1)
+        self.tier = HostTier(self.pool, HOST, POLICY, 1, self.quotas())
         self.sent: list[Copy] = []
+
+    def quotas(self) -> HostQuotas | None:
+        return None
+
+    def owner(self, name: str) -> Any:
+        return name
 
     @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
     def compute(self, name: str, length: int) -> None:
@@ -57,7 +67,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
     def back_up(self, name: str, length: int) -> None:
-        self.tier.back_up(chain(name, length), name, lambda _: True)
+        self.tier.back_up(chain(name, length), self.owner(name), lambda _: True)
 
     @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
     def load(self, name: str, length: int) -> None:
@@ -121,3 +131,86 @@ class Copies(RuleBasedStateMachine):
 
 TestCopies = Copies.TestCase
 TestCopies.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# quotas ---------------------------------------------------------------------------------------------------------------
+
+
+def session(name: str) -> SessionKey:
+    """Return a session of the tenant whose name is the first letter."""
+    return SessionKey(Namespace(TenantId(name[0])), name)
+
+
+class CopiesOfTenants(Copies):
+    """Whatever lands, fails or is emptied, a tenant holds no more of the host than it may, and that is counted."""
+
+    def quotas(self) -> HostQuotas:
+        return HostQuotas({"a": 4, "*": 5}, HOST + 1)
+
+    def owner(self, name: str) -> SessionKey:
+        return session(name)
+
+    @rule(name=st.sampled_from("abc"), steps=st.none() | st.integers(0, 3))
+    def step(self, name: str, steps: int | None) -> None:
+        """A session's step is known, or is not any more."""
+        self.tier.queue.on_forecast({session(name): None if steps is None else (float(steps), 1.0)})
+
+    @invariant()
+    def within_quotas(self) -> None:
+        quotas = self.tier.quotas
+        assert quotas is not None
+        quotas.check_integrity()
+        for block in self.tier.host.blocks:
+            if block.block_hash is not None:
+                assert quotas.is_of(block.block_id, TenantId(block.block_hash[:1].decode()))
+        if not self.tier.busy:
+            hashed = sum(block.block_hash is not None for block in self.tier.host.blocks)
+            assert quotas.held.total() == hashed
+
+
+TestCopiesOfTenants = CopiesOfTenants.TestCase
+TestCopiesOfTenants.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def backed_up(world: Copies, name: str, length: int, may_evict: Any = lambda _: True) -> None:
+    """A turn of a session ends, and its history is copied to the host."""
+    world.compute(name, length)
+    world.tier.queue.on_forecast({session(name): (1.0, 1.0)})
+    world.tier.back_up(chain(name, length), session(name), may_evict)
+    for copy in world.tier.take_copies():
+        world.tier.on_copied(copy.copy_id, CopyResult(1, True, 0.1))
+
+
+def held(world: Copies, name: str) -> int:
+    return sum(map(world.tier.holds, chain(name, 6)))
+
+
+def test_a_tenant_over_its_quota_gives_up_its_own() -> None:
+    world = CopiesOfTenants()
+    backed_up(world, "b", 5)
+    backed_up(world, "a1", 3)
+    backed_up(world, "a2", 3)
+    assert [held(world, name) for name in ("b", "a1", "a2")] == [5, 1, 3]
+    assert world.tier.holds(chain("a1", 1)[0]), "the end of a history goes first"
+    backed_up(world, "a3", 6)
+    assert [held(world, name) for name in ("b", "a1", "a2", "a3")] == [5, 0, 0, 4], "no more than it may have"
+    assert world.tier.counters["host_evictions_over_quota"] == 6
+    backed_up(world, "a3", 6)
+    assert held(world, "a3") == 4, "what it continues is not given up for its end"
+    world.within_quotas()
+    world.sound()
+
+
+def test_what_is_needed_sooner_is_not_given_up() -> None:
+    world = CopiesOfTenants()
+    backed_up(world, "a1", 4)
+    backed_up(world, "a2", 3, may_evict=lambda _: False)
+    assert (held(world, "a1"), held(world, "a2")) == (4, 0)
+
+
+def test_quotas_are_in_whole_blocks_and_only_where_there_are_any() -> None:
+    limits = {"a": QuotaSettings(host_memory="1KiB"), "b": QuotaSettings(anchors=3)}
+    quotas = HostQuotas.of(limits, 300, 9)
+    assert quotas is not None
+    assert [quotas.excess(TenantId(name), 4) for name in "abc"] == [1, 0, 0]
+    assert HostQuotas.of({"b": QuotaSettings(anchors=3)}, 300, 9) is None

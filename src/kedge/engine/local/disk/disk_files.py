@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from kedge.cache.copies import FileDone, FileRead, FileWrite
+from kedge.engine.common.folder_lock import lock_folder
 from kedge.engine.local.disk.run_files import Bytes, RunFolder, StoredBlocks
-from kedge.engine.local.folder_lock import lock_folder
 from kedge.errors import ConfigError, StateDamaged
 from kedge.kv.checksums import Seals, Sums
 from kedge.kv.copy import HostStorage

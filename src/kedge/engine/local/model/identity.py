@@ -1,4 +1,4 @@
-"""The identity of a model: a digest of all that its KV depends on."""
+"""The identity of a model, and of an engine's saved state: digests of all that KV depends on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.settings import AnchorSettings
 
 SAMPLED = 64
 """Sampled elements of every weight that are part of a model's identity."""
@@ -28,6 +30,17 @@ def model_digest(runner: ModelRunner) -> Any:
         flat = weight.detach().flatten()
         digest.update(flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy().tobytes())
     return digest
+
+
+def state_identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
+    """Return a digest of everything that saved KV depends on: the model, the tokenizer, and the settings of how values
+    are compared.
+    """
+    digest = model_digest(runner)
+    inner = tokenizer.inner
+    add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
+    add(digest, anchors.compared)
+    return digest.hexdigest()
 
 
 def add(digest: Any, data: object) -> None:

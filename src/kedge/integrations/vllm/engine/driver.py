@@ -215,15 +215,15 @@ class Driver:
 
     # the end --------------------------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Cancel all requests and end vLLM's processes."""
+    async def close(self, grace: float | None = None) -> None:
+        """Cancel all requests and end vLLM's processes, which have `grace` seconds for that (None: vLLM's own)."""
         await self.bases.close()
         for generating in self._generating.values():
             generating.cancel()
         await asyncio.gather(*self._serving)
         await self.bases.close()  # requests that have just ended may have asked for some
         self._sending.cancel()
-        self.llm.shutdown()
+        self.llm.shutdown(grace)
 
 
 class _StatsListener(StatLoggerBase):

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kedge.engine.base import Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
@@ -27,7 +28,14 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
-from kedge.integrations.vllm.engine.options import plugin_settings, refuse_foreign, require_vllm, vllm_arguments
+from kedge.integrations.vllm.engine.options import (
+    NOTHING_KEPT,
+    KeepingOptions,
+    plugin_settings,
+    refuse_foreign,
+    require_vllm,
+    vllm_arguments,
+)
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
     PluginMessage,
@@ -39,38 +47,40 @@ from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.engine.warm_up import warm_up_checks
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import (
-    GenerateRequest,
-    Namespace,
-    RequestId,
-    RunKey,
-    Tokens,
-    TurnHints,
-)
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
 T = TypeVar("T")
+STATE_GRACE = 60
+"""Seconds that vLLM's processes may take to end where they write a last snapshot"""
 
 
 class VLLMEngine:
     """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
 
-    Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out.
+    Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out. `keeping`
+    is what the plug-in keeps over a restart, and of each tenant.
 
     Raises `ConfigError` where vLLM is not installed or a setting has no meaning for it, `ModelNotFound` or
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
     """
 
     def __init__(
-        self, model: str | Path | None = None, config: EngineSettings | None = None, *, plugged: bool = True
+        self,
+        model: str | Path | None = None,
+        config: EngineSettings | None = None,
+        *,
+        plugged: bool = True,
+        keeping: KeepingOptions = NOTHING_KEPT,
     ) -> None:
         self.config, self._plugged = config or EngineSettings(backend="vllm"), plugged
+        self._keeping = keeping if plugged else NOTHING_KEPT
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model)
         read_config(path)
         self.tokenizer = HFTokenizer.load(path)
-        arguments = _engine_arguments(self.config, path, plugged)
+        arguments = _engine_arguments(self.config, path, self._keeping, plugged)
         self._lock, self._is_closed = threading.Lock(), False
         self._failure: EngineClosed | None = None
         self._has_loop = threading.Event()
@@ -194,6 +204,18 @@ class VLLMEngine:
     def cancel(self, request_id: RequestId) -> bool:
         return self._call(lambda: self._driver.cancel(request_id))
 
+    @property
+    def state(self) -> Path | None:
+        """The folder in which the plug-in keeps what it learns, see `kedge.engine.base.SelfSaving`."""
+        return self._keeping.state
+
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        """Check a quota, see `kedge.engine.base.Limiting`: vLLM's processes got all when they started. Raises
+        `ConfigError` for another one.
+        """
+        if quota != (known := self._keeping.quotas.get(tenant, Quota())):
+            raise ConfigError("limits", tenant, f"vLLM was started with {known}, and takes quotas at its start only")
+
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
         self._guard.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
@@ -235,7 +257,8 @@ class VLLMEngine:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
             self._guard.stop()
-            asyncio.run_coroutine_threadsafe(self._driver.close(), self._loop).result()
+            grace = STATE_GRACE if self._keeping.state else None
+            asyncio.run_coroutine_threadsafe(self._driver.close(grace), self._loop).result()
             self._end_loop()
         self._thread.join()
         self._guard.join()
@@ -277,17 +300,21 @@ def _died() -> EngineClosed:
     return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
 
-def _engine_arguments(config: EngineSettings, path: Path, plugged: bool) -> Any:
+def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:
     """Return `AsyncEngineArgs`, with the plug-in if `plugged`. Raises `ConfigError` for values that vLLM refuses."""
     from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 
     prepare_environment()
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
+    if keeping.state:
+        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(STATE_GRACE))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     chosen = vllm_arguments(config, path, AsyncEngineArgs, is_cpu=current_platform.is_cpu())
-    plugin = {"kv_transfer_config": transfer_config(plugin_settings(config))} if plugged else {"scheduler_cls": None}
+    plugin: dict[str, Any] = {"scheduler_cls": None}
+    if plugged:
+        plugin = {"kv_transfer_config": transfer_config(plugin_settings(config, keeping))}
     try:
         return AsyncEngineArgs(**{**chosen, **plugin})
     except ValueError as error:

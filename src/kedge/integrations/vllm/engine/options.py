@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
+from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.settings import EngineSettings
+from kedge.types import TenantId
 
 CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
 """Defaults on the CPU: exact, small blocks, and no compiler at start."""
@@ -49,6 +51,30 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
 """Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeepingOptions:
+    """What vLLM's processes are to keep, and for whom: a server says it, and it is set when they start."""
+
+    state: Path | None = None
+    """Folder for what they learn; None keeps nothing"""
+    snapshot_interval: float = 60.0
+    """Seconds between two snapshots"""
+    quotas: Mapping[TenantId, Quota] = field(default_factory=dict)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the plug-in's settings for this as plain data."""
+        quotas = {str(tenant): _limits(quota) for tenant, quota in self.quotas.items()}
+        folder = None if self.state is None else str(self.state.absolute())
+        return {"state": folder, "snapshot_interval": self.snapshot_interval, "quotas": quotas}
+
+
+NOTHING_KEPT = KeepingOptions()
+
+
+def _limits(quota: Quota) -> dict[str, int | None]:
+    return {"anchors": quota.anchors, "anchor_bytes": quota.anchor_bytes, "host_memory": quota.host_bytes}
+
+
 def require_vllm() -> None:
     """Raise `ConfigError` where vLLM is not installed."""
     if find_spec("vllm") is None:
@@ -64,10 +90,11 @@ def refuse_foreign(config: EngineSettings) -> None:
             raise ConfigError(key, getattr(part, name), refused[name])
 
 
-def plugin_settings(config: EngineSettings) -> dict[str, Any]:
+def plugin_settings(config: EngineSettings, keeping: KeepingOptions = NOTHING_KEPT) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
-    return {**sections, "max_captures": config.vllm.max_captures, "max_lanes": config.vllm.max_lanes}
+    own = {"max_captures": config.vllm.max_captures, "max_lanes": config.vllm.max_lanes}
+    return {**sections, **own, **keeping.settings()}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:
@@ -75,7 +102,7 @@ def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *
 
     Raises `ConfigError` for a name that vLLM does not have or that Kedge sets, and for a bad value.
     """
-    types = {field.name: field.type for field in fields(arguments_class)}
+    types = {one.name: one.type for one in fields(arguments_class)}
     given = {name: _checked(types, name, value) for name, value in config.vllm.arguments.items()}
     return {**ARGUMENTS, **(CPU_ARGUMENTS if is_cpu else {}), **given, **OWN, "model": str(model)}
 

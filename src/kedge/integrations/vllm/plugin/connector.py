@@ -31,7 +31,8 @@ class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = self._settings = PluginSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
-        host_blocks = settings.tiers.host_pool_size(block_bytes(kv_cache_config))
+        self._block_bytes = block_bytes(kv_cache_config)
+        host_blocks = settings.tiers.host_pool_size(self._block_bytes)
         self._features = find_features(vllm_config, kv_cache_config, host_blocks, settings.max_lanes)
         self._host_blocks = 0 if self._features.host else host_blocks
         if role is KVConnectorRole.SCHEDULER:

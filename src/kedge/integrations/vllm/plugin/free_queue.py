@@ -198,6 +198,22 @@ class StepFreeQueue:
                 found += owners.count(blocks - found)
         return found
 
+    def victims(self, n: int, may_evict: Callable[[OwnerSet], bool], is_own: Callable[[int], bool]) -> list[Any]:
+        """Return up to `n` free blocks with KV whose ids `is_own` accepts, of sets that `may_evict` takes, in the order
+        of their eviction. O(owner sets + m log m) with m free blocks of sets with such blocks.
+
+        All blocks of a set with owners are alike to `is_own`.
+        """
+        shared = (self._owners.unowned, self._owners.suffix)
+        sets = [
+            owners
+            for owners in self._owners.sets()
+            if not owners.is_empty
+            and (owners in shared or is_own(owners.head.next_free_block.block_id))
+            and may_evict(owners)
+        ]
+        return [block for block in self._order.sort(sets) if is_own(block.block_id)][:n]
+
     def check_integrity(self) -> None:
         """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""
         sets = list(self._owners.sets())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -30,19 +32,30 @@ from kedge.integrations.vllm.plugin.block_pools import (
 )
 from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer, BlockTransfers
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.kv_events import HOST_MEDIUM, TierEvents, are_possible
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
 from kedge.structures.prefixes import leading_count
+from kedge.types import TenantId
 
 
 class HostTier(BlockTransfers):
     """Fixed prompts and histories of sessions in host memory. Owned by the scheduler."""
 
-    def __init__(self, device: BlockPool, num_blocks: int, policy: StepPolicy, ranks: int) -> None:
-        """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block."""
+    def __init__(
+        self,
+        device: BlockPool,
+        num_blocks: int,
+        policy: StepPolicy,
+        ranks: int,
+        quotas: HostQuotas | None = None,
+    ) -> None:
+        """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block. `quotas`, of
+        `num_blocks` + 1, keep tenants to what they may hold.
+        """
         options = {"enable_kv_cache_events": True, "medium": HOST_MEDIUM} if are_possible(device) else {}
         host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
         super().__init__(device, host)
@@ -51,6 +64,7 @@ class HostTier(BlockTransfers):
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
+        self.quotas = quotas
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the host has this block."""
@@ -139,16 +153,50 @@ class HostTier(BlockTransfers):
         At most `limit` blocks, and as many as may evict others. Returns the index from which on it is not done.
         """
         sources, places, done = self._lacking(hashes, start, limit)
-        room = self._room(self.host, len(sources), may_evict)
+        room = self._within_quota(owner, len(sources), may_evict)
+        room = self._room(self.host, room, may_evict)
         if room < len(sources):
             self.counters["skipped_backups"] += 1
             sources, done = sources[:room], len(hashes)
         if sources:
             wanted = [hashes[at] for at in places[:room]]
             targets = take_blocks(self.host, room)
+            if self.quotas:
+                self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
             transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, wanted, places[0], sources, targets, owner)
             self._backing_up.update(dict.fromkeys(wanted, transfer))
         return done
+
+    def _within_quota(self, owner: Owner, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
+        """Evict what the tenant of `owner` would have too much with so many `blocks` more, and needs no sooner. Returns
+        how many of them it may have then.
+
+        Nothing of others is evicted, and nothing that `owner` owns: the blocks belong behind that.
+        """
+        if self.quotas is None or not (excess := self.quotas.excess(_tenant_of(owner), blocks)):
+            return blocks
+        is_own = partial(self.quotas.is_of, tenant=_tenant_of(owner))
+        victims = self.queue.victims(excess, lambda owners: owner not in owners.owners and may_evict(owners), is_own)
+        self._forget(victims)
+        self.counters["host_evictions_over_quota"] += len(victims)
+        return max(0, blocks - excess + len(victims))
+
+    def _forget(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Drop the KV of free host blocks."""
+        self.host.evict_blocks({block.block_id for block in blocks})
+        self.queue.remove_n(blocks)
+        self.queue.prepend_n(blocks)
+        self._release(blocks)
+
+    def _let_go(self, transfer: BlockTransfer) -> None:
+        super()._let_go(transfer)
+        if not transfer.is_load:
+            self._release(transfer.targets)
+
+    def _release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Count host blocks without KV to no tenant."""
+        if self.quotas:
+            self.quotas.take((block.block_id for block in blocks if block.block_hash is None), None)
 
     def _lacking(
         self, hashes: Sequence[BlockHash], start: int, limit: int | None
@@ -198,6 +246,7 @@ class HostTier(BlockTransfers):
         self._count(transfer, result)
         free_blocks(target, transfer.prefix + transfer.targets)
         free_blocks(source, transfer.sources)
+        self._release(transfer.sources if transfer.is_load else transfer.targets)
         under_way = self._loading if transfer.is_load else self._backing_up
         for one in transfer.hashes:
             under_way.pop(one, None)
@@ -238,3 +287,11 @@ class HostTier(BlockTransfers):
         with self.without_copies():
             self.events.clear() if self.events else self.host.reset_prefix_cache()
             self.queue.forget_blocks()
+            if self.quotas:
+                self.quotas.clear()
+
+
+def _tenant_of(owner: Any) -> TenantId:
+    """Return the tenant of an agent or a session."""
+    tenant: TenantId = owner.namespace.tenant
+    return tenant

@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, Rea
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
 from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
-from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed
@@ -25,6 +25,7 @@ from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import CHEAPER
 from kedge.reuse.runtime import Runtime
+from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     GenerateRequest,
@@ -34,6 +35,7 @@ from kedge.types import (
     SampleId,
     Source,
     Span,
+    TenantId,
     Tokens,
     ValueKind,
     WorkflowAgent,
@@ -72,7 +74,8 @@ class Learner:
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         # only prompts that are computed whole are captured, so only from these is anything learned
         planner = planner.model_copy(update={"unknown": "dense"})
-        self._runtime = Runtime(AnchorStore(anchors), self._bases, planner, None, costs=costs)
+        self._anchors = limited(AnchorStore(anchors), settings.quotas)
+        self._runtime = Runtime(self._anchors, self._bases, planner, None, costs=costs)
         self._pages = pages
         self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances()
@@ -88,6 +91,8 @@ class Learner:
         self._is_settled = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self._refusal: str | None = UNCHECKED
+        self._is_checked = False
+        """Whether keys were rotated back as the model rotates them, in a prompt of this process"""
 
     # before a request is admitted -------------------------------------------------------------------------------
 
@@ -210,12 +215,12 @@ class Learner:
             self._bases.put_content(request.namespace, first.tokens, (), kv.slice(0, len(first.tokens)))
 
     def _check_rotation(self, tokens: Tokens, kv: KVSegment) -> None:
-        error = rotation_error(tokens, kv.keys[0]) if self._refusal else None
+        error = None if self._is_checked else rotation_error(tokens, kv.keys[0])
         if error is None:
             return
-        is_ours = error < MAX_ROTATION_ERROR
-        self._refusal = None if is_ours else "its rotary embedding differs from Kedge's"
-        if not is_ours:
+        self._is_checked = error < MAX_ROTATION_ERROR
+        self._refusal = None if self._is_checked else "its rotary embedding differs from Kedge's"
+        if not self._is_checked:
             logger.warning("translation is off: %s (keys of equal tokens differ by %.2f)", self._refusal, error)
 
     # learning -----------------------------------------------------------------------------------------------------
@@ -303,12 +308,44 @@ class Learner:
             self._runtime.end_run(one)
             self._ended_runs.remove(one)
 
+    # what outlives the process ------------------------------------------------------------------------------------
+
+    @property
+    def learned(self) -> tuple[AnchorStore, BaseStore]:
+        """All anchors and all base KV."""
+        return self._anchors, self._bases
+
+    def synchronize(self) -> None:
+        """Wait until what was learned so far can be read by another thread."""
+        self._pages.synchronize()
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what it has learned is known to fit the model."""
+        return self._refusal is None
+
+    def trust(self) -> None:
+        """Translate with what was learned by an engine that had checked the model's rotation. The first prompt that is
+        captured checks it again.
+        """
+        self._refusal = None
+
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
         self._expected.clear()
         self._balances.clear()
         self._runtime.clear()
         self._captured.clear()
+
+
+def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> AnchorStore:
+    """Return a store that keeps tenants to their quotas."""
+    for tenant, quota in quotas.items():
+        if tenant == OTHERS:
+            anchors.limit_others(quota.anchors, quota.anchor_bytes)
+        else:
+            anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
+    return anchors
 
 
 def _is_declined(plan: ReusePlan) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -156,11 +158,14 @@ class Reports(KVConnectorWorkerMetadata):
     """Whether a captured prompt is still being learned from"""
     taught: tuple[WorkflowAgent, ...] = ()
     """The agent of each prompt that has been learned from"""
+    snapshots: Mapping[str, int] = field(default_factory=dict)
+    """Snapshots of what was learned, by `OUTCOMES`, on all ranks"""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.copies or self.verdicts or self.captured or self.computed[0] or self.learning or self.taught)
+        found = self.copies or self.verdicts or self.captured or self.computed[0] or self.taught or self.snapshots
+        return not (found or self.learning)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
         """Merge another rank's reports into these."""
@@ -175,4 +180,5 @@ class Reports(KVConnectorWorkerMetadata):
         self.learning = self.learning or other.learning
         self.taught = max(self.taught, other.taught, key=len)
         self.computed = max(self.computed, other.computed, key=lambda pass_: pass_[1])
+        self.snapshots = Counter(self.snapshots) + Counter(other.snapshots)
         return self

@@ -108,6 +108,17 @@ class Pages:
         self._layout = BlockLayout.probe(layers[0], block_size)
         self._device = layers[0].pages.device
 
+    @property
+    def empty(self) -> KVSegment:
+        """KV of no tokens, of this rank's shape, dtype and device."""
+        shape = len(self._layers), *self._layout.keys.index.shape[1:]
+        return KVSegment.empty(shape, self._layers[0].pages.dtype, self._device)
+
+    def synchronize(self) -> None:
+        """Wait for what the device has been given so far: another thread has a stream of its own there."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
     def first(self, tokens: int) -> SlotTable:
         """Return the slots of the first so many tokens, or of all there are."""
         return SlotTable(torch.arange(min(tokens, len(self._layers[0].pages) * self._block_size)))

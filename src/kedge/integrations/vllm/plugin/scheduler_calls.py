@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kedge.integrations.vllm.plugin.base_jobs import PassLimits
 from kedge.integrations.vllm.plugin.count_reports import CountReports
 from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusal
+from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
 from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, REPORT, KedgeStats
@@ -34,6 +35,7 @@ class SchedulerCalls(KVConnectorBase_V1):
     """The scheduler's half of a connector."""
 
     _features: Features
+    _block_bytes: int
     _host_blocks: int
     _settings: PluginSettings
 
@@ -53,7 +55,8 @@ class SchedulerCalls(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.translations.bind(gpu_block_pool)
         if self._features.eviction is None:
-            self._scheduler.bind(gpu_block_pool, self._host_blocks)
+            quotas = HostQuotas.of(self._settings.quotas, self._block_bytes, self._host_blocks + 1)
+            self._scheduler.bind(gpu_block_pool, self._host_blocks, quotas)
 
     # called by Kedge's scheduler ------------------------------------------------------------------------------
 

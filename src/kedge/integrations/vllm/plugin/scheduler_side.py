@@ -26,6 +26,7 @@ from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_qu
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
+from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
@@ -60,17 +61,20 @@ class SchedulerSide:
         """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
         self._ignored_hints = self._translated_tokens = 0
+        self._snapshots: Counter[str] = Counter()
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
-    def bind(self, pool: BlockPool, host_blocks: int) -> None:
-        """Take over the order of vLLM's free blocks, and put a host tier behind them if it has blocks."""
+    def bind(self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None) -> None:
+        """Take over the order of vLLM's free blocks, and put a host tier behind them if it has blocks, in which tenants
+        have `quotas`.
+        """
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
         self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions)
         pools = [pool]
         if host_blocks:
-            tier = HostTier(pool, host_blocks, self._policy, self._ranks)
+            tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
             idle = IdleSessions(tier, self._settings.tiers, lambda: self.sessions.ledger.guard.trusted)
             self.loads = HostLoads(tier, self.prompts, idle, self._settings.tiers, self._block_size)
             self.queue.on_evicted, self.sessions.on_steps = idle.on_evicted, idle.on_steps
@@ -239,6 +243,7 @@ class SchedulerSide:
         """Take the workers' reports of a step."""
         if self.loads:
             self.loads.on_reports(reports.copies, reports.computed)
+        self._snapshots.update(reports.snapshots)
         self.translations.on_reports(reports)
 
     @property
@@ -285,6 +290,7 @@ class SchedulerSide:
         found = self.prompts.counters()
         found.update(self.translations.lanes.bases.counters())
         found.update(ignored_hints=self._ignored_hints, translated_tokens=self._translated_tokens)
+        found.update({f"snapshots_{name}": count for name, count in self._snapshots.items()})
         if self.queue:
             found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})
         if self.loads:

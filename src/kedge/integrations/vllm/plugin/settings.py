@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -13,12 +14,15 @@ from kedge.settings import (
     DiscoverySettings,
     LearningSettings,
     PlannerSettings,
+    QuotaSettings,
     SettingsSection,
     TierSettings,
 )
 from kedge.settings.vllm import DEFAULT_CAPTURES, DEFAULT_LANES
 from kedge.types import ReuseMode
 
+OTHERS = "*"
+"""Stands in `quotas` for tenants that are not named"""
 SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 """vLLM's `scheduler_cls` for lanes and for Kedge's order of waiting requests"""
 
@@ -47,6 +51,12 @@ class PluginSettings(SettingsSection):
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     max_lanes: NonNegativeInt = DEFAULT_LANES
     """As `engine.vllm.max_lanes`."""
+    state: Path | None = None
+    """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
+    snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Seconds between two snapshots."""
+    quotas: dict[str, QuotaSettings] = {}
+    """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""
 
     @field_validator("tiers")
     @classmethod

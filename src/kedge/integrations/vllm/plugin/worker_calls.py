@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,12 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kedge.errors import TranslationRefused
+from kedge.engine.common.state.snapshot import EngineState
+from kedge.errors import ConfigError, TranslationRefused
 from kedge.integrations.vllm.plugin.feature_checks import Features, backends_refusal
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders
+from kedge.integrations.vllm.plugin.model_identity import rank_folder, rank_identity
 from kedge.integrations.vllm.plugin.pages import Layer, Pages, RopeModule
+from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.integrations.vllm.plugin.write_costs import measure_writes
@@ -54,16 +58,30 @@ class WorkerCalls(KVConnectorBase_V1):
         if self._host_blocks:
             self._worker.open_host_tier(kv_caches, self._host_blocks)
         if self._features.translation is None:
-            self._worker.open_translation(self._learner(kv_caches, costs))
+            self._open_translation(kv_caches, costs)
 
-    def _learner(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> Learner | TranslationRefused:
+    def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
         try:
             pages = self._pages(kv_caches)
             measure_writes(costs, pages)
-            return Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
+            learner = Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
             logger.warning("kedge: translation is off: %s", refusal)
-            return refusal
+            self._worker.open_translation(refusal)
+            return
+        self._worker.open_translation(learner)
+        if self._settings.state is not None:
+            self._keep_state(self._settings.state, pages, learner)
+
+    def _keep_state(self, folder: Path, pages: Pages, learner: Learner) -> None:
+        """Go on from what this rank has learned before. Raises `ConfigError` where the folder cannot be used."""
+        try:
+            identity = rank_identity(self._vllm_config, pages.empty, self._settings.anchors)
+            own = rank_folder(folder, self._vllm_config)
+            state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
+        except OSError as error:
+            raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+        self._worker.keep_state(RankState(state, self._settings.snapshot_interval, lambda: learner.is_trusted))
 
     def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
         """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.store import AnchorStore
 from kedge.cache import Direction
 from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.learner import Learner
@@ -22,11 +26,13 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationWrite,
 )
 from kedge.integrations.vllm.plugin.pages import memory_order
+from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
 from kedge.reuse.costs import EngineCosts
 from kedge.types import Miss
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MIN_MEASURED = 64
 """Tokens of the smallest pass whose time is reported as the cost of computing."""
 
@@ -47,6 +53,9 @@ class WorkerSide:
         self._costs: EngineCosts | None = None
         """Set where a pass has ended when vLLM returns from it: on a GPU it has only been started"""
         self._reported_learning = False
+        self._learning = threading.Lock()
+        """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
+        self._state: RankState | None = None
 
     def open_host_tier(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> None:
         """Allocate the host tier: `num_blocks` blocks for every layer, each in the device's memory order."""
@@ -68,6 +77,23 @@ class WorkerSide:
         else:
             self._refusal = learner.why
 
+    def keep_state(self, state: RankState) -> None:
+        """Go on from what `state` has saved, and keep what is learned in it from now on."""
+        self._state = state
+        if state.load() and self._learner:
+            self._learner.trust()
+        state.start()
+
+    def ask(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
+        """Return the result of a question to what was learned, asked between two steps. Any thread may call; it can
+        read what the result refers to.
+        """
+        assert self._learner
+        with self._learning:
+            result = question(*self._learner.learned)
+        self._learner.synchronize()
+        return result
+
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -78,9 +104,10 @@ class WorkerSide:
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
         began = time.monotonic()
-        if self._learner:
-            for write in orders.writes:
-                self._write(self._learner, write)
+        if self._learner and orders.writes:
+            with self._learning:
+                for write in orders.writes:
+                    self._write(self._learner, write)
         self._submit(orders, Direction.LOAD)
         self._not_computing = time.monotonic() - began
 
@@ -99,12 +126,13 @@ class WorkerSide:
         if self._costs and orders.scheduled:
             self._measure(self._costs, orders, seconds)
         self._submit(orders, Direction.OFFLOAD)
-        if self._learner:
-            self._learn_from_step(self._learner, orders, self._end_seconds(orders, seconds))
+        with self._learning:
+            if self._learner:
+                self._learn_from_step(self._learner, orders, self._end_seconds(orders, seconds))
+            for query in orders.queries:
+                self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
-        for query in orders.queries:
-            self._reports.verdicts[query.request.request_id] = self._verdict(query)
 
     def _measure(self, costs: EngineCosts, orders: Orders, seconds: float) -> None:
         costs.observe_pass(orders.scheduled, orders.rows, seconds)
@@ -158,6 +186,7 @@ class WorkerSide:
         for copied in self._copier.drain() if self._copier else ():
             self._reports.copies[copied.copy_id] = CopyResult.of(copied)
         reports = self._reports
+        reports.snapshots = self._state.take_outcomes() if self._state else {}
         if reports.is_empty and self._reported_learning == reports.learning:
             return None
         self._reports, self._reported_learning = Reports(), reports.learning
@@ -169,6 +198,8 @@ class WorkerSide:
         return bad
 
     def close(self) -> None:
-        """End the copier's thread."""
+        """End the copier's thread, and write the last snapshot of what was learned."""
         if self._copier:
             self._copier.close()
+        if self._state:
+            self._state.close()

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kedge.anchors.saving.records import Record
+from kedge.engine.common.state.identity import differences
 from kedge.errors import StateDamaged, StateRefused
 
 FORMAT = 2
@@ -76,9 +77,11 @@ def _entry(name: list[str], file: str, nbytes: int) -> Entry:
 
 
 def _check_owner(head: Mapping[str, Any], path: Path, identity: str) -> None:
-    for key, ours in (("format", FORMAT), ("identity", identity)):
-        if head[key] != ours:
-            raise StateRefused(f"{path.name}: {key}", head[key], f"this engine has {ours!r}")
+    if head["format"] != FORMAT:
+        raise StateRefused(f"{path.name}: format", head["format"], f"this engine has {FORMAT!r}")
+    if head["identity"] != identity:
+        names, theirs, ours = differences(head["identity"], identity)
+        raise StateRefused(f"{path.name}: {names}", theirs, f"this engine has {ours!r}")
 
 
 # records --------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
+from kedge.engine.common.state.files import MANIFEST, PREVIOUS
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.state.files import MANIFEST, PREVIOUS
 from kedge.errors import ConfigError, EngineClosed, StateRefused
 from kedge.settings import AnchorSettings, PlannerSettings
+from tests.engine.common.state_helpers import DAMAGES, damage, listed, record_files
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.engine.local.state_helpers import DAMAGES, damage, listed, record_files
 from tests.engine.local.test_translation import OPEN, request, tokens
 
 ROOT = Path(__file__).parents[3]
@@ -193,7 +193,7 @@ def pools(engine: LocalEngine) -> dict[object, int]:
 SAVES_FOR_EVER = """
 import sys
 from pathlib import Path
-from tests.engine.local.state.test_snapshot import ask, engine
+from tests.engine.common.state.test_snapshot import ask, engine
 with engine() as built:
     for seed in range(10**6):
         ask(built, 10 * seed)
@@ -237,7 +237,7 @@ def test_a_full_disk_is_an_os_error(teacher: LocalEngine, tmp_path: Path, monkey
     def full(*_: object) -> None:
         raise SafetensorError("IoError: No space left on device")
 
-    monkeypatch.setattr("kedge.engine.local.state.files.save_file", full)
+    monkeypatch.setattr("kedge.engine.common.state.files.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         teacher.save(tmp_path)
     assert teacher.load(tmp_path).pools == 0

@@ -22,10 +22,10 @@ from itertools import count
 from pathlib import Path
 
 from kedge.anchors.saving.records import Record
-from kedge.engine.local.folder_lock import lock_folder
-from kedge.engine.local.state.damage import Damage
-from kedge.engine.local.state.files import MANIFEST, PARTIAL, PREVIOUS, SUFFIX, Entry, manifest_of, write_record
-from kedge.engine.local.state.recovery import Recovery
+from kedge.engine.common.folder_lock import lock_folder
+from kedge.engine.common.state.damage import Damage
+from kedge.engine.common.state.files import MANIFEST, PARTIAL, PREVIOUS, SUFFIX, Entry, manifest_of, write_record
+from kedge.engine.common.state.recovery import Recovery
 from kedge.errors import StateRefused
 
 logger = logging.getLogger(__name__)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import torch
-
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import names, view
+from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, keys, name_of, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
-from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.local.model.identity import add, model_digest
-from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.state.damage import Damage
-from kedge.engine.local.state.files import Entry, Name
-from kedge.engine.local.state.folder import StateFolder
+from kedge.engine.common.state.damage import Damage
+from kedge.engine.common.state.files import Entry, Name
+from kedge.engine.common.state.folder import StateFolder
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import KVSpec
-from kedge.settings import AnchorSettings
 
 logger = logging.getLogger(__name__)
 TRIES = 8
@@ -45,6 +38,8 @@ class SavedState:
 
     pools: int
     templates: int
+    values: int
+    """Values with base KV, where an engine keeps that"""
     nbytes: int
     """Bytes on disk"""
     seconds: float
@@ -55,14 +50,14 @@ class SavedState:
 class EngineState:
     """The state of one engine in one folder. Any thread may call; `ask` runs calls on the engine's thread."""
 
-    def __init__(
-        self, folder: Path, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned
-    ) -> None:
-        """Open the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
+    def __init__(self, folder: Path, identity: str, like: KVSegment, ask: AskLearned, *, values: bool = False) -> None:
+        """Open the folder. `identity` is a text of all that saved KV depends on, `like` is KV, perhaps of no tokens, of
+        the model's shape, dtype and device; base KV of values is saved if `values`. Raises `ConfigError` if another
+        process uses the folder, and `OSError`.
+        """
         self.folder = folder
-        self._files = StateFolder(folder, identity(runner, tokenizer, anchors))
-        self._like = _no_tokens(runner.spec, runner.device)
-        self._ask, self._lock = ask, threading.Lock()
+        self._files = StateFolder(folder, identity)
+        self._like, self._values, self._ask, self._lock = like, values, ask, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
         """The entries in the folder, with the signatures of the views that they were made from"""
 
@@ -70,7 +65,8 @@ class EngineState:
         """Write a snapshot of what is learned now, see `LocalEngine.save`."""
         began = time.monotonic()
         with self._lock:
-            made = {name: self._saved(name) for name in self._ask(names)}
+            found = self._ask(lambda anchors, bases: keys(anchors, bases, values=self._values))
+            made = {name_of(key): self._saved(key) for key in found}
             self._written = {name: one for name, one in made.items() if one}
             entries = [entry for _, entry in self._written.values()]
             self._files.commit(entries)
@@ -91,26 +87,26 @@ class EngineState:
         with self._lock:
             self._files.close()
 
-    def _saved(self, name: Name) -> tuple[Hashable, Entry] | None:
-        """Write what has this name if it has changed. Returns its signature and entry; None if it has gone."""
-        before = self._written.get(name)
+    def _saved(self, key: Key) -> tuple[Hashable, Entry] | None:
+        """Write what has this key if it has changed. Returns its signature and entry; None if it has gone."""
+        before = self._written.get(name_of(key))
         for _ in range(TRIES):
-            now = self._ask(lambda anchors, bases: view(anchors, bases, name))
+            now = self._ask(lambda anchors, bases: view(anchors, bases, key))
             if now is None:
                 return None
             if before and before[0] == now.signature and self._files.has(before[1]):
                 return before
             if record := now.record():
                 return now.signature, self._files.put(record)
-        logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name)
+        logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name_of(key))
         return before
 
 
 class StateKeeper:
     """The engine's state folder, opened at the first `save` or `load`. Any thread may call."""
 
-    def __init__(self, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned) -> None:
-        self._open = partial(EngineState, runner=runner, tokenizer=tokenizer, anchors=anchors, ask=ask)
+    def __init__(self, open_state: Callable[[Path], EngineState]) -> None:
+        self._open = open_state
         self._lock = threading.Lock()
         self._state: EngineState | None = None
 
@@ -141,26 +137,7 @@ class StateKeeper:
 
 
 def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:
-    pools = sum(entry.name[0] == "pool" for entry in entries)
+    kinds = Counter(entry.name[0] for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
-    return SavedState(pools, len(entries) - pools, nbytes, time.monotonic() - began, tuple(damaged))
-
-
-def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
-    empty = torch.empty(spec.layers, 0, spec.kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    return KVSegment(empty, empty)
-
-
-# identity of state ----------------------------------------------------------------------------------------------------
-
-
-def identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
-    """Return a digest of everything that saved KV depends on: the model, the tokenizer, and the settings of how values
-    are compared.
-    """
-    digest = model_digest(runner)
-    inner = tokenizer.inner
-    add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
-    compared = ("estimator", "match_layer", "match_dim", "top_k", "tau", "temperature")
-    add(digest, anchors.model_dump(include=set(compared)))
-    return digest.hexdigest()
+    counts = kinds[POOL], kinds[TEMPLATE], kinds[VALUE]
+    return SavedState(*counts, nbytes, time.monotonic() - began, tuple(damaged))

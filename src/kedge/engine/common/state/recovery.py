@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kedge.anchors.saving.records import Record
-from kedge.engine.local.state.damage import Damage, forget_oldest
-from kedge.engine.local.state.files import (
+from kedge.engine.common.state.damage import Damage, forget_oldest
+from kedge.engine.common.state.files import (
     MANIFEST,
     PREVIOUS,
     SUFFIX,

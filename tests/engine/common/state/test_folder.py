@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from kedge.engine.local.state import files as state_files
-from kedge.engine.local.state.files import MANIFEST, PARTIAL, PREVIOUS
-from kedge.engine.local.state.folder import StateFolder
+from kedge.engine.common.state import files as state_files
+from kedge.engine.common.state.files import MANIFEST, PARTIAL, PREVIOUS
+from kedge.engine.common.state.folder import StateFolder
 from kedge.errors import ConfigError, StateRefused
-from tests.engine.local.state_helpers import (
+from tests.engine.common.state_helpers import (
     OURS,
     THEIRS,
     damage,

@@ -1,0 +1,203 @@
+"""The saved state of one rank: failures are counted, and no step waits for a disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.anchors.base_store import BaseStore  # noqa: E402
+from kedge.anchors.store import AnchorStore  # noqa: E402
+from kedge.engine.common.state import files  # noqa: E402
+from kedge.engine.common.state.snapshot import EngineState, SavedState  # noqa: E402
+from kedge.errors import ConfigError, StateRefused  # noqa: E402
+from kedge.integrations.vllm.plugin import model_identity  # noqa: E402
+from kedge.integrations.vllm.plugin.learning_budget import LearningBudget  # noqa: E402
+from kedge.integrations.vllm.plugin.messages import Orders, Reports  # noqa: E402
+from kedge.integrations.vllm.plugin.model_identity import SAMPLE_BYTES, SAMPLES, model_digest, samples  # noqa: E402
+from kedge.integrations.vllm.plugin.rank_state import RankState  # noqa: E402
+from kedge.integrations.vllm.plugin.worker_side import WorkerSide  # noqa: E402
+from kedge.kv.segment import KVSegment  # noqa: E402
+from kedge.settings import AnchorSettings  # noqa: E402
+from kedge.types import Namespace, TenantId  # noqa: E402
+
+PATIENCE = 60.0
+
+
+class Folder:
+    """Stands for a state folder; what `fails` is raised by the next call."""
+
+    folder = Path("folder")
+
+    def __init__(self) -> None:
+        self.saves = self.closes = 0
+        self.fails: Exception | None = None
+        self.saved = threading.Event()
+
+    def save(self) -> SavedState:
+        self.saves += 1
+        self.saved.set()
+        return self.load()
+
+    def load(self) -> SavedState:
+        if self.fails:
+            raise self.fails
+        return SavedState(1, 2, 3, 4, 0.5)
+
+    def close(self) -> None:
+        self.closes += 1
+
+
+def rank_state(folder: Any, interval: float = 3600.0, is_trusted: bool = True) -> RankState:
+    return RankState(folder, interval, lambda: is_trusted)
+
+
+def test_failures_are_counted_and_the_thread_goes_on() -> None:
+    folder = Folder()
+    state = rank_state(folder, 0.001)
+    folder.fails = OSError("full")
+    state.start()
+    for _ in range(3):
+        folder.saved.clear()
+        assert folder.saved.wait(PATIENCE)
+    folder.fails = None
+    state.close()
+    found = state.take_outcomes()
+    assert found["failed"] >= 2 and found["saved"] >= 1
+    assert not state.take_outcomes()
+
+
+def test_what_is_not_trusted_is_not_saved() -> None:
+    folder = Folder()
+    state = rank_state(folder, is_trusted=False)
+    state.start()
+    state.close()
+    state.close()
+    assert (folder.saves, folder.closes) == (0, 1)
+
+
+def test_the_end_is_saved() -> None:
+    folder = Folder()
+    state = rank_state(folder)
+    state.start()
+    state.close()
+    assert (folder.saves, folder.closes, state.take_outcomes()) == (1, 1, {"saved": 1})
+
+
+def test_what_a_start_can_find() -> None:
+    folder = Folder()
+    state = rank_state(folder)
+    assert state.load() and not state.take_outcomes()
+    folder.fails = StateRefused("manifest.json: ranks", [2], "this engine has [1]")
+    assert not state.load() and state.take_outcomes() == {"refused": 1}
+    folder.fails = PermissionError("no")
+    with pytest.raises(ConfigError, match="cannot be used: no"):
+        state.load()
+
+
+def test_outcomes_of_all_ranks_are_summed() -> None:
+    one, other = Reports(snapshots={"saved": 1}), Reports(snapshots={"saved": 1, "damaged": 2})
+    assert not one.is_empty
+    assert one.aggregate(other).snapshots == {"saved": 2, "damaged": 2}
+
+
+def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    save_file = files.save_file
+
+    def slow(*args: Any) -> None:
+        writing.set()
+        assert go_on.wait(PATIENCE)
+        save_file(*args)
+
+    monkeypatch.setattr(files, "save_file", slow)
+    anchors, bases, kv = (
+        AnchorStore(AnchorSettings()),
+        BaseStore(1 << 20),
+        KVSegment(torch.ones(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)),
+    )
+    bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
+    learned = SimpleNamespace(learned=(anchors, bases), synchronize=lambda: None, is_learning=False, is_urgent=False)
+    learned.take_taught, learned.learn = tuple, lambda urgent_only: urgent_only
+    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side._learner = learned
+    state = rank_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))
+    side._state = state
+    saving = threading.Thread(target=state.save)
+    saving.start()
+    assert writing.wait(PATIENCE)
+    for _ in range(3):
+        side.begin_step()
+        side.before_pass(Orders())
+        side.after_pass(Orders())
+        bases.put_content(Namespace(TenantId("a")), (4,), (), kv.slice(0, 1))
+    go_on.set()
+    saving.join(PATIENCE)
+    assert side.take_reports().snapshots == {"saved": 1}
+    side.close()
+    found, new = BaseStore(1 << 20), AnchorStore(AnchorSettings())
+    back = EngineState(tmp_path, "identity", kv.slice(0, 0), lambda question: question(new, found), values=True)
+    assert back.load().values == 2, "that of the last save, when the rank was closed"
+    back.close()
+
+
+# the identity of a model ----------------------------------------------------------------------------------------------
+
+
+def config(folder: Path, **other: Any) -> Any:
+    shape = SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": str(folder)}, rope_parameters={"theta": 1e4})
+    own = {"model": str(folder), "revision": None, "quantization": None, "seed": 0, "hf_config": shape}
+    model = SimpleNamespace(**{**own, "hf_text_config": shape, **other})
+    load = SimpleNamespace(load_format="auto", download_dir=None)
+    return SimpleNamespace(model_config=model, load_config=load, parallel_config=SimpleNamespace(data_parallel_index=1))
+
+
+def test_a_model_is_its_weights_and_not_its_name(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(range(200)))
+    assert model_digest(config(one)) == model_digest(config(other))
+    assert model_digest(config(one)) != model_digest(config(one, quantization="fp8"))
+    (other / "model.safetensors").write_bytes(bytes(range(1, 201)))
+    assert model_digest(config(one)) != model_digest(config(other))
+
+
+def test_a_model_without_files_has_no_identity(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no weights are in"):
+        model_digest(config(tmp_path))
+    with pytest.raises(ConfigError, match="not on this machine"):
+        model_digest(config(Path("nobody/has-this-model")))
+
+
+def test_large_files_are_sampled_from_the_first_byte_to_the_last(tmp_path: Path) -> None:
+    size, file = (SAMPLES + 5) * SAMPLE_BYTES, tmp_path / "weights"
+    with file.open("wb") as opened:
+        opened.truncate(size)
+    sampled = list(samples(file))
+    assert [len(one) for one in sampled] == [SAMPLE_BYTES] * SAMPLES
+    for at in (0, size - 1):
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(b"x")
+        changed = list(samples(file))
+        assert changed != sampled
+        sampled = changed
+
+
+def test_a_refusal_can_name_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    ranks = {"get_tensor_model_parallel_rank": 1, "get_tensor_model_parallel_world_size": 2}
+    for name, value in ranks.items():
+        monkeypatch.setattr(model_identity, name, lambda value=value: value)
+    like = KVSegment(*[torch.empty(3, 0, 2, 8, dtype=torch.bfloat16)] * 2)
+    found = model_identity.rank_identity(config(tmp_path), like, AnchorSettings())
+    for key, part in {"rank": 1, "ranks": 2, "dtype": '"torch.bfloat16"', "layers": 3, "kv_heads": 2}.items():
+        assert f'"{key}": {part}' in found
+    assert model_identity.rank_folder(tmp_path, config(tmp_path)) == tmp_path / "replica-1" / "rank-1"
