@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 MAX_ROTATION_ERROR = 0.05
-"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not."""
+"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not. With 8 bits it is
+the largest error of rounding, to which two keys' mean errors do not sum up.
+"""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
 UNCHECKED = "its rotary embedding has not been checked yet"
@@ -213,7 +215,7 @@ class Learner:
         error = rotation_error(tokens, kv.keys[0]) if self._refusal else None
         if error is None:
             return
-        is_ours = error < MAX_ROTATION_ERROR
+        is_ours = error < max(MAX_ROTATION_ERROR, self._pages.rounding)
         self._refusal = None if is_ours else "its rotary embedding differs from Kedge's"
         if not is_ours:
             logger.warning("translation is off: %s (keys of equal tokens differ by %.2f)", self._refusal, error)

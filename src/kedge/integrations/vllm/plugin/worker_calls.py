@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kedge.errors import TranslationRefused
+from kedge.errors import LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.feature_checks import Features, backends_refusal
+from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.integrations.vllm.plugin.layout_probe import find_block_axes, find_layouts
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders
-from kedge.integrations.vllm.plugin.pages import Layer, Pages, RopeModule
+from kedge.integrations.vllm.plugin.pages import Pages, RopeModule
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.integrations.vllm.plugin.write_costs import measure_writes
@@ -52,13 +54,33 @@ class WorkerCalls(KVConnectorBase_V1):
         if is_synchronous:
             self._worker.measure_passes(costs)
         if self._host_blocks:
-            self._worker.open_host_tier(kv_caches, self._host_blocks)
+            self._open_host_tier(kv_caches)
         if self._features.translation is None:
             self._worker.open_translation(self._learner(kv_caches, costs))
 
+    def _open_host_tier(self, kv_caches: dict[str, Tensor]) -> None:
+        layers = self._layers(kv_caches)
+        try:
+            axes = find_block_axes(layers, self._num_blocks, self._block_size)
+        except LayoutUnknown as refusal:
+            logger.warning("kedge: host is off on this rank: %s", refusal)
+            return
+        blocks = [axis.blocks(layer.pages) for axis, layer in zip(axes, layers, strict=True)]
+        self._worker.open_host_tier(blocks, self._host_blocks)
+
+    @property
+    def _num_blocks(self) -> int:
+        return self._kv_cache_config.num_blocks
+
+    def _layers(self, kv_caches: dict[str, Tensor]) -> list[KVLayer]:
+        """Return the layers of the only group with KV that is handled, in the model's order."""
+        known: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        names = sorted(kv_caches, key=extract_layer_index)
+        return [KVLayer(known[name], kv_caches[name], self._vllm_config.model_config.dtype) for name in names]
+
     def _learner(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> Learner | TranslationRefused:
         try:
-            pages = self._pages(kv_caches)
+            pages = self._pages(self._layers(kv_caches))
             measure_writes(costs, pages)
             return Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
@@ -73,17 +95,17 @@ class WorkerCalls(KVConnectorBase_V1):
             logger.warning("kedge: lanes are off: %s", refusal)
         return refusal
 
-    def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
-        """Return the model's pages. Raises `TranslationRefused` where they cannot be read."""
+    def _pages(self, layers: list[KVLayer]) -> Pages:
+        """Return the model's pages. Raises `LayoutUnknown` where they cannot be read."""
+        axes = find_block_axes(layers, self._num_blocks, self._block_size)
+        layouts = find_layouts(layers, axes, self._num_blocks, self._block_size)
         config = self._vllm_config.model_config
-        layers: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
-        names = sorted(kv_caches, key=extract_layer_index)
         text = config.hf_text_config
         longest = text.max_position_embeddings
         rope = get_rope(config.get_head_size(), longest, True, text.rope_parameters, config.dtype)
-        table = rope.cos_sin_cache.to(kv_caches[names[0]].device)
+        table = rope.cos_sin_cache.to(layers[0].pages.device)
         rotary = Rotary(RopeModule(table), min(len(table), config.max_model_len), table.device)
-        return Pages([Layer(layers[name], kv_caches[name]) for name in names], self._block_size, rotary)
+        return Pages(layers, layouts, self._block_size, rotary)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
