@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -80,12 +81,21 @@ class WorkerCalls(KVConnectorBase_V1):
 
     def _learner(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> Learner | TranslationRefused:
         try:
+            self._refuse_company()
             pages = self._pages(self._layers(kv_caches))
             measure_writes(costs, pages)
             return Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
             logger.warning("kedge: translation is off: %s", refusal)
             return refusal
+
+    def _refuse_company(self) -> None:
+        """Raise `TranslationRefused` beside other connectors (`MultiConnector`): they save every block of a request by
+        its tokens, and would give translated KV to requests that must have computed KV.
+        """
+        if has_kv_transfer_group() and (group := get_kv_transfer_group()) is not self:
+            why = "another KV connector would save translated KV as if it had been computed"
+            raise TranslationRefused("kv_connector", type(group).__name__, why)
 
     def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
         """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""
