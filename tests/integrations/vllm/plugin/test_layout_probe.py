@@ -266,6 +266,15 @@ def test_a_layout_is_shared_by_layers_after_a_try() -> None:
         find_layouts([layers[0], fake_layer(keep=(coarse, coarse))], axes[:2], 6, 4)
 
 
+def test_layers_that_share_kv_are_refused() -> None:
+    """What one of them is given would overwrite the other's."""
+    layer = fake_layer()
+    other = fake_layer(pages=layer.pages)
+    axes = find_block_axes([layer, other], 6, 4)
+    with pytest.raises(LayoutUnknown, match="shares another's"):
+        find_layouts([layer, other], axes, 6, 4)
+
+
 def test_the_global_random_state_is_left_alone() -> None:
     """What vLLM samples from it must not depend on the plug-in."""
     torch.manual_seed(1)

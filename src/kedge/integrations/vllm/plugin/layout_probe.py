@@ -39,6 +39,8 @@ def find_layouts(
 
     Raises `LayoutUnknown` where a layer does not keep keys and values in places, and in a format, that it finds.
     """
+    if len({layer.pages.data_ptr() for layer in layers}) < len(layers):
+        raise _unknown(layers[0], "a layer has no KV of its own: it shares another's")
     probed, found = probed_blocks(num_blocks), list[BlockLayout]()
     for layer, axis in zip(layers, axes, strict=True):
         view = axis.blocks(layer.codes)
