@@ -118,7 +118,7 @@ class TranslationRefused(KedgeError):
 
 
 class LayoutUnknown(TranslationRefused):
-    """How vLLM lays out a layer's KV was not found by writing and reading it."""
+    """How vLLM lays out its KV was not found."""
 
 
 class StateRefused(KedgeError):
