@@ -17,6 +17,7 @@ KedgeError
 │   ├── InvalidGrammar       a grammar for the answer that cannot be read, or not followed
 │   └── MissingInput         a run lacks the value of an input, or it is empty
 ├── TranslationRefused       this model's attention cannot be translated
+│   └── LayoutUnknown        how vLLM lays out its KV was not found
 ├── StateRefused             saved state is of another model or format
 ├── StateDamaged             a file of saved state is damaged (internal: the rest is loaded)
 ├── ToolError                a tool raised or ran out of time
@@ -114,6 +115,10 @@ class MissingInput(RequestError):
 
 class TranslationRefused(KedgeError):
     """This model's attention cannot be translated."""
+
+
+class LayoutUnknown(TranslationRefused):
+    """How vLLM lays out its KV was not found."""
 
 
 class StateRefused(KedgeError):

@@ -94,8 +94,8 @@ async def _measure(settings: IdleSettings, model: Path, vocab: int, start: int) 
     """Start both engines, stock's first at every other start. Returns the seconds of all batches but the first."""
     longest = settings.prompt + settings.output
     room = KvRoom(2 * settings.clients * (longest + BLOCK), longest + BLOCK)
-    first, second = (None, {}) if start % 2 == 0 else ({}, None)
-    with VllmLane(model, room, first) as one, VllmLane(model, room, second) as other:
+    plugins: list[dict[str, Any] | None] = [None, {}] if start % 2 == 0 else [{}, None]
+    with VllmLane(model, room, plugins[0]) as one, VllmLane(model, room, plugins[1]) as other:
         stock, kedge = sorted((one, other), key=lambda lane: lane.plugged)
         seconds: Seconds = ([], [])
         for number in range(settings.batches + 1):

@@ -62,6 +62,11 @@ def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.
     assert (found.eviction, found.host) == (reason, reason)
 
 
+@pytest.mark.parametrize("kept", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_floats_of_8_bits_are_translated(kept: str) -> None:
+    assert compat.find_features(config(cache_dtype=kept), ONE, 10, 32) == compat.Features(None, None, None, None)
+
+
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
     assert compat.block_bytes(ONE) == 2 * 2 * 32 * 2 * 32 * 4
 
@@ -71,7 +76,8 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
     [
         ({"pipeline_parallel_size": 2}, "pipeline"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"cache_dtype": "fp8"}, "fp8"),
+        ({"cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
         ({"use_mla": True}, "MLA"),
         ({"uses_mrope": True}, "M-RoPE"),
         ({"hf_text_config": DYNAMIC}, "dynamic"),

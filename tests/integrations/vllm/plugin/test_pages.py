@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.pages import BlockLayout, Layer, Pages, RopeModule, memory_order, rotation_error
+from kedge.errors import LayoutUnknown
+from kedge.integrations.vllm.plugin.block_layout import Places
+from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.integrations.vllm.plugin.layout_probe import find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
+from tests.integrations.vllm.fake_layers import float8_layer
 
 BLOCKS, SIZE, HEADS, DIM, LAYERS = 6, 4, 2, 8, 3
 View = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -31,7 +36,7 @@ def keys_transposed(pages: Tensor) -> tuple[Tensor, Tensor]:
     return keys.view(-1, HEADS, DIM, SIZE).permute(0, 3, 1, 2), values.view(-1, HEADS, SIZE, DIM).transpose(1, 2)
 
 
-def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int] = range(DIM)) -> Layer:
+def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int] = range(DIM)) -> KVLayer:
     """`order`: of the dimensions, as the backend keeps them."""
 
     def write(_: object, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
@@ -40,7 +45,12 @@ def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int
 
     impl = SimpleNamespace(do_kv_cache_update=write)
     pages = torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM).to(dtype)
-    return Layer(SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM), pages)
+    return KVLayer(SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM), pages, dtype)
+
+
+def pages_of(layers: Sequence[KVLayer]) -> Pages:
+    layouts = find_layouts(layers, find_block_axes(layers, BLOCKS, SIZE), BLOCKS, SIZE)
+    return Pages(layers, layouts, SIZE, rotary())
 
 
 def rotary() -> Rotary:
@@ -53,7 +63,7 @@ def rotary() -> Rotary:
 @pytest.mark.parametrize("blocks", [[4, 1, 3], [5]])
 def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, blocks: list[int]) -> None:
     layers = [layer_of(view, dtype) for _ in range(LAYERS)]
-    pages = Pages(layers, SIZE, rotary())
+    pages = pages_of(layers)
     start, stop = 1, SIZE * len(blocks) - 1
     read = pages.read(pages.table(blocks), start, stop)
     assert read.keys.is_contiguous() and read.values.is_contiguous(), "vLLM's ops want it so"
@@ -66,10 +76,11 @@ def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, bloc
 
 def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
     order = [0, 2, 1, 3, 7, 5, 4, 6]
-    layer = layer_of(side_by_side, order=order)
-    assert BlockLayout.probe(layer_of(side_by_side), SIZE).keys.strides is not None
-    assert BlockLayout.probe(layer, SIZE).keys.strides is None
-    pages, kv = Pages([layer], SIZE, rotary()), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
+    layer, regular = layer_of(side_by_side, order=order), layer_of(side_by_side)
+    axes = find_block_axes([regular], BLOCKS, SIZE)
+    strides = [find_layouts([one], axes, BLOCKS, SIZE)[0].keys.strides for one in (regular, layer)]
+    assert strides[0] is not None and strides[1] is None
+    pages, kv = pages_of([layer]), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
     pages.put(table := pages.table([4, 1]), 2, kv)
     read = pages.read(table, 2, 7)
     torch.testing.assert_close(read.keys, kv.keys)
@@ -81,7 +92,7 @@ def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
 def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> None:
     layers = [layer_of(view) for _ in range(LAYERS)]
     before = [layer.pages.clone() for layer in layers]
-    pages = Pages(layers, SIZE, rotary())
+    pages = pages_of(layers)
     table = pages.table([2, 5, 0])
     base = KVSegment(*torch.randn(2, LAYERS, 5, HEADS, DIM))
     offsets = KVSegment(*torch.randn(2, LAYERS - 1, 5, HEADS, DIM))
@@ -97,13 +108,29 @@ def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> No
             assert torch.equal(now[kept], then[kept])
 
 
-def test_pages_with_other_contents_are_refused() -> None:
-    lossy = layer_of(lambda pages: (pages[..., :DIM].transpose(1, 2), pages[..., :DIM].transpose(1, 2)))
-    with pytest.raises(TranslationRefused, match="does not keep keys"):
-        Pages([lossy], SIZE, rotary())
-    larger = Layer(lossy.layer, torch.zeros(BLOCKS, HEADS, SIZE, 3 * DIM))
-    with pytest.raises(TranslationRefused, match="numbers of its tokens"):
-        Pages([larger], SIZE, rotary())
+def test_layers_of_other_shapes_are_refused() -> None:
+    other = layer_of(side_by_side)
+    layouts = find_layouts([other], find_block_axes([other], BLOCKS, SIZE), BLOCKS, SIZE)
+    half = replace(layouts[0], keys=Places.of(layouts[0].keys.index[..., :4].contiguous()))
+    with pytest.raises(LayoutUnknown, match="must have one shape"):
+        Pages([other, other], [*layouts, half], SIZE, rotary())
+
+
+def test_each_layer_is_read_by_its_own_layout_and_format() -> None:
+    """Layers whose KV is not quantized, beside others."""
+    layers = [layer_of(side_by_side), layer_of(keys_transposed), float8_layer(torch.float8_e4m3fn)]
+    pages, kv = pages_of(layers), KVSegment(*torch.randn(2, 3, 5, HEADS, DIM))
+    assert pages.rounding == 0 and pages_of(layers[::-1]).rounding == 2**-4
+    pages.put(table := pages.table([4, 1]), 2, kv)
+    read = pages.read(table, 2, 7)
+    torch.testing.assert_close(read.keys[:2], kv.keys[:2])
+    assert torch.equal(read.values[:2], kv.values[:2])
+    expected = (kv.values[2] / 0.02).to(torch.float8_e4m3fn).float() * 0.02
+    torch.testing.assert_close(read.values[2], expected)
+    rotated = torch.empty_like(kv.keys)
+    rotary().rotate(kv.keys, slice(2, 7), out=rotated)
+    kept = (rotated[2:] / 0.5).to(torch.float8_e4m3fn).float() * 0.5
+    torch.testing.assert_close(read.keys[2:], rotary().unrotate(kept, slice(2, 7)))
 
 
 def test_keys_of_equal_tokens_reveal_another_rotation() -> None:
@@ -117,15 +144,9 @@ def test_keys_of_equal_tokens_reveal_another_rotation() -> None:
     assert rotation_error([1, 2, 3], keys[0, :3]) is None
 
 
-def test_memory_order_is_a_view_without_gaps() -> None:
-    pages = torch.arange(2 * 3 * 4 * 5).view(2, 4, 3, 5).transpose(1, 2)
-    view = memory_order(pages)
-    assert view.is_contiguous() and view.data_ptr() == pages.data_ptr() and len(view) == 2
-
-
 def test_positions_that_a_table_leaves_out_are_not_written() -> None:
     layers = [layer_of(side_by_side) for _ in range(LAYERS)]
-    pages, blocks = Pages(layers, SIZE, rotary()), [4, 1, 3]
+    pages, blocks = pages_of(layers), [4, 1, 3]
     before = pages.read(pages.table(blocks), 0, 12)
     given = KVSegment(torch.randn(LAYERS, 9, HEADS, DIM), torch.randn(LAYERS, 9, HEADS, DIM))
     pages.put(pages.table(blocks, only=(range(2, 5), range(9, 11))), 2, given)

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.cache import Copy, Direction
 from kedge.integrations.vllm.plugin import worker_side
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
-from kedge.integrations.vllm.plugin.messages import Capture, Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.messages import Capture, CopyResult, Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.reuse.costs import EngineCosts, LinearCost
 from kedge.types import GenerateRequest, RequestId
@@ -95,3 +96,15 @@ def test_ends_of_answers_pay_for_a_pass_of_their_own(
     clock.now += 5.0
     side.after_pass(Orders(scheduled=scheduled, rows=2, captures=ENDS))
     assert side._learner.charged == pytest.approx(charged)
+
+
+def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:
+    """The scheduler, which has ordered them, would wait for ever."""
+    side = WorkerSide(16, 1.0, LearningBudget(None))
+    copies = (Copy(1, Direction.LOAD, (1,), (2,)), Copy(2, Direction.OFFLOAD, (1, 2), (3, 4)))
+    orders = Orders(copies=copies)
+    side.begin_step()
+    side.before_pass(orders)
+    side.after_pass(orders)
+    reports = side.take_reports()
+    assert reports is not None and reports.copies == dict.fromkeys((1, 2), CopyResult(1, ok=False, seconds=0.0))

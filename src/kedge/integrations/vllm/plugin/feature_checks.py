@@ -29,6 +29,8 @@ from kedge.kv.spec import mixed_layers, translation_refusal
 logger = logging.getLogger(__name__)
 VERSIONS = ("0.32.",)
 """Versions of vLLM that the tests run with"""
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Formats of KV in which a number is by itself; others scale it by its neighbours"""
 NOT_CONFIGURED = "no host memory is configured"
 NO_TRANSLATION = "translation is off"
 
@@ -172,7 +174,7 @@ def _model_refusal(config: VllmConfig) -> str | None:
         return "context parallelism: a rank does not see every token"
     if config.speculative_config is not None:
         return "speculative decoding: the draft's KV is not translated"
-    if config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+    if config.cache_config.cache_dtype not in CACHE_DTYPES:
         return f"the KV cache is kept in {config.cache_config.cache_dtype}"
     if config.model_config.use_mla:
         return "multi-head latent attention (MLA) has no per-head KV"

@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 MAX_ROTATION_ERROR = 0.05
-"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not."""
+"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not. With 8 bits it is
+the largest error of rounding, to which two keys' mean errors do not sum up.
+"""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
 UNCHECKED = "its rotary embedding has not been checked yet"
@@ -218,7 +220,7 @@ class Learner:
         error = None if self._is_checked else rotation_error(tokens, kv.keys[0])
         if error is None:
             return
-        self._is_checked = error < MAX_ROTATION_ERROR
+        self._is_checked = error < max(MAX_ROTATION_ERROR, self._pages.rounding)
         self._refusal = None if self._is_checked else "its rotary embedding differs from Kedge's"
         if not self._is_checked:
             logger.warning("translation is off: %s (keys of equal tokens differ by %.2f)", self._refusal, error)

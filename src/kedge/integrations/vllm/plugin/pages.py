@@ -1,118 +1,50 @@
-"""vLLM's own pages as KV that Kedge can read and write, whatever the attention backend's layout.
+"""vLLM's own pages as KV that Kedge can read and write, in whatever layout and format `layout_probe.py` has found.
 
-KV is written with the model's own op. How that op lays out a block is found by writing numbered tokens into a scratch
-block, so no backend is recognised by its name.
+KV is written with the model's own op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import TranslationRefused
+from kedge.errors import LayoutUnknown
+from kedge.integrations.vllm.plugin.block_layout import BlockLayout
+from kedge.integrations.vllm.plugin.kv_layers import KVLayer
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable, add_offsets
 
-_BASE = 128
-"""Base of the digits that number the places in a block: smaller integers are exact in every dtype that is served"""
 _SKIPPED = -1
 """Stands in a table for the slot of a position that is not to be written"""
-
-
-class Layer(NamedTuple):
-    """An attention layer (`vllm.model_executor.layers.attention.Attention`) and its pages [blocks, …]."""
-
-    layer: Any
-    pages: Tensor
-
-    def store(self, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
-        """Write rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens] with the model's own op."""
-        self.layer.impl.do_kv_cache_update(self.layer, keys, values, pages, slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Positions of a block's keys, or of its values, in the block as a flat row."""
-
-    index: Tensor
-    """int64 [block_size, kv_heads, head_dim]"""
-    first: int
-    strides: tuple[int, ...] | None
-    """Strides of a view of the row, from `first` on, with the same numbers, if there is one: four times as fast"""
-
-    @classmethod
-    def of(cls, index: Tensor) -> Places:
-        """Return places from their index, as a strided view where that is possible."""
-        first, regular = int(index[0, 0, 0]), torch.zeros_like(index)
-        strides = []
-        for axis, size in enumerate(index.shape):
-            strides.append(int(index.select(axis, min(1, size - 1))[0, 0]) - first)
-            regular += (torch.arange(size, device=index.device) * strides[-1]).view(-1, *[1] * (2 - axis))
-        is_view = min(strides) >= 0 and torch.equal(first + regular, index)
-        return cls(index, first, tuple(strides) if is_view else None)
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Return the numbers of `rows` [blocks, numbers of a block] as [blocks, block_size, kv_heads, head_dim]."""
-        if self.strides is None:
-            return rows[:, self.index]
-        return rows.as_strided((len(rows), *self.index.shape), (rows.stride(0), *self.strides), self.first)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """The places of keys and values in a block of one attention backend."""
-
-    keys: Places
-    values: Places
-
-    @classmethod
-    def probe(cls, layer: Layer, block_size: int) -> BlockLayout:
-        """Find the layout of a layer. Raises `TranslationRefused` where a block is more than its tokens' numbers."""
-        shape = (2, block_size, layer.layer.num_kv_heads, layer.layer.head_size)
-        scratch = torch.zeros_like(layer.pages[:1])
-        numbers = torch.arange(scratch.numel(), device=scratch.device)
-        if scratch.numel() != torch.Size(shape).numel() or not scratch.dtype.is_floating_point:
-            raise TranslationRefused(
-                "pages", tuple(scratch.shape), f"a block must be the {shape} numbers of its tokens"
-            )
-        slots, found, power = torch.arange(block_size, device=scratch.device), torch.zeros_like(numbers), 1
-        while power < len(numbers):
-            keys, values = (numbers // power % _BASE).to(scratch.dtype).view(shape)
-            layer.store(keys.contiguous(), values.contiguous(), scratch, slots)
-            found += scratch.reshape(-1).long() * power
-            power *= _BASE
-        if not torch.equal(found.sort().values, numbers):
-            raise TranslationRefused(
-                "pages", tuple(scratch.shape), "the backend does not keep keys and values as given"
-            )
-        keys, values = found.argsort().view(shape)
-        return cls(Places.of(keys), Places.of(values))
-
-    def read(self, pages: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys (rotated) and values of `blocks`, each [blocks, block_size, kv_heads, head_dim]."""
-        rows = pages[blocks].reshape(len(blocks), -1)
-        return self.keys.read(rows), self.values.read(rows)
 
 
 class Pages:
     """The KV of one rank. Reads and writes as `kedge.kv.storage.PagedStorage` does."""
 
-    def __init__(self, layers: Sequence[Layer], block_size: int, rotary: Rotary) -> None:
-        """`layers` are in the model's order and have the same shape. Raises `TranslationRefused` as `probe` does."""
-        self._layers, self._block_size, self._rotary = layers, block_size, rotary
-        self._layout = BlockLayout.probe(layers[0], block_size)
-        self._device = layers[0].pages.device
+    def __init__(
+        self, layers: Sequence[KVLayer], layouts: Sequence[BlockLayout], block_size: int, rotary: Rotary
+    ) -> None:
+        """`layers` are in the model's order. Raises `LayoutUnknown` where their KV differs in shape."""
+        self._layers, self._layouts, self._block_size, self._rotary = layers, layouts, block_size, rotary
+        self._shape, shapes = layouts[0].keys.index.shape, {layout.keys.index.shape for layout in layouts}
+        if len(shapes) > 1:
+            raise LayoutUnknown("layers", sorted(map(tuple, shapes)), "the layers' KV must have one shape")
+        self._device, self._dtype = layers[0].pages.device, layers[0].dtype
+        self._blocks = len(layouts[0].axis.blocks(layers[0].pages))
+
+    @property
+    def rounding(self) -> float:
+        """The largest relative error with which the first layer keeps a key, 0 where it keeps it as it is."""
+        return self._layouts[0].numbers.rounding
 
     @property
     def empty(self) -> KVSegment:
         """KV of no tokens, of this rank's shape, dtype and device."""
-        shape = len(self._layers), *self._layout.keys.index.shape[1:]
-        return KVSegment.empty(shape, self._layers[0].pages.dtype, self._device)
+        shape = len(self._layers), *self._shape[1:]
+        return KVSegment.empty(shape, self._dtype, self._device)
 
     def synchronize(self) -> None:
         """Wait for what the device has been given so far: another thread has a stream of its own there."""
@@ -121,7 +53,7 @@ class Pages:
 
     def first(self, tokens: int) -> SlotTable:
         """Return the slots of the first so many tokens, or of all there are."""
-        return SlotTable(torch.arange(min(tokens, len(self._layers[0].pages) * self._block_size)))
+        return SlotTable(torch.arange(min(tokens, self._blocks * self._block_size)))
 
     def table(self, blocks: Sequence[int], only: Sequence[range] | None = None) -> SlotTable:
         """Return the slots of a request with these blocks. Nothing is written to positions that are not in `only`."""
@@ -139,10 +71,10 @@ class Pages:
         first = start // size
         blocks = (table.slots[first * size : stop : size] // size).to(self._device)
         part = slice(start - first * size, stop - first * size)
-        shape = (2, len(self._layers), len(blocks), *self._layout.keys.index.shape)
-        read = self._layers[0].pages.new_empty(shape)  # torch.stack would keep the strides of its arguments
-        for number, layer in enumerate(self._layers):
-            read[0, number], read[1, number] = self._layout.read(layer.pages, blocks)
+        shape = (2, len(self._layers), len(blocks), *self._shape)
+        read = torch.empty(shape, dtype=self._dtype, device=self._device)  # torch.stack would keep the parts' strides
+        for number, (layer, layout) in enumerate(zip(self._layers, self._layouts, strict=True)):
+            read[0, number], read[1, number] = layout.read(layer, blocks)
         keys, values = read.flatten(2, 3)[:, :, part]
         return KVSegment(self._rotary.unrotate(keys, slice(start, stop)), values.contiguous())
 
@@ -180,8 +112,8 @@ class Pages:
             slots, chosen = slots[written], written.nonzero().flatten().to(self._device)
             rotated, values = rotated[:, chosen], values[:, chosen]
         slots = slots.to(self._device)
-        for number, layer in enumerate(self._layers):
-            layer.store(rotated[number], values[number].contiguous(), layer.pages, slots)
+        for number, (layer, layout) in enumerate(zip(self._layers, self._layouts, strict=True)):
+            layout.store(layer, rotated[number], values[number].contiguous(), slots)
 
 
 class RopeModule(nn.Module):
@@ -213,10 +145,3 @@ def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
         first_layer[torch.tensor(side, device=first_layer.device)].float() for side in zip(*repeated, strict=True)
     )
     return float((one - other).norm() / one.norm().clamp_min(1e-30))
-
-
-def memory_order(pages: Tensor) -> Tensor:
-    """Return a view of pages [blocks, …] with its dimensions in the order of their strides, blocks first."""
-    strides = pages.stride()
-    inner = sorted(range(1, pages.ndim), key=strides.__getitem__, reverse=True)
-    return pages.permute(0, *inner)

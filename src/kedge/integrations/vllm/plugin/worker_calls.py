@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,13 +17,15 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kedge.engine.common.state.snapshot import EngineState
-from kedge.errors import ConfigError, TranslationRefused
+from kedge.errors import ConfigError, LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.feature_checks import Features, backends_refusal
+from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.integrations.vllm.plugin.layout_probe import find_block_axes, find_layouts
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders
 from kedge.integrations.vllm.plugin.model_identity import rank_folder, rank_identity
-from kedge.integrations.vllm.plugin.pages import Layer, Pages, RopeModule
+from kedge.integrations.vllm.plugin.pages import Pages, RopeModule
 from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
@@ -56,13 +59,34 @@ class WorkerCalls(KVConnectorBase_V1):
         if is_synchronous:
             self._worker.measure_passes(costs)
         if self._host_blocks:
-            self._worker.open_host_tier(kv_caches, self._host_blocks)
+            self._open_host_tier(kv_caches)
         if self._features.translation is None:
             self._open_translation(kv_caches, costs)
 
+    def _open_host_tier(self, kv_caches: dict[str, Tensor]) -> None:
+        layers = self._layers(kv_caches)
+        try:
+            axes = find_block_axes(layers, self._num_blocks, self._block_size)
+        except LayoutUnknown as refusal:
+            logger.warning("kedge: host is off on this rank: %s", refusal)
+            return
+        blocks = [axis.blocks(layer.pages) for axis, layer in zip(axes, layers, strict=True)]
+        self._worker.open_host_tier(blocks, self._host_blocks)
+
+    @property
+    def _num_blocks(self) -> int:
+        return self._kv_cache_config.num_blocks
+
+    def _layers(self, kv_caches: dict[str, Tensor]) -> list[KVLayer]:
+        """Return the layers of the only group with KV that is handled, in the model's order."""
+        known: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        names = sorted(kv_caches, key=extract_layer_index)
+        return [KVLayer(known[name], kv_caches[name], self._vllm_config.model_config.dtype) for name in names]
+
     def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
         try:
-            pages = self._pages(kv_caches)
+            self._refuse_company()
+            pages = self._pages(self._layers(kv_caches))
             measure_writes(costs, pages)
             learner = Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
@@ -83,6 +107,14 @@ class WorkerCalls(KVConnectorBase_V1):
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
         self._worker.keep_state(RankState(state, self._settings.snapshot_interval, lambda: learner.is_trusted))
 
+    def _refuse_company(self) -> None:
+        """Raise `TranslationRefused` beside other connectors (`MultiConnector`): they save every block of a request by
+        its tokens, and would give translated KV to requests that must have computed KV.
+        """
+        if has_kv_transfer_group() and (group := get_kv_transfer_group()) is not self:
+            why = "another KV connector would save translated KV as if it had been computed"
+            raise TranslationRefused("kv_connector", type(group).__name__, why)
+
     def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
         """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""
         layers: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
@@ -91,17 +123,17 @@ class WorkerCalls(KVConnectorBase_V1):
             logger.warning("kedge: lanes are off: %s", refusal)
         return refusal
 
-    def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
-        """Return the model's pages. Raises `TranslationRefused` where they cannot be read."""
+    def _pages(self, layers: list[KVLayer]) -> Pages:
+        """Return the model's pages. Raises `LayoutUnknown` where they cannot be read."""
+        axes = find_block_axes(layers, self._num_blocks, self._block_size)
+        layouts = find_layouts(layers, axes, self._num_blocks, self._block_size)
         config = self._vllm_config.model_config
-        layers: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
-        names = sorted(kv_caches, key=extract_layer_index)
         text = config.hf_text_config
         longest = text.max_position_embeddings
         rope = get_rope(config.get_head_size(), longest, True, text.rope_parameters, config.dtype)
-        table = rope.cos_sin_cache.to(kv_caches[names[0]].device)
+        table = rope.cos_sin_cache.to(layers[0].pages.device)
         rotary = Rotary(RopeModule(table), min(len(table), config.max_model_len), table.device)
-        return Pages([Layer(layers[name], kv_caches[name]) for name in names], self._block_size, rotary)
+        return Pages(layers, layouts, self._block_size, rotary)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import Direction
 from kedge.errors import TranslationRefused
+from kedge.integrations.vllm.plugin.block_axes import memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
@@ -25,7 +26,6 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationVerdict,
     TranslationWrite,
 )
-from kedge.integrations.vllm.plugin.pages import memory_order
 from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
 from kedge.reuse.costs import EngineCosts
@@ -57,11 +57,13 @@ class WorkerSide:
         """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
         self._state: RankState | None = None
 
-    def open_host_tier(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> None:
-        """Allocate the host tier: `num_blocks` blocks for every layer, each in the device's memory order."""
+    def open_host_tier(self, layers: Sequence[Tensor], num_blocks: int) -> None:
+        """Allocate the host tier: `num_blocks` blocks for each of `layers`, views [blocks, …] of their pages, in the
+        device's memory order.
+        """
         pools = []
-        for pages in kv_caches.values():
-            device = memory_order(pages)[None]
+        for blocks in layers:
+            device = memory_order(blocks)[None]
             shape = (1, num_blocks + 1, *device.shape[2:])
             pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
@@ -177,9 +179,14 @@ class WorkerSide:
         return TranslationVerdict((range(query.request.prompt_tokens),), (Miss("*", refusal),))
 
     def _submit(self, orders: Orders, direction: Direction) -> None:
+        """Start copies. Where this rank could not open its host tier, they fail: what they bring is computed."""
         for copy in orders.copies:
-            if self._copier and copy.direction is direction:
+            if copy.direction is not direction:
+                continue
+            if self._copier:
                 self._copier.submit(copy)
+            else:
+                self._reports.copies[copy.copy_id] = CopyResult(1, ok=False, seconds=0.0)
 
     def take_reports(self) -> Reports | None:
         """Return the reports of a step, None where nothing has changed."""

@@ -1,0 +1,184 @@
+"""KV of 8 bits inside vLLM: answers as stock's, and what translation loses by it beside what vLLM loses by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from kedge.kv.segment import KVSegment  # noqa: E402
+from tests.integrations.vllm import lane_prompts  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.test_translation import ANCHORS, hints, tokens  # noqa: E402
+
+if not torch.cpu._is_avx512_supported():
+    pytest.skip("vLLM keeps 8 bits on a CPU with AVX-512 only", allow_module_level=True)
+
+SEEN, VALUES = 6, [prompt(60, 100 + number) for number in range(24)]
+EXTRA = {"anchors": ANCHORS, "tiers": {"host_blocks": 40}}
+FLOWING = [prompt(4 * BLOCK + 8, 700 + number) for number in range(6)]
+
+
+class Answered(NamedTuple):
+    """The first token's distribution and the KV of one prompt, computed and translated."""
+
+    dense: Tensor
+    translated: Tensor
+    dense_kv: KVSegment
+    translated_kv: KVSegment
+
+
+@contextmanager
+def engine(model: Path, kept: str, **more: Any) -> Iterator[Driver]:
+    with driver(model, kv_cache_dtype=kept, max_logprobs=VOCABULARY, **more) as built:
+        yield built
+
+
+def bases(built: Driver, output: Any) -> None:
+    for base in receipt(output)["base"]:
+        built.ask(base, count=1, kedge={"base": True})
+
+
+def asked(built: Driver, value: Sequence[int], **more: Any) -> tuple[Tensor, KVSegment, Any]:
+    """The distribution after a prompt, its KV, and its receipt."""
+    built.reset()
+    name = built.add(tokens(list(value)), count=2, kedge=hints(list(value), **more), logprobs=VOCABULARY)
+    (request,) = built.scheduler.requests.values()
+    built.run(until=lambda: bool(request.output_token_ids))
+    pages = built.worker._learner._pages
+    (blocks,) = built.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    kv = pages.read(pages.table(blocks), 0, request.num_prompt_tokens)
+    built.run()
+    return distribution(built.finished[name]), kv, receipt(built.finished[name])
+
+
+def answered(model: Path, kept: str) -> list[Answered]:
+    """All values by an engine that learns from the first ones."""
+    with engine(model, kept, extra={"anchors": ANCHORS}) as built:
+        for number, value in enumerate(VALUES):
+            agent = "a" if number < SEEN else "stranger"
+            bases(built, built.ask(tokens(value), kedge=hints(value, agent=agent)))
+        results = []
+        for value in VALUES:
+            dense, dense_kv, _ = asked(built, value, reuse="off")
+            translated, kv, found = asked(built, value)
+            assert found["tokens"]["translated"] == 170, found
+            results.append(Answered(dense, translated, dense_kv, kv))
+        return results
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_llama: Path) -> list[Answered]:
+    """With KV in float32."""
+    return answered(tiny_llama, "auto")
+
+
+@pytest.fixture(scope="module", params=["fp8", "fp8_e5m2"])
+def rounded(tiny_llama: Path, exact: object, request: pytest.FixtureRequest) -> list[Answered]:  # noqa: ARG001 - one engine at a time
+    return answered(tiny_llama, request.param)
+
+
+def changed(one: Tensor, other: Tensor) -> float:
+    """The share of numbers that differ: offsets are rounded, too, and near zero a step of 8 bits is short."""
+    return float(((one - other).abs() > 1e-4).float().mean())
+
+
+def divergence(one: Tensor, other: Tensor) -> float:
+    return float((one.exp() * (one - other)).sum())
+
+
+def distance(one: KVSegment, other: KVSegment) -> float:
+    return (
+        float((one.values - other.values).norm() / one.values.norm() + (one.keys - other.keys).norm() / one.keys.norm())
+        / 2
+    )
+
+
+def test_translation_loses_no_more_by_8_bits_than_vllm_does(exact: list[Answered], rounded: list[Answered]) -> None:
+    """The KL divergence of the first token from that of computed KV in float32."""
+    pairs = list(zip(exact, rounded, strict=True))
+    own = fmean(divergence(one.dense, two.dense) for one, two in pairs)
+    plain = fmean(divergence(one.dense, one.translated) for one, _ in pairs)
+    whole = fmean(divergence(one.dense, two.translated) for one, two in pairs)
+    print(f"KL: vLLM's own {own:.4f}, translated {plain:.4f}, translated in 8 bits {whole:.4f}")
+    assert own > 0.001 and whole - plain <= own
+
+
+def test_kv_of_prompts_that_were_seen_is_kept_about_as_well_as_by_vllm(
+    exact: list[Answered], rounded: list[Answered]
+) -> None:
+    """Only keys of the first layer are rounded a second time: they have no offsets, and come from another position."""
+    pairs = list(zip(exact, rounded, strict=True))[:SEEN]
+    for _, two in pairs:
+        dense, translated = two.dense_kv.slice(0, 170), two.translated_kv.slice(0, 170)
+        for one, other in ((dense.values, translated.values), (dense.keys[1:], translated.keys[1:])):
+            assert changed(one, other) < 5e-3
+    own = fmean(distance(one.dense_kv, two.dense_kv) for one, two in pairs)
+    again = fmean(distance(one.dense_kv, two.translated_kv) for one, two in pairs)
+    print(f"KV error: vLLM's own {own:.4f}, translated {again:.4f}")
+    assert again < 1.05 * own
+
+
+def test_answers_are_stocks_and_blocks_come_back_from_the_host_as_they_were(tiny_llama: Path) -> None:
+    with engine(tiny_llama, "fp8", plugged=False) as plain:
+        expected = [plain.answer(one, count=12) for one in FLOWING]
+    with engine(tiny_llama, "fp8", extra=EXTRA, num_gpu_blocks_override=16, max_model_len=256) as built:
+        for _ in range(3):
+            for number, one in enumerate(FLOWING):
+                steps = {f"a{other}": (other - number) % len(FLOWING) for other in range(len(FLOWING))}
+                given = {"run": "r", "agent": f"a{number}", "fixed_tokens": 4 * BLOCK, "steps": steps}
+                assert built.answer(one, count=12, kedge=given) == expected[number]
+        totals = built.side.totals()
+        assert totals["blocks_loaded"] > 0 and not (totals.get("corrupt_blocks") or totals.get("failed_copies"))
+
+
+def test_scales_of_a_layer_are_applied(tiny_llama: Path) -> None:
+    """A checkpoint brings them; here they are set before vLLM registers its pages."""
+    from vllm.model_executor.layers.attention import Attention
+
+    def scaled(layer: Any, *_: object) -> None:
+        layer._k_scale.fill_(0.5)
+        layer._v_scale.fill_(0.02)
+        layer._k_scale_float, layer._v_scale_float = 0.5, 0.02
+
+    with pytest.MonkeyPatch.context() as patched:
+        loaded = Attention.process_weights_after_loading
+        patched.setattr(
+            Attention, "process_weights_after_loading", lambda layer, *more: (loaded(layer, *more), scaled(layer))[0]
+        )
+        with engine(tiny_llama, "fp8", extra={"anchors": ANCHORS}) as built:
+            for value in VALUES[:SEEN]:
+                bases(built, built.ask(tokens(value), kedge=hints(value)))
+            dense, dense_kv, _ = asked(built, VALUES[0], reuse="off")
+            translated, kv, found = asked(built, VALUES[0])
+    assert found["tokens"]["translated"] == 170
+    assert changed(kv.slice(0, 170).values, dense_kv.slice(0, 170).values) < 5e-3
+    codes = dense_kv.values / torch.tensor(0.02)
+    torch.testing.assert_close(codes.to(torch.float8_e4m3fn).float(), codes)
+    assert divergence(dense, translated) < 0.1
+
+
+def test_holes_in_the_middle_are_computed_over_rounded_kv(tiny_llama: Path) -> None:
+    with lane_prompts.lane_engine(tiny_llama, asynchronous=False, kv_cache_dtype="fp8") as built:
+        for number in range(lane_prompts.ONE):
+            built.reset()
+            dense = built.ask(lane_prompts.tokens(number), 1, logprobs=VOCABULARY)
+            built.reset()
+            output = lane_prompts.ask(built, number, 1, logprobs=VOCABULARY)
+            found = receipt(output)
+            assert found["lanes"] is None and found["tokens"]["computed"] == 9 and found["tokens"]["translated"] > 200
+            assert divergence(distribution(dense), distribution(output)) < 0.1
+
+
+def distribution(output: Any) -> Tensor:
+    found = output.outputs[0].logprobs[0]
+    return torch.tensor([found[token].logprob for token in range(VOCABULARY)], dtype=torch.float64)
