@@ -81,7 +81,9 @@ class WorkerCalls(KVConnectorBase_V1):
             state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
         except OSError as error:
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-        self._worker.keep_state(RankState(state, self._settings.snapshot_interval, lambda: learner.is_trusted))
+        self._worker.keep_state(
+            RankState(state, self._settings.snapshot_interval, lambda: learner.rotation.refusal is None)
+        )
 
     def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
         """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""
