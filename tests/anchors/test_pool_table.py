@@ -140,6 +140,19 @@ def test_a_tenant_with_too_many_anchors_loses_its_own() -> None:
     assert store.stats().over_limit == 2
 
 
+def test_tenants_without_a_limit_of_their_own_have_that_of_the_others() -> None:
+    store = AnchorStore(AnchorSettings(**OPEN))
+    for seed in range(4):
+        observe(store, in_tenant("b", seed))
+    store.limit(TenantId("a"), anchors=3)
+    store.table.limit_others(anchors=2, nbytes=None)
+    assert len(seeds_of(store, "b")) == 2, "from then on"
+    for seed in range(4, 9):
+        for tenant in ("a", "b", "c/part"):
+            observe(store, in_tenant(tenant, seed))
+    assert [len(seeds_of(store, tenant)) for tenant in "abc"] == [3, 2, 2]
+
+
 def test_a_tenants_bytes_are_bounded() -> None:
     store = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(8):

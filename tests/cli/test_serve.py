@@ -27,7 +27,7 @@ def kedge(*args: str, **env: str):  # noqa: ANN201
 def listened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, ...]]]:
     monkeypatch.chdir(tmp_path)
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(command, "open_engine", lambda _: EchoEngine())
+    monkeypatch.setattr(command, "open_engine", lambda *_: EchoEngine())
     monkeypatch.setattr(command, "require_free_port", lambda *_: None)
     monkeypatch.setattr(command, "_listen", lambda *args: calls.append(args))
     yield calls
@@ -112,7 +112,7 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(command, "open_engine", lambda *_: pytest.fail("the model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = kedge("--port", str(port))

@@ -182,10 +182,6 @@ class AnchorStore:
         """Limit what a tenant may hold in all its namespaces together, from now on; None is no limit."""
         self.table.limit(tenant, anchors, nbytes)
 
-    def limit_others(self, anchors: int | None, nbytes: int | None) -> None:
-        """Limit what each tenant without a limit of its own may hold in all its namespaces together."""
-        self.table.limit_others(anchors, nbytes)
-
     @property
     def offset_bits(self) -> int:
         """Bits per stored number of an offset."""

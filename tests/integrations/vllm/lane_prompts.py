@@ -177,13 +177,13 @@ class Recorder:
     def write(self, order: Any) -> None:
         self._write(order)
         if self.replacement is not None:
-            pages = self._engine.worker._learner._pages
+            pages = self._engine.worker._learner.pages
             pages.put(pages.table(order.blocks, only=order.spans), 0, self.replacement)
         self.written = self.read(order.blocks)
 
     def read(self, blocks: Sequence[int] | None = None) -> KVSegment:
         """KV of a prompt's tokens in these blocks, else in those of the last request; keys unrotated."""
-        pages, blocks = self._engine.worker._learner._pages, blocks or self.blocks
+        pages, blocks = self._engine.worker._learner.pages, blocks or self.blocks
         return pages.read(pages.table(blocks), 0, min(LENGTH, len(blocks) * BLOCK))
 
     @property

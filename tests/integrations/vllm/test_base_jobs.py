@@ -71,8 +71,8 @@ class Captured:
 
         def capturing(order: Any, *seconds: float) -> None:
             if (order.request.namespace, order.request.tokens) in learner._needs:
-                table = learner._pages.table(order.blocks)
-                kv = learner._pages.read(table, 0, order.request.prompt_tokens)
+                table = learner.pages.table(order.blocks)
+                kv = learner.pages.read(table, 0, order.request.prompt_tokens)
                 self.prompts.append((list(order.request.tokens), kv))
             capture(order, *seconds)
 
@@ -191,7 +191,7 @@ def test_a_request_waits_for_base_kv_for_so_many_steps_and_no_more(
     translations, learner = engine.side.translations, engine.worker._learner
     neighbour = engine.add(tokens(0), 2 * MAX_WAITS, hints(0))
     engine.run(until=lambda: bool(engine.scheduler.running))
-    monkeypatch.setattr(learner, "_refusal", None)
+    monkeypatch.setattr(learner.rotation, "refusal", None)
     monkeypatch.setattr(learner, "_prerequisites", lambda _: (tuple(prompt(50, 41)),))
     monkeypatch.setattr(translations.lanes.bases, "grant", lambda *_, **__: LaneBudget(0, 0))
     name = engine.add(tokens(5), 4, hints(5))

@@ -113,7 +113,7 @@ def test_a_folder_in_use_is_refused(state: Path, tiny_llama: Path) -> None:
     with engine(tiny_llama, state) as built:
         worker = built.worker
         with pytest.raises(ConfigError, match="another process uses this folder"):
-            worker_calls(built)._keep_state(state, worker._learner._pages, worker._learner)
+            worker_calls(built)._keep_state(state, worker._learner.pages, worker._learner)
 
 
 def worker_calls(_: Driver) -> Any:

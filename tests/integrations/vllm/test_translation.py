@@ -217,7 +217,7 @@ def test_pages_give_back_what_the_model_wrote(taught: Driver) -> None:
     import torch
 
     learner = taught.worker._learner
-    pages = learner._pages
+    pages = learner.pages
     table = pages.table([3, 5])
     kv = pages.read(table, 7, 50)
     pages.put(table, 7, kv)

@@ -92,7 +92,7 @@ class LocalEngine:
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
-        self._state = StateKeeper(self._open_state)
+        self._state = StateKeeper(partial(_open_state, self))
         self._guard = GuardedCalls(self.submit, self.config.guard)
         self._core.sentinel_checks.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
@@ -205,12 +205,6 @@ class LocalEngine:
         held = self.query(lambda parts: parts.tenant_stats(owns, prompts))
         return {**held, "guard": self._guard.stats(owns)}
 
-    def _open_state(self, folder: Path) -> EngineState:
-        identity = state_identity(self.runner, self.tokenizer, self.config.anchors)
-        spec = self.runner.spec
-        like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
-        return EngineState(folder, identity, like, lambda ask: self.query(lambda parts: ask(*parts.learned)))
-
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds, see `kedge.engine.base.Limiting`."""
         self._mailbox.ask(lambda: self._core.limit(tenant, quota))
@@ -259,3 +253,9 @@ def _put_under(guard: GuardedCalls, sequence: RequestSequence) -> None:
     sequence.request, sequence.stream.tap = guard.begin(asked)
     if sequence.request.logprobs != asked.logprobs:
         sequence.logprobs = Logprobs(sequence.request, guard.watched_tokens(asked))
+
+
+def _open_state(engine: LocalEngine, folder: Path) -> EngineState:
+    identity, spec = state_identity(engine.runner, engine.tokenizer, engine.config.anchors), engine.runner.spec
+    like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, engine.runner.device)
+    return EngineState(folder, identity, like, lambda ask: engine.query(lambda parts: ask(*parts.learned)))

@@ -33,7 +33,7 @@ def kv(start: int, stop: int) -> KVSegment:
 def learner() -> Learner:
     pages: Any = SimpleNamespace(table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop))
     found = Learner(pages, PluginSettings(), None, EngineCosts(by_cost=False))
-    found._refusal = None
+    found.rotation.trust()
     return found
 
 

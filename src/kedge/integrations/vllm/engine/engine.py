@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kedge.engine.base import Quota
 from kedge.engine.common.grammars import Grammars
@@ -50,6 +50,9 @@ from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
+if TYPE_CHECKING:
+    from kedge.integrations.vllm.engine.driver import Driver
+
 T = TypeVar("T")
 STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
@@ -75,6 +78,8 @@ class VLLMEngine:
     ) -> None:
         self.config, self._plugged = config or EngineSettings(backend="vllm"), plugged
         self._keeping = keeping if plugged else NOTHING_KEPT
+        self.state = self._keeping.state
+        """The folder in which the plug-in keeps what it learns, see `kedge.engine.base.SelfSaving`"""
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model)
@@ -204,11 +209,6 @@ class VLLMEngine:
     def cancel(self, request_id: RequestId) -> bool:
         return self._call(lambda: self._driver.cancel(request_id))
 
-    @property
-    def state(self) -> Path | None:
-        """The folder in which the plug-in keeps what it learns, see `kedge.engine.base.SelfSaving`."""
-        return self._keeping.state
-
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Check a quota, see `kedge.engine.base.Limiting`: vLLM's processes got all when they started. Raises
         `ConfigError` for another one.
@@ -227,30 +227,12 @@ class VLLMEngine:
 
     def inspect(self) -> dict[str, object]:
         """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
-        return {**self._call(self._figures), "guard": self._guard.stats()}
+        return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats()}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
         """Return the plug-in's last report of plain requests if all of it is the given tenants'."""
         report = self._driver.figures.report
         return report if report and all(owns(Namespace.parse(one)) for one in report["namespaces"]) else None
-
-    def _figures(self) -> dict[str, object]:
-        figures, cache = self._driver.figures, self._driver.llm.vllm_config.cache_config
-        blocks = {
-            "blocks": cache.num_gpu_blocks,
-            "block_size": cache.block_size,
-            "leased_blocks": round(figures.usage * (cache.num_gpu_blocks or 0)),
-            "prefix_queries": figures.prefix_queries,
-            "prefix_hits": figures.prefix_hits,
-        }
-        counts = figures.plugin
-        bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
-        requests = {
-            "running": figures.running,
-            "waiting": figures.waiting,
-            "base_prefills": len(self._driver.bases) + bases,
-        }
-        return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
 
     def close(self) -> None:
         with self._lock:
@@ -294,6 +276,25 @@ class VLLMEngine:
         with self._lock:
             if self._plugged and not self._is_closed:
                 self._loop.call_soon_threadsafe(lambda: self._driver.send(messages()))
+
+
+def _figures(driver: Driver) -> dict[str, object]:
+    figures, cache = driver.figures, driver.llm.vllm_config.cache_config
+    blocks = {
+        "blocks": cache.num_gpu_blocks,
+        "block_size": cache.block_size,
+        "leased_blocks": round(figures.usage * (cache.num_gpu_blocks or 0)),
+        "prefix_queries": figures.prefix_queries,
+        "prefix_hits": figures.prefix_hits,
+    }
+    counts = figures.plugin
+    bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
+    requests = {
+        "running": figures.running,
+        "waiting": figures.waiting,
+        "base_prefills": len(driver.bases) + bases,
+    }
+    return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
 
 
 def _died() -> EngineClosed:

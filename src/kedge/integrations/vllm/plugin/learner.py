@@ -13,8 +13,9 @@ from kedge.anchors.store import AnchorStore
 from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict
-from kedge.integrations.vllm.plugin.pages import Pages, rotation_error
+from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.rotation_check import UNCHECKED, RotationCheck
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.policies.balance import Balances
@@ -44,13 +45,8 @@ from kedge.types import (
 logger = logging.getLogger(__name__)
 MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
-MAX_ROTATION_ERROR = 0.05
-"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not. With 8 bits it is
-the largest error of rounding, to which two keys' mean errors do not sum up.
-"""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
-UNCHECKED = "its rotary embedding has not been checked yet"
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
 
@@ -76,9 +72,10 @@ class Learner:
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         # only prompts that are computed whole are captured, so only from these is anything learned
         planner = planner.model_copy(update={"unknown": "dense"})
-        self._anchors = limited(AnchorStore(anchors), settings.quotas)
-        self._runtime = Runtime(self._anchors, self._bases, planner, None, costs=costs)
-        self._pages = pages
+        self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
+        """All anchors and all base KV"""
+        self._runtime = Runtime(*self.learned, planner, None, costs=costs)
+        self.pages = pages
         self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances()
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
@@ -92,9 +89,7 @@ class Learner:
         self._taught: list[WorkflowAgent] = []
         self._is_settled = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
-        self._refusal: str | None = UNCHECKED
-        self._is_checked = False
-        """Whether keys were rotated back as the model rotates them, in a prompt of this process"""
+        self.rotation = RotationCheck(pages.rounding)
 
     # before a request is admitted -------------------------------------------------------------------------------
 
@@ -117,9 +112,9 @@ class Learner:
     def _judged(self, query: TranslationQuery) -> TranslationVerdict:
         request = query.request
         wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
-        if self._refusal:
-            misses = (Miss("*", self._refusal),)
-            is_lesson = self._refusal is UNCHECKED
+        if refusal := self.rotation.refusal:
+            misses = (Miss("*", refusal),)
+            is_lesson = refusal is UNCHECKED
             return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
         if query.may_wait and (first := self._prerequisites(query)):
             return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
@@ -196,17 +191,17 @@ class Learner:
         """Read the KV of a prompt after its pass, or of a response. `seconds` were taken by computing what no request
         needed.
         """
-        began, request, table = time.monotonic(), order.request, self._pages.table(order.blocks)
+        began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self._is_settled = request.prompt_tokens, False
         if order.response:
-            kv = self._pages.read(table, start, start + len(order.response))
+            kv = self.pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
-                cut.keep(self._pages.read(table, cut.start, cut.stop))
+                cut.keep(self.pages.read(table, cut.start, cut.stop))
         elif any(segment.is_placeholder for segment in request.segments):
-            kv = self._pages.read(table, 0, start)
-            self._check_rotation(request.tokens, kv)
+            kv = self.pages.read(table, 0, start)
+            self.rotation.check(request.tokens, kv)
             self._keep_head(request, kv)
             self._captured.append(_CapturedPrompt(request, kv))
         self._balances.spend(request, seconds + time.monotonic() - began)
@@ -215,15 +210,6 @@ class Learner:
         first = request.segments[0]
         if first.tokens and not first.is_placeholder and self._head(request) is None:
             self._bases.put_content(request.namespace, first.tokens, (), kv.slice(0, len(first.tokens)))
-
-    def _check_rotation(self, tokens: Tokens, kv: KVSegment) -> None:
-        error = None if self._is_checked else rotation_error(tokens, kv.keys[0])
-        if error is None:
-            return
-        self._is_checked = error < max(MAX_ROTATION_ERROR, self._pages.rounding)
-        self._refusal = None if self._is_checked else "its rotary embedding differs from Kedge's"
-        if not self._is_checked:
-            logger.warning("translation is off: %s (keys of equal tokens differ by %.2f)", self._refusal, error)
 
     # learning -----------------------------------------------------------------------------------------------------
 
@@ -310,28 +296,6 @@ class Learner:
             self._runtime.end_run(one)
             self._ended_runs.remove(one)
 
-    # what outlives the process ------------------------------------------------------------------------------------
-
-    @property
-    def learned(self) -> tuple[AnchorStore, BaseStore]:
-        """All anchors and all base KV."""
-        return self._anchors, self._bases
-
-    def synchronize(self) -> None:
-        """Wait until what was learned so far can be read by another thread."""
-        self._pages.synchronize()
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether what it has learned is known to fit the model."""
-        return self._refusal is None
-
-    def trust(self) -> None:
-        """Translate with what was learned by an engine that had checked the model's rotation. The first prompt that is
-        captured checks it again.
-        """
-        self._refusal = None
-
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
         self._expected.clear()
@@ -344,7 +308,7 @@ def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> Anchor
     """Return a store that keeps tenants to their quotas."""
     for tenant, quota in quotas.items():
         if tenant == OTHERS:
-            anchors.limit_others(quota.anchors, quota.anchor_bytes)
+            anchors.table.limit_others(quota.anchors, quota.anchor_bytes)
         else:
             anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
     return anchors

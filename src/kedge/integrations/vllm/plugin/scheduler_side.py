@@ -60,14 +60,11 @@ class SchedulerSide:
         self._cached: dict[str, int] = {}
         """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
-        self._ignored_hints = self._translated_tokens = 0
-        self._snapshots: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
     def bind(self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None) -> None:
-        """Take over the order of vLLM's free blocks, and put a host tier behind them if it has blocks, in which tenants
-        have `quotas`.
-        """
+        """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
@@ -110,7 +107,7 @@ class SchedulerSide:
         return replace(hinted, request=found) if hinted else HintedRequest(found)
 
     def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
-        self._ignored_hints += hinted.ignored
+        self._counts["ignored_hints"] += hinted.ignored
         self._requests[request.request_id] = TrackedRequest(hinted, request)
         if hinted.request.reuse is ReuseMode.OFF:
             request.skip_reading_prefix_cache = True
@@ -199,7 +196,7 @@ class SchedulerSide:
         request = tracked.request
         outcome = self.translations.take_outcome(request.request_id)
         receipt = receipt_of(tracked, outcome.misses, outcome.ready)
-        self._translated_tokens += receipt.translated
+        self._counts["translated_tokens"] += receipt.translated
         data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
         if tracked.hinted.actions:
             data["actions"] = list(tracked.hinted.actions)
@@ -243,7 +240,7 @@ class SchedulerSide:
         """Take the workers' reports of a step."""
         if self.loads:
             self.loads.on_reports(reports.copies, reports.computed)
-        self._snapshots.update(reports.snapshots)
+        self._counts.update({f"snapshots_{outcome}": count for outcome, count in reports.snapshots.items()})
         self.translations.on_reports(reports)
 
     @property
@@ -289,8 +286,7 @@ class SchedulerSide:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
         found.update(self.translations.lanes.bases.counters())
-        found.update(ignored_hints=self._ignored_hints, translated_tokens=self._translated_tokens)
-        found.update({f"snapshots_{name}": count for name, count in self._snapshots.items()})
+        found.update(self._counts)
         if self.queue:
             found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})
         if self.loads:

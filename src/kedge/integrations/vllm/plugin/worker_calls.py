@@ -105,7 +105,9 @@ class WorkerCalls(KVConnectorBase_V1):
             state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
         except OSError as error:
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-        self._worker.keep_state(RankState(state, self._settings.snapshot_interval, lambda: learner.is_trusted))
+        self._worker.keep_state(
+            RankState(state, self._settings.snapshot_interval, lambda: learner.rotation.refusal is None)
+        )
 
     def _refuse_company(self) -> None:
         """Raise `TranslationRefused` beside other connectors (`MultiConnector`): they save every block of a request by

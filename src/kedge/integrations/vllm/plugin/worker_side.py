@@ -83,7 +83,7 @@ class WorkerSide:
         """Go on from what `state` has saved, and keep what is learned in it from now on."""
         self._state = state
         if state.load() and self._learner:
-            self._learner.trust()
+            self._learner.rotation.trust()
         state.start()
 
     def ask(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
@@ -93,7 +93,7 @@ class WorkerSide:
         assert self._learner
         with self._learning:
             result = question(*self._learner.learned)
-        self._learner.synchronize()
+        self._learner.pages.synchronize()
         return result
 
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
