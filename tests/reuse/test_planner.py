@@ -19,6 +19,7 @@ from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, S
 
 NOBODY = cast(Any, None)
 """Neither anchors nor base KV are asked where nothing can be translated."""
+UNWATCHED = GuardOrders()
 LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 
 
@@ -123,7 +124,7 @@ def computed_of(weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS,
 
 
 def plan_with(
-    weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, guard: GuardOrders = GuardOrders(), **policy: int
+    weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, guard: GuardOrders = UNWATCHED, **policy: int
 ) -> ReusePlan:
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")

@@ -31,7 +31,7 @@ from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.state.snapshot import SavedState, StateKeeper
+from kedge.engine.local.state.snapshot import AskLearned, SavedState, StateKeeper
 from kedge.engine.local.thread import EngineThread, Mailbox
 from kedge.errors import (
     EngineClosed,
@@ -90,10 +90,9 @@ class LocalEngine:
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
-        self._state = StateKeeper(
-            runner, self.tokenizer, self.config.anchors, lambda ask: self.query(lambda parts: ask(*parts.learned))
-        )
         self._guard = GuardedCalls(self.submit, self.config.guard)
+        ask: AskLearned = lambda ask: self.query(lambda parts: ask(*parts.learned))  # noqa: E731
+        self._state = StateKeeper(runner, self.tokenizer, self.config.anchors, ask, self._guard)
         self._core.sentinel_checks.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
 
@@ -215,7 +214,7 @@ class LocalEngine:
         self._guard.clear()
 
     def save(self, folder: str | Path) -> SavedState:
-        """Write the anchors and the base KV of prefix segments to `folder`, atomically.
+        """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
 
         Costs the engine's thread almost nothing: the caller's thread copies and writes the tensors. Unchanged content
         is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
@@ -224,7 +223,7 @@ class LocalEngine:
         return self._state.save(Path(folder))
 
     def load(self, folder: str | Path) -> SavedState:
-        """Replace all anchors and base KV by saved ones; an empty folder holds none.
+        """Replace all anchors, base KV and records of the guard by saved ones; an empty folder holds none.
 
         Damaged files are moved aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
         `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process

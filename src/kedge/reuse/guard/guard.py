@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.record import GuardRecord
+from kedge.reuse.guard.saving import to_data
 from kedge.reuse.guard.sentinel_errors import Errors, SentinelFinding, judge_drawn, judge_weak
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
@@ -27,6 +28,9 @@ trial with what was learned from the very same call would always be clean."""
 WATCHED, WATCHED_ALONE = 0.125, 0.25
 """Share of an agent's calls in which translated tokens are drawn as sentinels, once it is not new: where weak tokens
 are sentinels in all calls, and where there are none. The draw is random, so that no fault keeps clear of it."""
+
+Group = tuple[Namespace, WorkflowId]
+"""What records are saved by"""
 
 
 class GuardKey(NamedTuple):
@@ -201,6 +205,23 @@ class QualityGuard:
             "suspicions": record.suspicions,
             "breaches": record.epoch,
         }
+
+    def saved(self) -> dict[Group, list[dict[str, object]]]:
+        """Return all records as plain data, by namespace and workflow, those used longest ago first."""
+        with self._lock:
+            records = [(key, deepcopy(record)) for key, record in self._records.items()]
+        groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
+        for key, record in records:
+            groups.setdefault((key.namespace, key.workflow), {})[key.agent, key.placeholder] = record
+        return {group: to_data(held) for group, held in groups.items()}
+
+    def restore(self, groups: Mapping[Group, Mapping[tuple[str, str], GuardRecord]]) -> None:
+        """Replace all records by these, as far as there is room."""
+        with self._lock:
+            self._records.clear()
+            for group, held in groups.items():
+                for (agent, placeholder), record in held.items():
+                    self._records[GuardKey(*group, AgentId(agent), placeholder)] = record
 
     def clear(self) -> None:
         """Forget all records."""

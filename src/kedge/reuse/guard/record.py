@@ -51,8 +51,17 @@ class GuardRecord:
     _needed: int = 0
     _streak: int = 0
     """Trials in a row without a change"""
-    _refuted: bool = False
+    refuted: bool = False
     """Whether sentinel tokens have refuted a translation since it was trusted"""
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """How often evidence began anew, the trials without a change that are needed, and those seen in a row."""
+        return self._restarts, self._needed, self._streak
+
+    @progress.setter
+    def progress(self, counts: tuple[int, int, int]) -> None:
+        self._restarts, self._needed, self._streak = counts
 
     def translated(self) -> None:
         """Note that a call was translated, so the anchors predict a small error."""
@@ -78,17 +87,17 @@ class GuardRecord:
         elif seen.changed or seen.kl > settings.max_kl:
             self._suspect(settings, seen.kl)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
-            self.state, self._refuted = GuardState.ON, False
+            self.state, self.refuted = GuardState.ON, False
 
     def refute(self, settings: GuardSettings) -> None:
         """Note that sentinel tokens have refuted a translation: the placeholder is suspect, and after another time
         before it is trusted its anchors are discarded.
         """
-        if self._refuted:
+        if self.refuted:
             self._breach(settings)
         else:
             self._suspect(settings)
-        self._refuted = True
+        self.refuted = True
 
     def _alpha(self, settings: GuardSettings) -> float:
         return settings.alpha / ((self._restarts + 1) * (self._restarts + 2))

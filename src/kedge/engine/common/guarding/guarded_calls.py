@@ -48,6 +48,7 @@ class GuardedCalls:
     def __init__(self, submit: Callable[[GenerateRequest], Stream], settings: GuardSettings) -> None:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
         self._settings, self._guard = settings, QualityGuard(settings)
+        self.saved, self.restore = self._guard.saved, self._guard.restore
         self._calls: dict[RequestId, GuardedCall] = {}
         self._checks = CheckThread(submit, self._judged, settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import names, view
+from kedge.anchors.saving.records import POOL, TEMPLATE, Record, names, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -23,6 +24,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.state.damage import Damage
 from kedge.engine.local.state.files import Entry, Name
 from kedge.engine.local.state.folder import StateFolder
+from kedge.engine.local.state.guard_records import RestoredGuard, SavesRecords, guard_records
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.settings import AnchorSettings
@@ -56,13 +58,19 @@ class EngineState:
     """The state of one engine in one folder. Any thread may call; `ask` runs calls on the engine's thread."""
 
     def __init__(
-        self, folder: Path, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned
+        self,
+        folder: Path,
+        runner: ModelRunner,
+        tokenizer: HFTokenizer,
+        anchors: AnchorSettings,
+        ask: AskLearned,
+        guard: SavesRecords,
     ) -> None:
         """Open the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
         self.folder = folder
         self._files = StateFolder(folder, identity(runner, tokenizer, anchors))
         self._like = _no_tokens(runner.spec, runner.device)
-        self._ask, self._lock = ask, threading.Lock()
+        self._ask, self._guard, self._lock = ask, guard, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
         """The entries in the folder, with the signatures of the views that they were made from"""
 
@@ -71,6 +79,7 @@ class EngineState:
         began = time.monotonic()
         with self._lock:
             made = {name: self._saved(name) for name in self._ask(names)}
+            made |= {record.name: self._put(record) for record in guard_records(self._guard)}
             self._written = {name: one for name, one in made.items() if one}
             entries = [entry for _, entry in self._written.values()]
             self._files.commit(entries)
@@ -81,8 +90,10 @@ class EngineState:
         began = time.monotonic()
         with self._lock:
             found = Restored(self._ask(lambda anchors, _: anchors), self._like)
-            entries, damaged = self._files.recover(found.add)
+            guard = RestoredGuard(found.add)
+            entries, damaged = self._files.recover(guard.add)
             self._ask(found.install)
+            self._guard.restore(guard.groups)
             self._written.clear()
         return _summary(entries, began, damaged)
 
@@ -90,6 +101,13 @@ class EngineState:
         """Give the folder back."""
         with self._lock:
             self._files.close()
+
+    def _put(self, record: Record) -> tuple[Hashable, Entry]:
+        """Write a record without tensors if it has changed. Returns its content and its entry."""
+        content, before = json.dumps(record.data), self._written.get(record.name)
+        if before and before[0] == content and self._files.has(before[1]):
+            return before
+        return content, self._files.put(record)
 
     def _saved(self, name: Name) -> tuple[Hashable, Entry] | None:
         """Write what has this name if it has changed. Returns its signature and entry; None if it has gone."""
@@ -109,8 +127,15 @@ class EngineState:
 class StateKeeper:
     """The engine's state folder, opened at the first `save` or `load`. Any thread may call."""
 
-    def __init__(self, runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings, ask: AskLearned) -> None:
-        self._open = partial(EngineState, runner=runner, tokenizer=tokenizer, anchors=anchors, ask=ask)
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: HFTokenizer,
+        anchors: AnchorSettings,
+        ask: AskLearned,
+        guard: SavesRecords,
+    ) -> None:
+        self._open = partial(EngineState, runner=runner, tokenizer=tokenizer, anchors=anchors, ask=ask, guard=guard)
         self._lock = threading.Lock()
         self._state: EngineState | None = None
 
@@ -141,9 +166,9 @@ class StateKeeper:
 
 
 def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:
-    pools = sum(entry.name[0] == "pool" for entry in entries)
+    pools, templates = (sum(entry.name[0] == kind for entry in entries) for kind in (POOL, TEMPLATE))
     nbytes = sum(entry.nbytes for entry in entries)
-    return SavedState(pools, len(entries) - pools, nbytes, time.monotonic() - began, tuple(damaged))
+    return SavedState(pools, templates, nbytes, time.monotonic() - began, tuple(damaged))
 
 
 def _no_tokens(spec: KVSpec, device: torch.device) -> KVSegment:
