@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.decisions import PROSE, first_decision
+from kedge.decisions import MAX_PICK, PROSE, first_decision, pick_of
 from kedge.server.openai.tool_calls import PARSERS
 
 NAMES = st.text("abcXYZ_-.09", min_size=1, max_size=12)
@@ -42,3 +42,23 @@ def test_what_the_server_parses_as_a_call_is_one(name: str, data: st.DataObject)
 )
 def test_only_the_beginning_counts(answer: str, decision: str) -> None:
     assert first_decision(answer) == decision
+
+
+@pytest.mark.parametrize(
+    ("answer", "pick"),
+    [
+        ("I compared both. The answer is B.", "b"),
+        ("The answer is A. No: The answer is **B**\nbecause", "b"),
+        ("The answer is\n\n 1,200.50 ", "1,200.50"),
+        ("The answer is", None),
+        ("The answer is ...", None),
+        ("the answer is B", None),
+        ("", None),
+    ],
+)
+def test_a_pick_is_the_rest_of_the_line_behind_the_last_mark(answer: str, pick: str | None) -> None:
+    assert pick_of(answer, "The answer is") == pick
+
+
+def test_a_pick_is_bounded() -> None:
+    assert pick_of("=" + "x" * 10**6, "=") == "x" * MAX_PICK

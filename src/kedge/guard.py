@@ -20,6 +20,17 @@ class GuardMode(StrEnum):
     """What has been shown to change too many answers is not translated."""
 
 
+class DecisionKind(StrEnum):
+    """What of two answers to one prompt is compared."""
+
+    WORDING = "wording"
+    """The first tokens, up to where they part"""
+    CALL = "call"
+    """Which function the answer begins by calling, or that it is prose"""
+    PICK = "pick"
+    """What the answer picks, of agents for which it is known what stands before a pick"""
+
+
 class GuardState(StrEnum):
     """How far the translation of a placeholder in an agent's prompts is trusted."""
 
@@ -46,11 +57,27 @@ class GuardOrders:
     held_out: bool = False
     """Whether nothing is learned from it, as a check translates it: with its own anchor every check would be clean"""
     sentinels: int = 0
-    """Tokens of each translated value that are computed as well, to compare the two"""
+    """Translated tokens of each `watched` value that are computed as well, to compare the two. 0: of no value is
+    translated KV compared with computed KV, also not of the tokens that are computed anyway"""
+    watched: frozenset[str] = frozenset()
+    """Placeholders whose values have such tokens in this request"""
+    pick: str = ""
+    """The text before what the agent picks in its answers; "": nothing in them is known to be a pick"""
 
     def withholds(self, placeholder: str) -> bool:
         """Return whether a placeholder must be computed."""
         return EVERYTHING in self.withheld or placeholder in self.withheld
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionNote:
+    """The evidence of one kind of decision."""
+
+    kind: DecisionKind
+    checks: int
+    changed: int
+    bound: float
+    """Upper confidence bound of the share of changed ones"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +89,8 @@ class GuardNote:
     checks: int
     """Calls that were served both ways and compared"""
     changed: int
-    """Of these, calls whose first decision differed"""
+    """Of these, calls with another decision"""
     bound: float
-    """Upper confidence bound of the share of changed decisions"""
+    """Upper confidence bound of the share of calls with another decision"""
+    decisions: tuple[DecisionNote, ...] = ()
+    """The same by kind, of the kinds that were compared"""

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from kedge.guard import GuardOrders
 from kedge.reuse.contracts import Costs
 from kedge.reuse.layout import layout
-from kedge.reuse.plan import ReusePlan
+from kedge.reuse.plan import ReusePlan, Sentinel
 from kedge.reuse.planner import CHEAPER, NO_COSTS, UNLEARNED, Planner
 from kedge.reuse.savings import TRIED
 from kedge.settings import PlannerSettings
@@ -18,6 +19,7 @@ from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, S
 
 NOBODY = cast(Any, None)
 """Neither anchors nor base KV are asked where nothing can be translated."""
+UNWATCHED = GuardOrders()
 LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 
 
@@ -118,12 +120,19 @@ class Cost:
 
 def computed_of(weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, **policy: int) -> list[int]:
     """What is computed of p0 (5 tokens), x (8 tokens), p1 (6 tokens)."""
+    return plan_with(weak, weak_prefix, cost, **policy).computed
+
+
+def plan_with(
+    weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, guard: GuardOrders = UNWATCHED, **policy: int
+) -> ReusePlan:
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")
     )  # fmt: skip
     known = cast(Any, Known(weak, weak_prefix))
     planner = Planner(known, known, PlannerSettings(**policy), None, cost)
-    return planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),)).computed
+    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
+    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
 
 
 def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -> None:
@@ -131,6 +140,20 @@ def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -
     assert computed_of([1, 7], []) == [6, 12, 18]
     assert computed_of([], [0, 3]) == [13, 16, 18]
     assert computed_of([1], [3], recompute_head=1) == [5, 6, 13, 16, 18]
+
+
+def test_weak_tokens_are_sentinels_at_no_cost() -> None:
+    plan = plan_with([1, 7], [3], guard=GuardOrders(sentinels=2))
+    assert sorted(plan.sentinels) == [Sentinel(6, True), Sentinel(12, True)]
+    assert plan.computed == computed_of([1, 7], [3])
+    assert plan_with([1, 7], [3], guard=GuardOrders(watched=frozenset("x"))).sentinels == ()
+
+
+def test_translated_tokens_are_drawn_as_sentinels_of_watched_values_only() -> None:
+    watched = plan_with([], [], guard=GuardOrders(sentinels=2, watched=frozenset("x")))
+    (drawn,) = watched.sentinels  # at most one in eight
+    assert not drawn.is_weak and watched.computed == [drawn.position, 18] and 5 <= drawn.position < 13
+    assert plan_with([], [], guard=GuardOrders(sentinels=2, watched=frozenset("y"))).sentinels == ()
 
 
 def test_a_segment_of_which_too_little_is_spared_is_computed() -> None:

@@ -11,7 +11,7 @@ from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.local import LocalProcessEngine
-from kedge.guard import GuardMode
+from kedge.guard import DecisionKind, GuardMode
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.server.tenancy import hashed, load_keys
@@ -29,7 +29,10 @@ from kedge.types import (
 )
 from tests.server.conftest import serving
 
-CLEAN, CHANGED = DecisionComparison(False, None, 0.0, 0.0), DecisionComparison(True, 0, 1.0, 1.0)
+CLEAN, CHANGED = (
+    DecisionComparison({DecisionKind.WORDING: False}, 0.0),
+    DecisionComparison({DecisionKind.WORDING: True}, 1.0),
+)
 FLOW: dict[str, Any] = {
     "name": "pair",
     "agents": [
@@ -120,6 +123,23 @@ def test_the_mode_of_a_call_overrides_that_of_its_agent(own: str | None, asked: 
         assert engine.asked[-1].guard.mode == (GuardMode(expected) if expected else None)
         described = http.get(f"/v1/workflows/{FLOW['name']}").json()
     assert [one["guard"] for one in described["agents"]] == [own] * len(agents)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"), [("", None, ""), ("Pick:", None, "Pick:"), ("Pick:", "So:", "So:")]
+)
+def test_what_stands_before_a_pick_comes_with_a_call_or_its_agent(own: str, asked: str | None, expected: str) -> None:
+    agents = [{**one, "pick": own} if own else one for one in FLOW["agents"]]
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
+        kedge = {"workflow": FLOW["name"], "agent": agents[0]["id"], "bindings": {"user_question": "why?"}}
+        body = {"messages": [], "kedge": {**kedge, **({"pick": asked} if asked else {})}}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        assert engine.asked[-1].guard.pick == expected
+        http.post(
+            f"/v1/workflows/{FLOW['name']}/runs", json={"inputs": {"user_question": "why?"}, "stream": True}
+        ).read()
+        assert {one.guard.pick for one in engine.asked[1:]} == {own}
 
 
 def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.decisions import MAX_PICK
 from kedge.engine.common.validation import require_sensible
 from kedge.engine.conformance.values import IMPOSSIBLE_SAMPLING
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
@@ -31,6 +32,13 @@ def agent(name: str, *reads: str, **kwargs: object) -> Agent:
 
 def flow(*agents: Agent, **kwargs: object) -> Workflow:
     return Workflow("test", agents, **kwargs)  # type: ignore[arg-type]
+
+
+def test_the_text_before_a_pick_is_bounded() -> None:
+    assert agent("a", pick="Answer:").pick == "Answer:"
+    for wrong in ("x" * (MAX_PICK + 1), 3, "\ud800"):
+        with pytest.raises(WorkflowError, match="pick"):
+            agent("a", pick=wrong)
 
 
 def test_order_is_topological_and_otherwise_as_declared() -> None:

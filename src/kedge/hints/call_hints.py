@@ -41,6 +41,8 @@ class Hints:
     """Length of the prefix that all calls of this agent share, in tokens or in messages."""
     reuse: ReuseMode | None = None
     guard: GuardMode | None = None
+    pick: str = ""
+    """The text before what the agent picks in its answers"""
     bindings: Mapping[str, str] | None = None
     """Placeholder -> value; with bindings the server fills the agent's template."""
     session: str = ""

@@ -89,6 +89,7 @@ KEDGE = tuple(
         ("steps", "steps", _steps),
         ("fixed_tokens", "fixed_tokens", read_whole),
         ("fixed_messages", "fixed_messages", read_whole),
+        ("pick", "pick", read_text),
         ("session", "session", read_text),
         ("parent", "parent", read_text),
         ("returns_in", "returns_in", read_seconds),

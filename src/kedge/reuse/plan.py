@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from kedge.errors import PlanError
 from kedge.reuse.holes import Holes, joined
@@ -38,6 +38,14 @@ class Translation:
         return Translation(self.start + first, self.base.slice(first, last), self.blend.slice(first, last), self.table)
 
 
+class Sentinel(NamedTuple):
+    """A token that is translated and computed as well, so that the two can be compared."""
+
+    position: int
+    is_weak: bool
+    """Whether it is computed anyway, as no offset predicts it; else it was drawn from those that are translated"""
+
+
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
     """Spans tile the prompt in order. Translations are written first, then computed positions run through the model.
@@ -52,8 +60,7 @@ class ReusePlan:
     """The estimates that were used, for counting anchor hits."""
     teaches: bool = False
     """A value in it is computed so that something can be learned from it."""
-    sentinels: tuple[int, ...] = ()
-    """Positions that are translated and computed as well, so that the two can be compared"""
+    sentinels: tuple[Sentinel, ...] = ()
 
     def __post_init__(self) -> None:
         starts, stops = [span.start for span in self.spans], [span.stop for span in self.spans]

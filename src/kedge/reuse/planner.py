@@ -19,14 +19,16 @@ from kedge.reuse.contracts import (
     SampleView,
 )
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
-from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Translation, spans_of
+from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
 from kedge.reuse.savings import Savings
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 NO_COSTS = NoCosts()
 SPARSE = 8
-"""At most one translated token in so many is a sentinel."""
+"""At most one translated token in so many is computed as a sentinel."""
+MAX_WEAK_SENTINELS = 8
+"""Most sentinels among the weak tokens of a value: each is copied"""
 CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNLEARNED = "nothing is known yet of the template behind this value"
@@ -52,8 +54,7 @@ class Draft:
     """Nothing of this prompt is translated, for its segments or those before them forbid it"""
     translations: list[Translation] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
-    sentinels: list[int] = field(default_factory=list)
-    """Positions that are translated and computed as well"""
+    sentinels: list[Sentinel] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
 
     @property
@@ -198,7 +199,7 @@ class Planner:
             return False
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
-        self._post_sentinels(request, draft, here)
+        self._post_sentinels(request, draft, here, weak)
         if after is None or after.segment.is_placeholder or not len(after):
             return False
         if estimate.prefix is None or after.index not in prefixes:
@@ -226,12 +227,23 @@ class Planner:
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
 
-    def _post_sentinels(self, request: GenerateRequest, draft: Draft, here: Placed) -> None:
-        """Compute some translated tokens of a value as well, other ones in every request."""
+    def _post_sentinels(self, request: GenerateRequest, draft: Draft, here: Placed, weak: Iterable[int]) -> None:
+        """Note tokens of a value whose translated KV is compared with computed KV, other ones in every request: some
+        of its `weak` ones, which are computed anyway, and, where the value is watched, translated ones as well.
+        """
+        if not request.guard.sentinels:
+            return
+        draw = Random(request.request_id)
+        written = [here.start + at for at in weak if here.start + at >= draft.exact_tokens]
+        for at in draw.sample(written, min(MAX_WEAK_SENTINELS, len(written))):
+            draft.sentinels.append(Sentinel(at, is_weak=True))
+        if here.segment.name in request.guard.watched:
+            self._compute_sentinels(draft, here, request.guard.sentinels, draw)
+
+    def _compute_sentinels(self, draft: Draft, here: Placed, most: int, draw: Random) -> None:
         translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
-        wanted = min(request.guard.sentinels, len(translated) // SPARSE)
-        for at in Random(request.request_id).sample(translated, wanted):
-            draft.sentinels.append(at)
+        for at in draw.sample(translated, min(most, len(translated) // SPARSE)):
+            draft.sentinels.append(Sentinel(at, is_weak=False))
             self._compute(draft, at)
 
     @staticmethod

@@ -48,7 +48,7 @@ class RunPrompts:
             segments=prompt.fill(values, awaited),
             sampling=agent.sampling,
             reuse=reuse,
-            guard=GuardOrders(agent.guard),
+            guard=GuardOrders(agent.guard, pick=agent.pick),
             tenant=self.run.namespace.tenant,
             partition=self.run.namespace.partition,
             client=ClientId(self.run.client_id),

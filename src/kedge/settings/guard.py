@@ -39,8 +39,9 @@ class GuardSettings(SettingsSection):
     max_kl: PositiveFloat = 0.5
     """Divergence (nats) of the distributions of a compared token above which a single check makes an agent suspect."""
     sentinels: NonNegativeInt = 2
-    """Tokens of every translated value that the model computes as well. Where they differ from what translation wrote
-    by more than `max_sentinel_error` in the mean, the prompt is computed before its first token. 0: none."""
+    """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share
+    of the others. Where they differ from what translation wrote by more than `max_sentinel_error` in the mean, the
+    prompt is computed before its first token. With 0, neither are tokens compared that are computed anyway."""
     max_sentinel_error: PositiveFloat = 0.5
     """Highest mean relative error of a call's such tokens: the norm of the difference over that of the computed keys or
     values."""

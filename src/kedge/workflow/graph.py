@@ -11,6 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import NamedTuple
 
 from kedge.checks import brief, is_number, require_sampling, require_text
+from kedge.decisions import MAX_PICK
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
 from kedge.guard import GuardMode
 from kedge.types import AgentId, ReuseMode, SampleId, SamplingParams, ValueKind
@@ -43,6 +44,9 @@ class Agent:
     """How far this agent may reuse shared KV; None: as the run says."""
     guard: GuardMode | None = None
     """How far the quality guard acts on its translation; None: as the engine's settings say."""
+    pick: str = ""
+    """The text before what it picks in its answers, such as `The answer is`: the guard compares what follows, up to
+    the end of the line. "": nothing in them is known to be a pick."""
     tool_seconds: float = 10.0
     """Time limit of the tool."""
 
@@ -52,8 +56,10 @@ class Agent:
         if not _ID.fullmatch(self.id):
             raise WorkflowError("agent", self.id, "an id has only letters, digits, '_' and '-'")
         try:
-            for key in ("system", "user", "title"):
+            for key in ("system", "user", "title", "pick"):
                 require_text(key, getattr(self, key), may_be_empty=True)
+            if len(self.pick) > MAX_PICK:
+                raise RequestError("pick", brief(self.pick), f"must have at most {MAX_PICK} characters")
             require_sampling(self.sampling, least_tokens=1)
         except RequestError as error:
             raise WorkflowError(f"agent {self.id}: {error.key}", error.value, error.why) from None

@@ -93,6 +93,7 @@ class AgentSpec(_Spec):
     stop: list[str] = []
     reuse: Annotated[Literal["off", "exact", "translate"] | None, _BARE] = None
     guard: Annotated[GuardChoice | None, _BARE] = None
+    pick: str = ""
 
 
 class TopologySpec(_Spec):

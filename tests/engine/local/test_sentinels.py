@@ -10,10 +10,12 @@ import torch
 from kedge.engine.local.sentinels import Sentinels
 from kedge.guard import GuardOrders
 from kedge.kv.storage import SlotTable
+from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, ReuseMode, Source
 from tests.engine.local.test_translation import Driver, relative, request, tokens
 
-WATCHED = GuardOrders(sentinels=2)
+NAMES = frozenset(("user_question", "condition_solver_current"))
+WATCHED = GuardOrders(sentinels=2, watched=NAMES)
 
 
 def asked(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE, agent: str = "critic") -> GenerateRequest:
@@ -21,7 +23,7 @@ def asked(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE, agent: str = "criti
     return replace(made, guard=WATCHED if agent == "critic" else GuardOrders())
 
 
-def driver(*seeds: int, refutes: bool = False) -> tuple[Driver, list[dict[int, float]]]:
+def driver(*seeds: int, refutes: bool = False) -> tuple[Driver, list[dict[Sentinel, float]]]:
     """An engine that has base KV of these values and offsets of others, and the errors of its later prompts."""
     made, seen = Driver(), []
     for taught in (50, 60):
@@ -38,8 +40,8 @@ def test_sentinels_are_computed_and_lie_in_translated_values() -> None:
     served, _ = made.serve(asked(70))
     assert served.plan is not None and served.plan.translates
     assert len(seen) == 1 and len(seen[0]) == 4  # two in each of two values
-    assert set(seen[0]) <= set(served.plan.computed)
-    assert all(33 <= at < 63 or 72 <= at < 96 for at in seen[0])
+    assert {one.position for one in seen[0]} <= set(served.plan.computed)
+    assert all(33 <= one.position < 63 or 72 <= one.position < 96 for one in seen[0])
     assert all(error > 0 for error in seen[0].values())
 
 
@@ -88,16 +90,27 @@ def test_an_error_is_relative_to_what_is_computed(part: str) -> None:
     storage = Driver().core.inspection.storage
     table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
     torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
-    before = sentinels.read(table, [2, 17])
-    assert sentinels.errors(table, before) == [0.0, 0.0]
+    before = [sentinels.read(table, [Sentinel(at, False)]) for at in (2, 17)]
+    assert sentinels.errors(before) == [0.0, 0.0]
     getattr(storage, part)[:, table.slots[17]] *= 2  # half of what is there now is missing
-    assert sentinels.errors(table, before) == pytest.approx([0.0, 0.5])
+    assert sentinels.errors(before) == pytest.approx([0.0, 0.5])
 
 
 def test_the_first_layer_does_not_count() -> None:
     storage = Driver().core.inspection.storage
     table, sentinels = SlotTable.of([3], storage.block_size), Sentinels(storage)
     torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
-    before = sentinels.read(table, [0])
+    before = sentinels.read(table, [Sentinel(0, False)])
     storage.keys[0] += 1
-    assert sentinels.errors(table, before) == [0.0]
+    assert sentinels.errors([before]) == [0.0]
+
+
+def test_many_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Driver().core.inspection.storage
+    table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
+    torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
+    before = [sentinels.read(table, [Sentinel(at, False) for at in some]) for some in (range(5), range(5, 7))]
+    storage.values[:, table.slots[:7]] += torch.arange(7)[:, None, None]
+    whole = sentinels.errors(before)
+    monkeypatch.setattr("kedge.engine.local.sentinels.AT_ONCE", 3)
+    assert sentinels.errors(before) == whole and len(set(whole)) == 7

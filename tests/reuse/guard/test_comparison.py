@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.reuse.guard.comparison import MAX_KL, DecisionComparison, compare, divergence
+from kedge.guard import DecisionKind
+from kedge.reuse.guard.comparison import (
+    MAX_KL,
+    AnswerDecisions,
+    DecisionComparison,
+    WordingComparison,
+    compare_decisions,
+    compare_wording,
+    divergence,
+)
 from kedge.types import TokenLogprob
 from tests.reuse.guard.answers import answer, position
 
@@ -19,18 +28,18 @@ NAN = TokenLogprob(1, math.nan, ((1, math.nan), (2, math.nan)))
 
 
 def changed(*pairs: tuple[TokenLogprob, TokenLogprob], margin: float = 2.0, sampled: bool = False) -> bool:
-    seen = compare(answer(*(a for a, _ in pairs)), answer(*(b for _, b in pairs)), margin, sampled=sampled)
+    seen = compare_wording(answer(*(a for a, _ in pairs)), answer(*(b for _, b in pairs)), margin, sampled=sampled)
     assert seen is not None
     return seen.changed
 
 
 def test_equal_answers_are_the_same() -> None:
-    assert compare(answer(SURE, UNSURE), answer(SURE, UNSURE), 2.0) == DecisionComparison(False, None, 0.0, 0.0)
+    assert compare_wording(answer(SURE, UNSURE), answer(SURE, UNSURE), 2.0) == WordingComparison(False, None, 0.0)
 
 
 def test_another_token_that_dense_prefill_clearly_does_not_prefer_is_a_change() -> None:
-    seen = compare(answer(SURE, SURE), answer(SURE, OTHER), 2.0)
-    assert seen is not None and seen.changed and seen.at == 1 and seen.first_kl == 0.0 and seen.kl > 1
+    seen = compare_wording(answer(SURE, SURE), answer(SURE, OTHER), 2.0)
+    assert seen is not None and seen.changed and seen.at == 1 and seen.kl > 1
 
 
 def test_two_tokens_as_good_as_equal_are_none() -> None:
@@ -56,18 +65,18 @@ def test_a_grammar_that_allows_neither_most_likely_token_decides() -> None:
 
 
 def test_numbers_that_are_none_are_a_change_and_never_a_clean_check() -> None:
-    assert compare(answer(SURE), answer(NAN), 2.0) == DecisionComparison(True, 0, MAX_KL, MAX_KL)
-    late = compare(answer(SURE, SURE), answer(SURE, NAN), 2.0)
-    assert late is not None and late.changed and late.first_kl == 0.0
+    assert compare_wording(answer(SURE), answer(NAN), 2.0) == WordingComparison(True, 0, MAX_KL)
+    late = compare_wording(answer(SURE, SURE), answer(SURE, NAN), 2.0)
+    assert late is not None and late.changed and (late.at, late.kl) == (1, MAX_KL)
 
 
 def test_dense_prefill_without_numbers_shows_nothing() -> None:
-    assert compare(answer(NAN), answer(SURE), 2.0) is None
+    assert compare_wording(answer(NAN), answer(SURE), 2.0) is None
 
 
 @pytest.mark.parametrize("dense, translated", [((), ()), ((SURE,), ()), ((), (SURE,))])
 def test_without_positions_there_is_no_comparison(dense: tuple[()], translated: tuple[()]) -> None:
-    assert compare(answer(*dense), answer(*translated), 2.0) is None
+    assert compare_wording(answer(*dense), answer(*translated), 2.0) is None
 
 
 def test_tokens_that_cannot_be_drawn_have_no_weight() -> None:
@@ -84,3 +93,45 @@ def test_the_divergence_is_that_of_the_distributions(p: list[float], q: list[flo
     exact = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     found = divergence(position(dict(enumerate(p))), position(dict(enumerate(q))))
     assert found == pytest.approx(exact, abs=1e-5) and 0 <= found <= MAX_KL + 1e-6
+
+
+CALL, OTHER_CALL = '{"name": "look_up", "parameters": {}}', '{"name": "delete", "parameters": {}}'
+
+
+def decisions(dense: str, translated: str, pick: str = "", cut: int | None = None) -> dict[DecisionKind, bool]:
+    """What differs between two answers."""
+    return compare_decisions(*(AnswerDecisions.of(one, pick, is_whole=True) for one in (dense, translated)), cut)
+
+
+@pytest.mark.parametrize("dense, translated, differs", [
+    (CALL, CALL, False), (CALL, OTHER_CALL, True), (CALL, "I look it up.", True), ("Let me see.", CALL, True),
+    ("Yes.", "No.", False),
+])  # fmt: skip
+def test_a_call_in_place_of_prose_or_of_another_function_is_a_change(
+    dense: str, translated: str, differs: bool
+) -> None:
+    assert decisions(dense, translated) == {DecisionKind.CALL: differs}
+
+
+def test_an_answer_that_was_cut_off_is_compared_as_far_as_it_goes() -> None:
+    """Else a name that is cut in two would be prose."""
+    assert decisions(CALL, CALL[:12])[DecisionKind.CALL]
+    assert not decisions(CALL, CALL[:12], cut=12)[DecisionKind.CALL]
+    assert decisions("I look it up, so that", CALL, cut=21)[DecisionKind.CALL]
+
+
+def test_picks_are_compared_where_any_answer_has_one() -> None:
+    mark = "The answer is"
+    assert not decisions("So.\nThe answer is B.", "The answer is **b**\nas shown", mark)[DecisionKind.PICK]
+    assert decisions("The answer is B", "The answer is C", mark)[DecisionKind.PICK]
+    assert decisions("The answer is B", "Nobody knows", mark)[DecisionKind.PICK]
+    assert DecisionKind.PICK not in decisions("Hm.", "Nobody knows", mark)
+
+
+def test_only_other_words_with_the_same_pick_are_no_other_decision() -> None:
+    wording, call, pick = DecisionKind.WORDING, DecisionKind.CALL, DecisionKind.PICK
+    assert DecisionComparison({wording: True, call: False}, 0.0).changed
+    assert not DecisionComparison({wording: True, call: False, pick: False}, 0.0).changed
+    assert DecisionComparison({wording: False, call: True, pick: False}, 0.0).changed
+    assert DecisionComparison({wording: False, call: False, pick: True}, 0.0).changed
+    assert not DecisionComparison({wording: False, call: False}, 0.0).changed

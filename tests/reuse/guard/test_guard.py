@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from kedge.guard import GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.guard import QualityGuard, SentinelFinding
+from kedge.reuse.guard.guard import QualityGuard
+from kedge.reuse.guard.sentinel_errors import SETTLED, SentinelFinding
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
@@ -24,8 +24,8 @@ from kedge.types import (
     WorkflowId,
 )
 
-CLEAN = DecisionComparison(False, None, 0.0, 0.0)
-CHANGED = DecisionComparison(True, 0, 2.0, 2.0)
+CLEAN = DecisionComparison({DecisionKind.WORDING: False}, 0.0)
+CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 2.0)
 ALL = GuardSettings(canary_share=1.0, share=1.0)
 AS_SET = GuardOrders()
 NONE = GuardSettings(canary_share=0.0, share=0.0)
@@ -51,7 +51,9 @@ def breach(guard: QualityGuard, of: GenerateRequest, placeholder: str) -> None:
 def test_at_first_nothing_is_withheld_and_a_share_is_checked() -> None:
     verdicts = [QualityGuard(settings).verdict(request("a")) for settings in (ALL, NONE)]
     assert [verdict.is_checked for verdict in verdicts] == [True, False]
-    assert all(verdict.orders == GuardOrders(sentinels=2) and not verdict.tried for verdict in verdicts)
+    assert all(
+        verdict.orders == GuardOrders(sentinels=2, watched=frozenset("a")) and not verdict.tried for verdict in verdicts
+    )
 
 
 def test_the_checked_share_falls_when_all_placeholders_are_on() -> None:
@@ -135,7 +137,8 @@ def test_a_note_has_the_state_and_its_evidence() -> None:
     guard.translated(request("a"), ("a",))
     guard.observe(request("a"), ("a",), CLEAN)
     (note,) = guard.notes(request("a", "b", "a"))
-    assert note == GuardNote("a", GuardState.CANARY, 1, 0, note.bound) and 0.3 < note.bound < 1
+    decisions = (DecisionNote(DecisionKind.WORDING, 1, 0, note.bound),)
+    assert note == GuardNote("a", GuardState.CANARY, 1, 0, note.bound, decisions) and 0.3 < note.bound < 1
 
 
 def test_a_tenant_sees_its_own_records() -> None:
@@ -189,35 +192,56 @@ def test_32_threads_at_once_count_everything() -> None:
 def test_sentinels_refute_by_the_mean_of_a_call() -> None:
     """A single token, so a placeholder of few, may be far off by chance."""
     one, asked = QualityGuard(NONE), request("a", "b")
-    assert one.sentinels_read(asked, {"a": 1.1, "b": 0.1}, 0.4) is SentinelFinding.USUAL
+    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1] * 3}) is SentinelFinding.USUAL
     assert not one.orders(asked).withheld
-    assert one.sentinels_read(asked, {"a": 1.1, "b": 0.1}, 0.6) is SentinelFinding.REFUTED
+    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1]}) is SentinelFinding.REFUTED
     assert one.orders(asked).withheld == {"a"}
 
 
-def test_all_placeholders_are_withheld_where_none_alone_is_off() -> None:
+def test_what_is_usual_is_not_learned_from_a_refuted_call() -> None:
     one, asked = QualityGuard(NONE), request("a", "b")
-    assert one.sentinels_read(asked, {"a": 0.49, "b": 0.5}, 0.51) is SentinelFinding.REFUTED
-    assert one.orders(asked).withheld == {"a", "b"}
-
-
-@pytest.mark.parametrize("error", [math.nan, math.inf])
-def test_what_is_not_a_number_refutes(error: float) -> None:
-    one, asked = QualityGuard(NONE), request("a")
-    assert one.sentinels_read(asked, {"a": error}, error) is SentinelFinding.REFUTED
-    assert one.orders(asked).withheld == {"a"}
+    one.sentinels_read(asked, {"a": [0.1], "b": [0.1]})
+    one.sentinels_read(asked, {"a": [9.0], "b": [0.2]})
+    assert [entry["sentinel_error"] for entry in one.stats()] == [0.1, 0.1]
 
 
 def test_a_second_refutation_before_it_is_trusted_discards_the_anchors() -> None:
     one, asked = QualityGuard(NONE), request("a")
-    one.sentinels_read(asked, {"a": 0.9}, 0.9)
+    one.sentinels_read(asked, {"a": [0.9]})
     assert one.orders(asked).epoch == 0
-    one.sentinels_read(asked, {"a": 0.9}, 0.9)
+    one.sentinels_read(asked, {"a": [0.9]})
     assert one.orders(asked).epoch == 1 and (one.suspicions, one.breaches) == (1, 1)
 
 
-def test_an_unusual_error_is_worth_a_check() -> None:
+def test_weak_tokens_refute_only_by_a_multiple_of_what_is_usual_of_them() -> None:
     one, asked = QualityGuard(NONE), request("a")
-    found = [one.sentinels_read(asked, {"a": 0.1}, 0.1) for _ in range(20)]
-    assert set(found) == {SentinelFinding.USUAL}
-    assert one.sentinels_read(asked, {"a": 0.3}, 0.3) is SentinelFinding.UNUSUAL
+    assert one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True) is SentinelFinding.USUAL
+    for _ in range(SETTLED):
+        assert one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True) is SentinelFinding.USUAL
+    assert one.sentinels_read(asked, {"a": [1.4] * 6}, weak=True) is SentinelFinding.UNUSUAL
+    assert one.sentinels_read(asked, {"a": [2.4] * 6}, weak=True) is SentinelFinding.REFUTED
+    assert one.orders(asked).withheld == {"a"}
+
+
+def test_translated_tokens_of_what_is_new_are_drawn_in_every_call_and_later_in_a_share() -> None:
+    one, asked = QualityGuard(NONE), request("a", "b")
+    for _ in range(SETTLED):
+        assert one.orders(asked).watched == {"a", "b"}
+        one.translated(asked, ("a",))
+    seen = [one.orders(asked).watched for _ in range(400)]
+    assert set(seen) == {frozenset("b"), frozenset("ab")}  # b was never translated
+    without_weak = seen.count(frozenset("ab"))
+    for _ in range(SETTLED):
+        one.sentinels_read(asked, {"a": [0.3]}, weak=True)
+    with_weak = [one.orders(asked).watched for _ in range(400)].count(frozenset("ab"))
+    assert 70 < without_weak < 130 and 30 < with_weak < 70
+
+
+def test_after_a_suspicion_it_is_new_again() -> None:
+    one, asked = QualityGuard(NONE), request("a")
+    for _ in range(SETTLED):
+        one.translated(asked, ("a",))
+    one.observe(asked, ("a",), CHANGED)
+    for _ in range(NONE.trials):
+        one.observe(asked, ("a",), CLEAN)
+    assert all(one.orders(asked).watched == {"a"} and not one.orders(asked).withheld for _ in range(20))

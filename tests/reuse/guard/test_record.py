@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.guard import GuardState
+from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.record import AFTER_BREACH, GuardRecord
 from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings()
-CLEAN = DecisionComparison(False, None, 0.0, 0.0)
-CHANGED = DecisionComparison(True, 0, 2.0, 2.0)
-FAR = DecisionComparison(False, None, 0.9, 0.9)
+CLEAN = DecisionComparison({DecisionKind.WORDING: False}, 0.0)
+CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 2.0)
+FAR = DecisionComparison({DecisionKind.WORDING: False}, 0.9)
 
 
 def canary() -> GuardRecord:

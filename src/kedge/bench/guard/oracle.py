@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from kedge.bench.guard.lane import AnsweredCall, GuardLane
 from kedge.bench.lab.methods import Loaded
 from kedge.guard import GuardMode
-from kedge.reuse.guard.comparison import DecisionComparison, compare
+from kedge.reuse.guard.comparison import WordingComparison, compare_wording
 from kedge.settings import EngineSettings, GuardSettings
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Workflow
@@ -37,8 +37,8 @@ class DenseOracle(AbstractContextManager["DenseOracle"]):
             self._known.update(zip(new, texts, strict=True))
         return [self._known[one] for one in questions]
 
-    def compare(self, calls: Sequence[AnsweredCall]) -> list[DecisionComparison]:
+    def compare(self, calls: Sequence[AnsweredCall]) -> list[WordingComparison]:
         """Compare answers with those to the same prompts without reuse, as the guard does."""
         streams = [(call, self._lane.again(call)) for call in calls]
-        found = [compare(stream.result(), call.completion, self._margin) for call, stream in streams]
+        found = [compare_wording(stream.result(), call.completion, self._margin) for call, stream in streams]
         return [one for one in found if one is not None]

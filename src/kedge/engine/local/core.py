@@ -186,7 +186,8 @@ class EngineCore:
             del item.sequence.todo[: len(item.positions)]
         self._answers.read_prompts(work, logits)
         ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
-        ready = [(item, row) for item, row in ended if not self.sentinel_checks.refute(item.sequence)]
+        refuted = self.sentinel_checks.refuted([item.sequence for item, _ in ended])
+        ready = [(item, row) for item, row in ended if item.sequence not in refuted]
         self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
         if ready:  # a GPU has certainly finished only once a result has been read

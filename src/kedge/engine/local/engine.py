@@ -23,7 +23,7 @@ from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
-from kedge.engine.common.state.snapshot import EngineState, SavedState, StateKeeper
+from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.local import build
@@ -92,8 +92,8 @@ class LocalEngine:
         self._core, self.capacity = build.apart(build_core)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
-        self._state = StateKeeper(partial(_open_state, self))
         self._guard = GuardedCalls(self.submit, self.config.guard)
+        self._state = StateKeeper(partial(_open_state, self, self._guard))
         self._core.sentinel_checks.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
 
@@ -215,7 +215,7 @@ class LocalEngine:
         self._guard.clear()
 
     def save(self, folder: str | Path) -> SavedState:
-        """Write the anchors and the base KV of prefix segments to `folder`, atomically.
+        """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
 
         Costs the engine's thread almost nothing: the caller's thread copies and writes the tensors. Unchanged content
         is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
@@ -224,7 +224,7 @@ class LocalEngine:
         return self._state.save(Path(folder))
 
     def load(self, folder: str | Path) -> SavedState:
-        """Replace all anchors and base KV by saved ones; an empty folder holds none.
+        """Replace all anchors, base KV and records of the guard by saved ones; an empty folder holds none.
 
         Damaged files are moved aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
         `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process
@@ -255,7 +255,8 @@ def _put_under(guard: GuardedCalls, sequence: RequestSequence) -> None:
         sequence.logprobs = Logprobs(sequence.request, guard.watched_tokens(asked))
 
 
-def _open_state(engine: LocalEngine, folder: Path) -> EngineState:
+def _open_state(engine: LocalEngine, guard: GuardedCalls, folder: Path) -> EngineState:
     identity, spec = state_identity(engine.runner, engine.tokenizer, engine.config.anchors), engine.runner.spec
     like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, engine.runner.device)
-    return EngineState(folder, identity, like, lambda ask: engine.query(lambda parts: ask(*parts.learned)))
+    ask: AskLearned = lambda ask: engine.query(lambda parts: ask(*parts.learned))  # noqa: E731
+    return EngineState(folder, identity, like, ask, guard=guard)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import RequestSequence, Sequence
+from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss
 
 logger = logging.getLogger(__name__)
 REFUTED = Miss("*", "the guard computed it: some of its translated KV was far from what the model computes")
-Judge = Callable[[GenerateRequest, Mapping[int, float]], tuple[GenerateRequest, bool]]
-"""(request, relative error by position) -> the request, and whether its prompt has to be computed"""
+Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], tuple[GenerateRequest, bool]]
+"""(request, relative error of each sentinel) -> the request, and whether its prompt has to be computed"""
 
 
 class SentinelChecks:
@@ -23,17 +25,22 @@ class SentinelChecks:
         self._sentinels = sentinels
         self.judge: Judge = lambda request, _: (request, False)
 
-    def refute(self, sequence: Sequence) -> bool:
-        """Compare a sequence's sentinel tokens, once all of its tokens are computed. Where they refute what was
-        translated, all of that has to be computed; returns whether it does.
+    def refuted(self, sequences: Iterable[Sequence]) -> set[Sequence]:
+        """Compare the sentinel tokens of sequences of which all tokens are computed. Returns those where they refute
+        what was translated: all of that has to be computed.
         """
-        if not isinstance(sequence, RequestSequence) or not sequence.sentinels or sequence.table is None:
-            return False
-        errors: dict[int, float] = {}
-        for rows in sequence.sentinels:
-            errors.update(zip(rows.positions, self._sentinels.errors(sequence.table, rows), strict=True))
+        watched = [one for one in sequences if isinstance(one, RequestSequence) and one.sentinels]
+        if not watched:
+            return set()
+        errors = iter(self._sentinels.errors([rows for one in watched for rows in one.sentinels]))
+        return {one for one in watched if self._is_refuted(one, errors)}
+
+    def _is_refuted(self, sequence: RequestSequence, errors: Iterable[float]) -> bool:
+        """Take the errors of one sequence, the next ones. Returns whether its prompt has to be computed."""
+        sentinels = [one for rows in sequence.sentinels for one in rows.sentinels]
         sequence.sentinels = []
-        request, refuted = self.judge(sequence.request, errors)
+        found = dict(zip(sentinels, islice(errors, len(sentinels)), strict=True))
+        request, refuted = self.judge(sequence.request, found)
         if request is not sequence.request:
             sequence.request, sequence.logprobs = request, Logprobs(request)
         if refuted:

@@ -1,8 +1,9 @@
 """Sentinel tokens: a few tokens of every translated value that the model computes as well.
 
 What translation wrote for them is remembered and compared with what the model computes, in the same pass that computes
-the rest of the prompt. It costs these tokens, and no other pass. Where the two are far apart, something is wrong with
-what translation is made from, and the prompt is computed before its first token is drawn.
+the rest of the prompt. Most of them are computed anyway, and those of all requests of a pass are compared by one
+chain of operations. Where the two are far apart, something is wrong with what translation is made from, and the prompt
+is computed before its first token is drawn.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import torch
 from torch import Tensor
 
 from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.plan import Sentinel
+
+AT_ONCE = 256
+"""Tokens that are compared at once, which bounds the memory that this takes"""
 
 
 @dataclass(frozen=True, slots=True)
 class SentinelRows:
     """Translated KV of sentinel tokens, before the model computes them."""
 
-    positions: tuple[int, ...]
-    keys: Tensor
-    """As attention reads them, rotated: [layers - 1, tokens, kv_heads, head_dim]"""
-    values: Tensor
-    """[layers - 1, tokens, kv_heads, head_dim]"""
+    sentinels: tuple[Sentinel, ...]
+    slots: Tensor
+    """int64 [tokens], on the storage's device"""
+    kv: Tensor
+    """Keys, rotated as attention reads them, and values: [2, layers - 1, tokens, kv_heads, head_dim]"""
 
 
 class Sentinels:
@@ -33,23 +38,25 @@ class Sentinels:
     def __init__(self, storage: PagedStorage) -> None:
         self._storage = storage
 
-    def read(self, table: SlotTable, positions: Sequence[int]) -> SentinelRows:
-        """Return the KV at these positions as it is now."""
-        slots = table.slots[torch.tensor(positions, dtype=torch.int64)].to(self._storage.keys.device)
-        keys, values = self._storage.keys[1:, slots], self._storage.values[1:, slots]
-        return SentinelRows(tuple(positions), keys, values)
+    def read(self, table: SlotTable, sentinels: Sequence[Sentinel]) -> SentinelRows:
+        """Return the KV of these sentinels as it is now."""
+        slots = table.slots[[one.position for one in sentinels]].to(self._storage.keys.device)
+        return SentinelRows(tuple(sentinels), slots, self._read(slots))
 
-    def errors(self, table: SlotTable, before: SentinelRows) -> list[float]:
-        """Return for each sentinel the relative error of what translation wrote: the norm of the difference over that
-        of the computed KV, keys or values, whichever is larger.
+    def errors(self, before: Sequence[SentinelRows]) -> list[float]:
+        """Return for each sentinel of all these the relative error of what translation wrote: the norm of the
+        difference over that of the computed KV, keys or values, whichever is larger.
         """
-        now = self.read(table, before.positions)
-        pairs = (before.keys, now.keys), (before.values, now.values)
-        return torch.stack([_relative(*pair) for pair in pairs]).amax(0).tolist()
+        slots, kv = torch.cat([rows.slots for rows in before]), torch.cat([rows.kv for rows in before], dim=2)
+        pairs = zip(kv.split(AT_ONCE, dim=2), slots.split(AT_ONCE), strict=True)
+        return torch.cat([_relative(translated, self._read(part)) for translated, part in pairs]).tolist()
+
+    def _read(self, slots: Tensor) -> Tensor:
+        return torch.stack([self._storage.keys[1:, slots], self._storage.values[1:, slots]])
 
 
 def _relative(translated: Tensor, computed: Tensor) -> Tensor:
-    """Return the relative error of each token, over all layers [tokens]."""
-    translated, computed = translated.float(), computed.float()
-    dims = (0, 2, 3)
-    return (translated - computed).square().sum(dims).sqrt() / computed.square().sum(dims).sqrt().clamp(min=1e-12)
+    """Return the relative error of each token, over all layers: of keys or of values [tokens]."""
+    dims, computed = (1, 3, 4), computed.float()
+    errors = torch.linalg.vector_norm(translated.float() - computed, dim=dims)
+    return (errors / torch.linalg.vector_norm(computed, dim=dims).clamp_(min=1e-12)).amax(0)

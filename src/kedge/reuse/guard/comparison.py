@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kedge.decisions import first_decision, pick_of
+from kedge.guard import DecisionKind
 from kedge.types import Completion, TokenLogprob
 
 TOP = 20
 """Most likely tokens of each position whose probabilities are compared"""
 FLOOR = 1e-9
 """Least probability of what is not among them"""
+BEGINNING = 1024
+"""Most characters of an answer's beginning that are read for its first call"""
 MAX_KL = -math.log(FLOOR)
 """Largest divergence, also that from what is not a number"""
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionComparison:
-    """The first decision of a translated answer beside that of dense prefill."""
+class WordingComparison:
+    """The first tokens of a translated answer beside those of dense prefill."""
 
     changed: bool
     """Whether dense prefill clearly prefers another token at the first position where they part"""
@@ -26,32 +30,73 @@ class DecisionComparison:
     """That position in the answer, counted from 0; None where none was found"""
     kl: float
     """Largest divergence of the compared positions' distributions, dense from translated, in nats"""
-    first_kl: float
-    """The same of the first token"""
 
 
-def compare(
+@dataclass(frozen=True, slots=True)
+class DecisionComparison:
+    """The decisions of a translated answer beside those of dense prefill."""
+
+    changes: Mapping[DecisionKind, bool]
+    """Of each kind that was compared, whether it differs"""
+    kl: float
+    """Largest divergence of the compared tokens' distributions, dense from translated, in nats"""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the answer decides something else: by another call or another pick and, where nothing is picked, by
+        what it begins with. Other words with the same pick do not count.
+        """
+        decisive = set(self.changes) - ({DecisionKind.WORDING} if DecisionKind.PICK in self.changes else set())
+        return any(self.changes[kind] for kind in decisive)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDecisions:
+    """The decisions in the text of one answer."""
+
+    beginning: str
+    """The text as far as another answer's beginning is compared with it"""
+    pick: str | None = None
+    """None where nothing is picked, or where it is not known"""
+
+    @classmethod
+    def of(cls, answer: str, pick: str, *, is_whole: bool) -> AnswerDecisions:
+        """Read an answer in which `pick` stands before a pick ("": unknown); picks are read in a whole answer only."""
+        return cls(answer[:BEGINNING], pick_of(answer, pick) if pick and is_whole else None)
+
+
+def compare_decisions(dense: AnswerDecisions, translated: AnswerDecisions, cut: int | None) -> dict[DecisionKind, bool]:
+    """Return of each kind of decision that two answers have whether it differs; `cut` is the number of characters
+    after which one of them was cut off, None where neither was.
+    """
+    calls = {first_decision(one.beginning[:cut]) for one in (dense, translated)}
+    changes = {DecisionKind.CALL: len(calls) > 1}
+    if dense.pick is not None or translated.pick is not None:
+        changes[DecisionKind.PICK] = dense.pick != translated.pick
+    return changes
+
+
+def compare_wording(
     dense: Completion, translated: Completion, margin: float, *, sampled: bool = False
-) -> DecisionComparison | None:
+) -> WordingComparison | None:
     """Compare two answers with log-probabilities of at least `TOP` tokens up to where they part.
 
     They part where their tokens differ. Where one of them was `sampled`, the most likely tokens are compared instead,
     as far as both drew the same ones. None where nothing can be compared, or where dense prefill gave no numbers.
     """
-    kl, first = 0.0, 0.0
+    kl = 0.0
     pairs = list(zip(dense.logprobs, translated.logprobs, strict=False))
     for at, (ours, theirs) in enumerate(pairs):
         if not _has_numbers(ours):
             return None
         if not _has_numbers(theirs):
-            return DecisionComparison(True, at, MAX_KL, first if at else MAX_KL)
+            return WordingComparison(True, at, MAX_KL)
         kl = max(kl, divergence(ours, theirs))
-        first = first if at else kl
         if _prefers(ours, _choice(ours, sampled), _choice(theirs, sampled), margin):
-            return DecisionComparison(True, at, kl, first)
+            return WordingComparison(True, at, kl)
         if ours.token != theirs.token:
-            return DecisionComparison(False, at, kl, first)
-    return DecisionComparison(False, None, kl, first) if pairs else None
+            return WordingComparison(False, at, kl)
+    return WordingComparison(False, None, kl) if pairs else None
 
 
 def _has_numbers(position: TokenLogprob) -> bool:

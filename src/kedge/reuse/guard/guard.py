@@ -6,14 +6,16 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
-from kedge.guard import GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.record import GuardRecord
+from kedge.reuse.guard.saving import to_data
+from kedge.reuse.guard.sentinel_errors import Errors, SentinelFinding, judge_drawn, judge_weak
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
@@ -27,6 +29,13 @@ RARER, RAREST = 0.5, 1 / 64
 what a comparison needs is gathered while a call is served, and there is nothing to compare unless it is translated.
 """
 
+WATCHED, WATCHED_ALONE = 0.125, 0.25
+"""Share of an agent's calls in which translated tokens are drawn as sentinels, once it is not new: where weak tokens
+are sentinels in all calls, and where there are none. The draw is random, so that no fault keeps clear of it."""
+
+Group = tuple[Namespace, WorkflowId]
+"""What records are saved by"""
+
 
 class GuardKey(NamedTuple):
     """A placeholder in the prompts of one agent of a workflow."""
@@ -39,16 +48,6 @@ class GuardKey(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.workflow}/{self.agent}/{self.placeholder}"
         return text if text.isprintable() else repr(text)
-
-
-class SentinelFinding(StrEnum):
-    """What the sentinel tokens of a request say of its translation."""
-
-    USUAL = "usual"
-    UNUSUAL = "unusual"
-    """The errors are larger than before: its answer is worth a check."""
-    REFUTED = "refuted"
-    """What was translated is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,16 @@ class QualityGuard:
             key.placeholder for key in keys if mode is GuardMode.SHADOW or (key in records and records[key].withheld)
         )
         epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
-        return replace(request.guard, withheld=withheld, sentinels=self._settings.sentinels, epoch=epoch)
+        watched = self._watched({key.placeholder: records.get(key) for key in keys})
+        sentinels = self._settings.sentinels
+        return replace(request.guard, withheld=withheld, sentinels=sentinels, watched=watched, epoch=epoch)
+
+    def _watched(self, records: Mapping[str, GuardRecord | None]) -> frozenset[str]:
+        """Return the placeholders of a request whose translated tokens are drawn as sentinels."""
+        has_weak = any(record and record.weak_errors.is_settled for record in records.values())
+        if self._rng.random() < (WATCHED if has_weak else WATCHED_ALONE):
+            return frozenset(records)
+        return frozenset(name for name, record in records.items() if record is None or record.is_new)
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
         """Return what is ordered for a request that arrives, and whether its answer is to be compared.
@@ -143,27 +151,23 @@ class QualityGuard:
                 self.breaches += record.epoch - epoch
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
-    def sentinels_read(self, request: GenerateRequest, errors: Mapping[str, float], overall: float) -> SentinelFinding:
-        """Take the mean relative error of each placeholder's sentinel tokens, and of all of them.
-
-        A single token may be far off by chance, but not the mean of a call: above `max_sentinel_error` the placeholders
-        that are above it, or all of them, are withheld.
+    def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> SentinelFinding:
+        """Take the relative errors of a request's sentinel tokens of one kind: drawn ones, or `weak` ones. Where they
+        refute what was translated, placeholders are withheld.
         """
-        limit = self._settings.max_sentinel_error
-        is_refuted = not overall <= limit  # neither is what is not a number
-        above = {name for name, error in errors.items() if not error <= limit} or set(errors)
-        unusual = False
+        if not errors:
+            return SentinelFinding.USUAL
         with self._lock:
-            for placeholder, error in errors.items():
-                key = GuardKey(*request.workflow_agent, placeholder)
-                record = self._records.use(key, GuardRecord)
-                if is_refuted and placeholder in above:
-                    self._refute(key, record, error)
-                elif not is_refuted:
-                    unusual |= record.is_unusual(error)
-        if is_refuted:
-            return SentinelFinding.REFUTED
-        return SentinelFinding.UNUSUAL if unusual else SentinelFinding.USUAL
+            keys = {name: GuardKey(*request.workflow_agent, name) for name in errors}
+            records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
+            usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
+            verdict = (judge_weak if weak else judge_drawn)(errors, usual, self._settings.max_sentinel_error)
+            if verdict.finding is not SentinelFinding.REFUTED:
+                for name, found in errors.items():
+                    usual[name].observe(fmean(found))
+            for name in sorted(verdict.blamed):
+                self._refute(keys[name], records[name], fmean(errors[name]))
+        return verdict.finding
 
     def _refute(self, key: GuardKey, record: GuardRecord, error: float) -> None:
         before, suspicions, epoch = record.state, record.suspicions, record.epoch
@@ -180,18 +184,16 @@ class QualityGuard:
             return tuple(self._note(key, self._records[key]) for key in _keys(request) if key in self._records)
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
-        evidence = record.evidence
-        bound = evidence.upper(self._settings.alpha)
-        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound)
+        evidence, alpha = record.evidence, self._settings.alpha
+        kinds = ((kind, record.by_kind[kind]) for kind in DecisionKind if kind in record.by_kind)
+        decisions = tuple(DecisionNote(kind, one.checks, one.changed, one.upper(alpha)) for kind, one in kinds)
+        bound = evidence.upper(alpha)
+        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound, decisions)
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
         with self._lock:  # bounds are computed without it: requests wait for it
-            mine = [
-                (key, replace(record, evidence=copy(record.evidence)))
-                for key, record in self._records.items()
-                if owns(key.namespace)
-            ]
+            mine = [(key, deepcopy(record)) for key, record in self._records.items() if owns(key.namespace)]
         return [self._entry(key, record) for key, record in mine]
 
     def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
@@ -206,11 +208,29 @@ class QualityGuard:
             "changed": note.changed,
             "estimate": record.evidence.share,
             "bound": note.bound,
+            "decisions": [asdict(one) for one in note.decisions],
             "max_kl": record.kl,
-            "sentinel_error": record.sentinel_error,
+            "sentinel_error": record.drawn_errors.mean,
             "suspicions": record.suspicions,
             "breaches": record.epoch,
         }
+
+    def saved(self) -> dict[Group, list[dict[str, object]]]:
+        """Return all records as plain data, by namespace and workflow, those used longest ago first."""
+        with self._lock:
+            records = [(key, deepcopy(record)) for key, record in self._records.items()]
+        groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
+        for key, record in records:
+            groups.setdefault((key.namespace, key.workflow), {})[key.agent, key.placeholder] = record
+        return {group: to_data(held) for group, held in groups.items()}
+
+    def restore(self, groups: Mapping[Group, Mapping[tuple[str, str], GuardRecord]]) -> None:
+        """Replace all records by these, as far as there is room."""
+        with self._lock:
+            self._records.clear()
+            for group, held in groups.items():
+                for (agent, placeholder), record in held.items():
+                    self._records[GuardKey(*group, AgentId(agent), placeholder)] = record
 
     def clear(self) -> None:
         """Forget all records."""

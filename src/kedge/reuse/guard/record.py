@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kedge.guard import GuardState
+from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.evidence import ChangeEvidence
+from kedge.reuse.guard.sentinel_errors import SETTLED, UsualError
 from kedge.settings import GuardSettings
 
 AFTER_BREACH = 4
 """Times `trials` that are needed after the first breach"""
-SETTLED = 8
-"""Calls with sentinel tokens before any error counts as unusual"""
-UNUSUAL = 2.0
-"""Times the usual error of sentinel tokens from which a call is checked"""
-FORGET = 0.02
-"""Weight of a new error in the usual one"""
 MAX_TRIALS = 1024
 """Most checks without a change that are ever needed in a row"""
 
@@ -38,30 +33,52 @@ class GuardRecord:
     state: GuardState = GuardState.SHADOW
     evidence: ChangeEvidence = field(default_factory=ChangeEvidence)
     """Since the last change of state, but for that from `canary` to `on`"""
+    by_kind: dict[DecisionKind, ChangeEvidence] = field(default_factory=dict)
+    """The same for each kind of decision that was compared; the state follows what these mean together"""
     withheld: bool = False
     epoch: int = 0
     """Number of breaches: anchors of an earlier epoch are not used"""
     suspicions: int = 0
     kl: float = 0.0
     """Largest divergence of any check since the last change of state, in nats"""
-    sentinel_error: float = 0.0
-    """Usual relative error of sentinel tokens, a moving average"""
+    drawn_errors: UsualError = field(default_factory=UsualError)
+    """Of sentinel tokens that were drawn from the translated ones"""
+    weak_errors: UsualError = field(default_factory=UsualError)
+    """Of those that are computed anyway"""
+    _calls: int = 0
+    """Translated calls since the last change of state, but for that from `canary` to `on`"""
     _restarts: int = 0
     _needed: int = 0
     _streak: int = 0
     """Trials in a row without a change"""
-    _errors: int = 0
-    _refuted: bool = False
+    refuted: bool = False
     """Whether sentinel tokens have refuted a translation since it was trusted"""
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """How often evidence began anew, the trials without a change that are needed, and those seen in a row."""
+        return self._restarts, self._needed, self._streak
+
+    @progress.setter
+    def progress(self, counts: tuple[int, int, int]) -> None:
+        self._restarts, self._needed, self._streak = counts
 
     def translated(self) -> None:
         """Note that a call was translated, so the anchors predict a small error."""
+        self._calls += 1
         if self.state is GuardState.SHADOW and not self.withheld:
             self.state = GuardState.CANARY
+
+    @property
+    def is_new(self) -> bool:
+        """Whether so few calls were translated that translated tokens are drawn as sentinels in each of them."""
+        return self._calls < SETTLED
 
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)
+        for kind, changed in seen.changes.items():
+            self.by_kind.setdefault(kind, ChangeEvidence()).observe(changed)
         self.kl = max(self.kl, seen.kl)
         if self.evidence.exceeds(settings.max_changed, self._alpha(settings)):
             self._breach(settings)
@@ -70,27 +87,17 @@ class GuardRecord:
         elif seen.changed or seen.kl > settings.max_kl:
             self._suspect(settings, seen.kl)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
-            self.state, self._refuted = GuardState.ON, False
+            self.state, self.refuted = GuardState.ON, False
 
     def refute(self, settings: GuardSettings) -> None:
         """Note that sentinel tokens have refuted a translation: the placeholder is suspect, and after another time
         before it is trusted its anchors are discarded.
         """
-        if self._refuted:
+        if self.refuted:
             self._breach(settings)
         else:
             self._suspect(settings)
-        self._refuted = True
-
-    def is_unusual(self, error: float) -> bool:
-        """Take the mean error of a call's sentinel tokens. Returns whether it is far above those of earlier calls."""
-        self._errors += 1
-        usual, self.sentinel_error = self.sentinel_error, self._averaged(error)
-        return self._errors > SETTLED and error > UNUSUAL * usual
-
-    def _averaged(self, error: float) -> float:
-        weight = max(1 / self._errors, FORGET)
-        return self.sentinel_error + weight * (error - self.sentinel_error)
+        self.refuted = True
 
     def _alpha(self, settings: GuardSettings) -> float:
         return settings.alpha / ((self._restarts + 1) * (self._restarts + 2))
@@ -113,6 +120,6 @@ class GuardRecord:
         self._needed = min(MAX_TRIALS, settings.trials * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
 
     def _restart(self, state: GuardState) -> None:
-        self.state, self.evidence, self.withheld = state, ChangeEvidence(), False
-        self.kl, self._streak = 0.0, 0
+        self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False
+        self.kl, self._streak, self._calls = 0.0, 0, 0
         self._restarts += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kedge.errors import EmptyPrompt, InvalidGrammar, InvalidToken, PromptTooLong, RequestError
-from kedge.guard import GuardMode, GuardOrders
+from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.server.calls import GenerationCall
 from kedge.server.openai import prompts
@@ -119,7 +119,7 @@ class GenerationJob:
             segments=tuple(segments),
             sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
             reuse=self.mode,
-            guard=GuardOrders(hints.guard or self._guard_of_agent()),
+            guard=self._guard(),
             request_id=RequestId(f"http-{uuid.uuid4().hex}"),
             tenant=namespace.tenant,
             partition=namespace.partition,
@@ -137,9 +137,14 @@ class GenerationJob:
             prompt_logprobs=self.body.prompt_logprobs_count,
         )
 
-    def _guard_of_agent(self) -> GuardMode | None:
+    def _guard(self) -> GuardOrders:
+        """Return what the call's hints, or else its agent, ask of the guard."""
+        hints = self.context.hints
         agents = self.registered.workflow.agents if self.registered else ()
-        return next((agent.guard for agent in agents if agent.id == self.context.hints.agent), None)
+        agent = next((agent for agent in agents if agent.id == hints.agent), None)
+        if agent is None:
+            return GuardOrders(hints.guard, pick=hints.pick)
+        return GuardOrders(hints.guard or agent.guard, pick=hints.pick or agent.pick)
 
     def _fixed(self, segments: Sequence[Segment]) -> int | None:
         """Return how many leading tokens all calls of this agent share: its template's prefix, or as hinted."""

@@ -120,6 +120,7 @@ def _described(one: Registered) -> dict[str, Any]:
             "tool": agent.tool is not None,
             "reuse": agent.reuse,
             "guard": agent.guard,
+            "pick": agent.pick,
             "judge": agent.id in one.judges,
         }
         for agent_id in flow.order

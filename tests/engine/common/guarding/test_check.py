@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kedge.engine.common.guarding.check import dense_check, translated_placeholders, trial
+from kedge.engine.common.guarding.check import MAX_PICK_TOKENS, dense_check, translated_placeholders, trial
 from kedge.guard import GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP
 from kedge.settings import GuardSettings
-from kedge.types import Completion, ReuseMode, SampleId, TokenLogprob, TurnHints
+from kedge.types import Completion, FinishReason, ReuseMode, SampleId, TokenLogprob, TurnHints
 from tests.engine.common.guarding.fakes import BAD, GOOD, request, spans_of
 from tests.reuse.guard.answers import answer
 
@@ -75,3 +76,42 @@ def test_a_placeholder_that_a_prompt_reads_twice_counts_once() -> None:
     twice = request("a", "b", "a")
     spans = spans_of(twice, frozenset("ab"))
     assert translated_placeholders(twice, answer(GOOD, spans=spans).receipt) == ("a", "b")
+
+
+CALL = '{"name": "look_up", "parameters": {}}'
+
+
+def judged(mine: str, again: str, *, pick: str = "", reason: FinishReason = FinishReason.STOP, **sampling: Any) -> Any:
+    """What differs between a served answer and a check's."""
+    params = replace(ASKED.sampling, **{"temperature": 0.0, **sampling})
+    asked = replace(ASKED, guard=replace(ASKED.guard, pick=pick), sampling=params)
+    check = dense_check(asked, replace(served("a"), text=mine), SETTINGS)
+    names, seen = check.judge(replace(served(), text=again, finish_reason=reason), 2.0) or ((), None)
+    assert names == ("a",) and seen is not None
+    return {kind.value: changed for kind, changed in seen.changes.items()}
+
+
+def test_a_call_in_place_of_prose_is_a_change_though_no_token_is_clearly_another() -> None:
+    assert judged(CALL, CALL) == {"wording": False, "call": False}
+    assert judged("I look it up.", CALL) == {"wording": False, "call": True}
+
+
+def test_a_check_that_was_cut_off_says_what_it_can() -> None:
+    assert not judged(CALL, CALL[:12], reason=FinishReason.LENGTH)["call"]
+    seen = judged("It is B. Answer: B", "It is", pick="Answer:", reason=FinishReason.LENGTH, max_tokens=5000)
+    assert seen == {"wording": False, "call": False}
+
+
+def test_a_pick_is_compared_and_needs_the_whole_answer() -> None:
+    assert judged("Hm. Answer: B", "So: Answer: C", pick="Answer:") == {"wording": False, "call": False, "pick": True}
+    assert judged("Hm. Answer: B", "So: Answer: B", pick="Answer:")["pick"] is False
+    asked = replace(ASKED, guard=GuardOrders(pick="Answer:"), sampling=replace(ASKED.sampling, temperature=0.0))
+    assert dense_check(asked, served("a"), SETTINGS).request.sampling.max_tokens == 500
+    long = replace(asked, sampling=replace(asked.sampling, max_tokens=10**6))
+    assert dense_check(long, served("a"), SETTINGS).request.sampling.max_tokens == MAX_PICK_TOKENS
+    sampled = replace(asked, sampling=replace(asked.sampling, temperature=0.7))
+    assert dense_check(sampled, served("a"), SETTINGS).request.sampling.max_tokens == 3
+
+
+def test_texts_of_sampled_answers_are_not_compared() -> None:
+    assert judged("I look it up.", CALL, temperature=0.7) == {"wording": False}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 
-from kedge.guard import GuardMode, GuardOrders
-from kedge.reuse.guard.comparison import TOP, DecisionComparison, compare
+from kedge.guard import DecisionKind, GuardMode, GuardOrders
+from kedge.reuse.guard.comparison import (
+    TOP,
+    AnswerDecisions,
+    DecisionComparison,
+    compare_decisions,
+    compare_wording,
+)
 from kedge.reuse.layout import Placed, layout
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
     Completion,
+    FinishReason,
     GenerateRequest,
     Receipt,
     ReuseMode,
@@ -25,6 +31,9 @@ from kedge.types import (
     new_request_id,
 )
 
+MAX_PICK_TOKENS = 1024
+"""Most tokens of an answer that is generated again for its pick"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Check:
@@ -36,6 +45,8 @@ class Check:
     request: GenerateRequest
     tried: str
     """The placeholder that is translated now and was not; "": the served call was translated"""
+    decisions: AnswerDecisions
+    """Of the served answer"""
 
     @property
     def run(self) -> RunKey | None:
@@ -51,9 +62,25 @@ class Check:
         """Return the translated placeholders and the comparison; None where nothing was translated after all."""
         dense, translated = (self.served, again) if self.tried else (again, self.served)
         names = translated_placeholders(self.of, translated.receipt)
-        seen = compare(dense, translated, margin, sampled=self.of.sampling.temperature > 0)
+        sampled = self.of.sampling.temperature > 0
+        seen = compare_wording(dense, translated, margin, sampled=sampled)
         is_translated = self.tried in names if self.tried else bool(names)
-        return (names, seen) if seen is not None and is_translated else None
+        if seen is None or not is_translated:
+            return None
+        changes = {DecisionKind.WORDING: seen.changed} | ({} if sampled else self._changes(again))
+        return names, DecisionComparison(changes, seen.kl)
+
+    def _changes(self, again: Completion) -> dict[DecisionKind, bool]:
+        """Return of each decision that is read from the texts whether it differs: neither is sampled."""
+        is_whole = again.finish_reason is FinishReason.STOP or not self._is_shortened
+        read = AnswerDecisions.of(again.text, self.of.guard.pick, is_whole=is_whole)
+        mine = self.decisions if is_whole else replace(self.decisions, pick=None)
+        return compare_decisions(mine, read, None if is_whole else len(again.text))
+
+    @property
+    def _is_shortened(self) -> bool:
+        """Whether the second answer may have fewer tokens than the first."""
+        return self.request.sampling.max_tokens < self.of.sampling.max_tokens
 
 
 def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings) -> Check:
@@ -68,7 +95,7 @@ def dense_check(request: GenerateRequest, served: Completion, settings: GuardSet
         run=RunId(""),
         agent=AgentId(""),
     )
-    return Check(request, _compared(served, settings), again, "")
+    return _check(request, served, again, settings)
 
 
 def trial(request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str) -> Check:
@@ -76,16 +103,22 @@ def trial(request: GenerateRequest, served: Completion, settings: GuardSettings,
     withheld = request.guard.withheld - {tried}
     orders = replace(request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, held_out=False)
     again = replace(_again(request, served, settings), guard=orders)
-    return Check(request, _compared(served, settings), again, tried)
+    return _check(request, served, again, settings, tried)
 
 
-def _compared(served: Completion, settings: GuardSettings) -> Completion:
-    """Return what a comparison reads of an answer: checks that wait hold no more."""
-    return replace(served, text="", tokens=(), logprobs=served.logprobs[: settings.tokens], prompt_logprobs=())
+def _check(
+    request: GenerateRequest, served: Completion, again: GenerateRequest, settings: GuardSettings, tried: str = ""
+) -> Check:
+    """Return a check that holds no more of an answer than a comparison reads: it may have to wait."""
+    decisions = AnswerDecisions.of(served.text, request.guard.pick, is_whole=True)
+    kept = replace(served, text="", tokens=(), logprobs=served.logprobs[: settings.tokens], prompt_logprobs=())
+    return Check(request, kept, again, tried, decisions)
 
 
 def _again(request: GenerateRequest, served: Completion, settings: GuardSettings) -> GenerateRequest:
     limit = max(1, min(settings.tokens, len(served.logprobs)))
+    if request.guard.pick and not request.sampling.temperature:
+        limit = max(limit, min(request.sampling.max_tokens, MAX_PICK_TOKENS))
     sampling = replace(request.sampling, max_tokens=limit, temperature=0.0, seed=None)
     return replace(
         request,
@@ -107,13 +140,13 @@ def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple
     return tuple(dict.fromkeys(names))
 
 
-def by_placeholder(request: GenerateRequest, errors: Mapping[int, float]) -> dict[str, float]:
-    """Return the mean of what is given by position for each placeholder that holds any of these positions."""
+def by_placeholder(request: GenerateRequest, errors: Mapping[int, float]) -> dict[str, list[float]]:
+    """Return what is given by position, for each placeholder that holds any of these positions."""
     found: dict[str, list[float]] = {}
-    for here in _values(request):
+    for here in _values(request) if errors else ():
         if inside := [error for at, error in errors.items() if here.start <= at < here.stop]:
             found.setdefault(here.segment.name, []).extend(inside)
-    return {name: fmean(these) for name, these in found.items()}
+    return found
 
 
 def _values(request: GenerateRequest) -> list[Placed]:

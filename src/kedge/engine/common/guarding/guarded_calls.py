@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 
 from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
@@ -14,7 +13,9 @@ from kedge.engine.common.guarding.check_thread import CheckThread
 from kedge.engine.common.stream import Tap
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.reuse.guard.comparison import TOP
-from kedge.reuse.guard.guard import GuardVerdict, QualityGuard, SentinelFinding
+from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
+from kedge.reuse.guard.sentinel_errors import SentinelFinding
+from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
 from kedge.types import (
     Completion,
@@ -47,6 +48,7 @@ class GuardedCalls:
     def __init__(self, submit: Callable[[GenerateRequest], Stream], settings: GuardSettings) -> None:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
         self._settings, self._guard = settings, QualityGuard(settings)
+        self.saved, self.restore = self._guard.saved, self._guard.restore
         self._calls: dict[RequestId, GuardedCall] = {}
         self._checks = CheckThread(submit, self._judged, settings)
 
@@ -78,8 +80,10 @@ class GuardedCalls:
             call.is_checked = True
             call.served = replace(request, logprobs=max(request.logprobs or 0, TOP))
 
-    def sentinels_read(self, request: GenerateRequest, errors: Mapping[int, float]) -> tuple[GenerateRequest, bool]:
-        """Take the relative errors of a request's sentinel tokens, by position, before its first token is drawn.
+    def sentinels_read(
+        self, request: GenerateRequest, errors: Mapping[Sentinel, float]
+    ) -> tuple[GenerateRequest, bool]:
+        """Take the relative errors of a request's sentinel tokens before its first token is drawn.
 
         Returns the request, which is compared from here on if they are unusual, and whether its prompt has to be
         computed.
@@ -87,10 +91,16 @@ class GuardedCalls:
         call = self._calls.get(request.request_id)
         if call is None:
             return request, False
-        found = self._guard.sentinels_read(request, by_placeholder(request, errors), fmean(errors.values()))
-        if found is SentinelFinding.UNUSUAL and not call.is_checked:
+        found = {self._sentinels_read(request, errors, weak=weak) for weak in (False, True)}
+        if SentinelFinding.UNUSUAL in found and not call.is_checked:
             self._check(call)
-        return call.served, found is SentinelFinding.REFUTED
+        return call.served, SentinelFinding.REFUTED in found
+
+    def _sentinels_read(
+        self, request: GenerateRequest, errors: Mapping[Sentinel, float], *, weak: bool
+    ) -> SentinelFinding:
+        of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
+        return self._guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak)
 
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, keys, name_of, view
+from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, Record, keys, name_of, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.damage import Damage
 from kedge.engine.common.state.files import Entry, Name
 from kedge.engine.common.state.folder import StateFolder
+from kedge.engine.common.state.guard_records import RestoredGuard, SavesRecords, guard_records
 from kedge.kv.segment import KVSegment
 
 logger = logging.getLogger(__name__)
@@ -50,14 +52,23 @@ class SavedState:
 class EngineState:
     """The state of one engine in one folder. Any thread may call; `ask` runs calls on the engine's thread."""
 
-    def __init__(self, folder: Path, identity: str, like: KVSegment, ask: AskLearned, *, values: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: str,
+        like: KVSegment,
+        ask: AskLearned,
+        *,
+        values: bool = False,
+        guard: SavesRecords | None = None,
+    ) -> None:
         """Open the folder. `identity` is a text of all that saved KV depends on, `like` is KV, perhaps of no tokens, of
-        the model's shape, dtype and device; base KV of values is saved if `values`. Raises `ConfigError` if another
-        process uses the folder, and `OSError`.
+        the model's shape, dtype and device; base KV of values is saved if `values`, and the records of a `guard` with
+        it. Raises `ConfigError` if another process uses the folder, and `OSError`.
         """
         self.folder = folder
         self._files = StateFolder(folder, identity)
-        self._like, self._values, self._ask, self._lock = like, values, ask, threading.Lock()
+        self._like, self._values, self._ask, self._guard, self._lock = like, values, ask, guard, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
         """The entries in the folder, with the signatures of the views that they were made from"""
 
@@ -67,6 +78,7 @@ class EngineState:
         with self._lock:
             found = self._ask(lambda anchors, bases: keys(anchors, bases, values=self._values))
             made = {name_of(key): self._saved(key) for key in found}
+            made |= {record.name: self._put(record) for record in (guard_records(self._guard) if self._guard else ())}
             self._written = {name: one for name, one in made.items() if one}
             entries = [entry for _, entry in self._written.values()]
             self._files.commit(entries)
@@ -77,8 +89,11 @@ class EngineState:
         began = time.monotonic()
         with self._lock:
             found = Restored(self._ask(lambda anchors, _: anchors), self._like)
-            entries, damaged = self._files.recover(found.add)
+            guard = RestoredGuard(found.add)
+            entries, damaged = self._files.recover(guard.add)
             self._ask(found.install)
+            if self._guard:
+                self._guard.restore(guard.groups)
             self._written.clear()
         return _summary(entries, began, damaged)
 
@@ -86,6 +101,13 @@ class EngineState:
         """Give the folder back."""
         with self._lock:
             self._files.close()
+
+    def _put(self, record: Record) -> tuple[Hashable, Entry]:
+        """Write a record without tensors if it has changed. Returns its content and its entry."""
+        content, before = json.dumps(record.data), self._written.get(record.name)
+        if before and before[0] == content and self._files.has(before[1]):
+            return before
+        return content, self._files.put(record)
 
     def _saved(self, key: Key) -> tuple[Hashable, Entry] | None:
         """Write what has this key if it has changed. Returns its signature and entry; None if it has gone."""

@@ -1,0 +1,65 @@
+"""Guard records as data: what was learned of an agent goes on after a restart, and nonsense is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.guard import DecisionKind
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.record import GuardRecord
+from kedge.reuse.guard.saving import from_data, to_data
+from kedge.settings import GuardSettings
+
+SETTINGS = GuardSettings(trials=2)
+KEY = "solver", "question"
+WORDING, CALL = DecisionKind.WORDING, DecisionKind.CALL
+SEEN = st.builds(
+    DecisionComparison, st.fixed_dictionaries({WORDING: st.booleans(), CALL: st.booleans()}), st.floats(0, 1)
+)
+EVENTS = st.lists(st.one_of(st.none(), SEEN), max_size=60)
+"""Comparisons, and None for a refutation by sentinel tokens"""
+
+
+def go_on(record: GuardRecord, events: list[DecisionComparison | None]) -> None:
+    for one in events:
+        record.translated()
+        if one is None:
+            record.refute(SETTINGS)
+        else:
+            record.observe(one, SETTINGS)
+
+
+def saved(record: GuardRecord) -> list[Any]:
+    data: list[Any] = json.loads(json.dumps(to_data({KEY: record})))
+    return data
+
+
+@given(EVENTS, EVENTS)
+def test_a_restored_record_goes_on_as_if_nothing_had_happened(before: Any, after: Any) -> None:
+    record = GuardRecord()
+    go_on(record, before)
+    restored = from_data(saved(record))[KEY]
+    go_on(record, after)
+    go_on(restored, after)
+    assert saved(restored) == saved(record)
+
+
+def test_what_is_restored_is_new_to_the_sentinels() -> None:
+    record = GuardRecord()
+    go_on(record, [DecisionComparison({WORDING: False}, 0.0)] * 20)
+    assert not record.is_new and from_data(saved(record))[KEY].is_new
+
+
+@pytest.mark.parametrize("change", [
+    {"state": "perhaps"}, {"epoch": -1}, {"evidence": {"checks": 1, "changed": 2}}, {"kl": float("nan")},
+    {"progress": [1, 2]}, {"by_kind": {"mood": {"checks": 1, "changed": 0}}}, {"agent": 3}, {"extra": 1},
+    {"epoch": 2**60}, {"agent": "x" * 5000},
+])  # fmt: skip
+def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        from_data([{**saved(GuardRecord())[0], **change}])
