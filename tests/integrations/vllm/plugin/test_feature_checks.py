@@ -55,7 +55,16 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 
 def test_everything_is_on_where_it_fits() -> None:
-    assert compat.find_features(config(), ONE, 10, 32) == compat.Features(None, None, None, None)
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert (found.eviction, found.host, found.translation) == (None, None, None)
+    assert (found.lanes is None) == adapters.installed().admits_apart
+
+
+def test_an_adapter_without_a_limit_on_admissions_has_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(adapters.installed(), admits_apart=False)
+    monkeypatch.setattr(compat, "installed", lambda: one)
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert found.lanes and "no limit on admissions" in found.lanes and found.translation is None
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +171,10 @@ def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
 def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
     taken: type, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taken, given, lambda self, request, tokens, group: None)
+    def other(self: Any, request: Any, tokens: int, group: int) -> None:  # noqa: ARG001
+        pass
+
+    monkeypatch.setattr(taken, given, other)
     found = compat.find_features(config(), ONE, 10, 32)
     assert found.translation == f"{given} takes ['self', 'request', 'tokens', 'group']"
     assert found.eviction is None and found.host is None
@@ -194,14 +206,16 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 # lanes ----------------------------------------------------------------------------------------------------------------
 
+has_lanes = pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM has no lanes")
+
 
 def lanes(**changes: Any) -> str | None:
     found = compat.find_features(config(**changes), ONE, 10, 32)
-    if adapters.installed().binds_manager:
-        assert found.translation is None, "it goes on, up to the first hole"
-    return compat.tails_refusal(config(**changes), 32) if found.translation else found.lanes
+    assert found.translation is None, "it goes on, up to the first hole"
+    return found.lanes
 
 
+@has_lanes
 def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
@@ -214,6 +228,7 @@ def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"kedge: lanes is off: {reason}"]
 
 
+@has_lanes
 def test_lanes_are_off_where_a_pass_may_be_split() -> None:
     assert "microbatching" in (lanes(use_ubatching=True) or "")
 
@@ -222,6 +237,7 @@ def test_lanes_can_be_switched_off() -> None:
     assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
 
 
+@has_lanes
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class More(NewRequestData):
@@ -233,12 +249,13 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
     assert "block_ids, lora_request, mm_features" in (lanes() or "")
 
 
+@has_lanes
 def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "schedule", lambda self: self.max_num_scheduled_tokens)
-    limit = "max_num_active_reqs" if adapters.installed().admits_apart else "max_num_running_reqs"
-    assert lanes() == f"vLLM's Scheduler.schedule does not read {limit}"
+    assert lanes() == "vLLM's Scheduler.schedule does not read max_num_active_reqs"
 
 
+@has_lanes
 def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (), {"schedule": Scheduler.schedule, "__init__": lambda self: setattr(self, "running", [])})
     monkeypatch.setattr(compat, "Scheduler", bare)
@@ -249,7 +266,7 @@ def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Renamed:
-        def __init__(self, **parts: Any) -> None:
+        def __init__(self, **_: Any) -> None:
             self.backlog: list[Any] = []
 
     monkeypatch.setattr(scheduler, "Scheduler", Renamed)

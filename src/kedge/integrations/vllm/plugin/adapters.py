@@ -24,8 +24,7 @@ class Adapter:
     binds_manager: bool = True
     """Whether vLLM shows a connector its KV cache manager. Otherwise Kedge's scheduler does"""
     admits_apart: bool = True
-    """Whether `max_num_active_reqs` of the scheduler limits admissions apart from what runs, and requests that are not
-    ready stay in the queue of waiting ones"""
+    """Whether `max_num_active_reqs` of the scheduler limits admissions apart from what runs, which lanes need"""
     watches_reuse: bool = True
     """Whether a block pool may be asked to report that a block is handed out again (`_reuse_watchers`)"""
 

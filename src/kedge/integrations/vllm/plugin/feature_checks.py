@@ -167,10 +167,11 @@ def _request_data_refusal() -> str | None:
 
 
 def _schedule_refusal() -> str | None:
-    lowered = [*LOWERED[:1], LOWERED[1] if installed().admits_apart else "max_num_running_reqs"]
-    if unread := [name for name in lowered if name not in Scheduler.schedule.__code__.co_names]:
+    if not installed().admits_apart:
+        return f"vLLM {vllm.__version__} has no limit on admissions apart from that on running requests"
+    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
         return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
-    missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES[installed().admits_apart])
+    missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
     return f"vLLM's Scheduler has no {', '.join(missing)}" if missing else None
 
 

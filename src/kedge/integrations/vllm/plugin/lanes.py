@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.config import SchedulerConfig
@@ -27,7 +26,6 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.base_share import BaseShare
 from kedge.integrations.vllm.plugin.held_blocks import HeldLane
 from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
@@ -61,14 +59,12 @@ class GapLanes:
     requests: dict[str, Request]
     running: list[Request]
     scheduler_config: SchedulerConfig
-    skipped_waiting: Any
     sched_step_seq: int
     use_v2_model_runner: bool
     waiting: Any
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        self._adapter = installed()
         open_lanes = getattr(self.connector, "open_lanes", None)
         self._lanes: LaneGrants | None = open_lanes(self._hold_back) if open_lanes else None
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
@@ -99,16 +95,6 @@ class GapLanes:
             self._add_held(output, lane)
         return output
 
-    def _queued(self) -> tuple[Iterable[Request], Collection[Request]]:
-        """Return the waiting requests in the order of service, and those of them that were not ready before.
-
-        A queue is false while none of its requests may start.
-        """
-        waiting = self.waiting if self.waiting else ()
-        if self._adapter.admits_apart:
-            return waiting, self.deferred_waiting
-        return [*self.skipped_waiting, *waiting], frozenset(self.skipped_waiting)
-
     def _reserve(self, lanes: LaneGrants) -> None:
         """Grant lanes, and leave their tokens and rows to them."""
         running = len(self.running) + self.num_waiting_for_streaming_input
@@ -118,7 +104,8 @@ class GapLanes:
         tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
         budget = budget.less(*tails)
         demand = sum(max(0, _wanted(request) - 1) for request in self.running)
-        taken = lanes.grant(*self._queued(), budget, demand)
+        waiting = self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
+        taken = lanes.grant(waiting, self.deferred_waiting, budget, demand)
         left = budget.less(*taken)
         left = left.less(*self._grant_base(lanes, left, demand))
         self.max_num_scheduled_tokens = left.tokens + running
@@ -132,9 +119,9 @@ class GapLanes:
             lanes.bases.stop()
         if not lanes.bases:
             return LaneBudget(0, 0)
-        first = next(iter(self._queued()[0]), None)
+        first = next(iter(self.waiting), None) if self.waiting else None
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.bases.awaited else 0)
+        budget = left.less(demand, 1 if self.waiting and not lanes.bases.awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
@@ -192,26 +179,8 @@ class GapLanes:
                 by_source[source] -= tokens
 
 
-_OWN = {"_times"}
-_BY_ADMISSION = {True: {"skipped_waiting"}, False: {"deferred_waiting", "max_num_active_reqs"}}
-SCHEDULER_ATTRIBUTES = {
-    apart: GapLanes.__annotations__.keys() - _OWN - absent for apart, absent in _BY_ADMISSION.items()
-}
-"""Attributes of vLLM's scheduler that lanes use, by `Adapter.admits_apart`"""
-
-
-class SharedLimitLanes(GapLanes):
-    """Lanes for vLLM 0.28 to 0.30, whose scheduler asserts that no more requests run than it may admit: a limit on
-    admissions of its own, as later minors have it.
-    """
-
-    @property
-    def max_num_running_reqs(self) -> int:
-        return max(self.max_num_active_reqs, len(self.running))
-
-    @max_num_running_reqs.setter
-    def max_num_running_reqs(self, limit: int) -> None:
-        self.max_num_active_reqs = limit
+SCHEDULER_ATTRIBUTES = GapLanes.__annotations__.keys() - {"_times"}
+"""Attributes of vLLM's scheduler that lanes use"""
 
 
 def _wanted(request: Request) -> int:

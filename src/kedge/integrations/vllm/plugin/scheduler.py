@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from kedge.integrations.vllm.plugin.adapters import installed, missing_attributes
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import GapLanes, SharedLimitLanes
+from kedge.integrations.vllm.plugin.lanes import GapLanes
 from kedge.integrations.vllm.plugin.scheduler_calls import SchedulerCalls
 from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue
 from kedge.policies.active_runs import StepTimes, may_start
@@ -101,14 +101,11 @@ class _Ordered:
         return super()._free_request(request, *args, **more)  # type: ignore[misc]
 
 
-_Lanes: Any = GapLanes if installed().admits_apart else SharedLimitLanes
-
-
-class StepScheduler(_Lanes, _Ordered, Scheduler):
+class StepScheduler(GapLanes, _Ordered, Scheduler):
     """vLLM's scheduler with lanes and with Kedge's order of waiting requests."""
 
 
-class AsyncStepScheduler(_Lanes, _Ordered, AsyncScheduler):
+class AsyncStepScheduler(GapLanes, _Ordered, AsyncScheduler):
     """vLLM's scheduler that runs ahead of the device, with lanes and with Kedge's order of waiting requests."""
 
 
