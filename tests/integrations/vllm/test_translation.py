@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.errors import PlanError  # noqa: E402
 from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
-from kedge.integrations.vllm.plugin.scheduler import make_scheduler  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 
@@ -54,7 +54,7 @@ def dense(tiny_llama: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def taught(tiny_llama: Path, dense: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time: stock goes first
     """An engine that has seen all values but the last, in chunks of 64 tokens."""
-    own = {} if installed().binds_manager else {"scheduler_cls": make_scheduler}
+    own = {} if installed().binds_manager else {"scheduler_cls": SCHEDULER}
     with driver(tiny_llama, extra={"anchors": ANCHORS}, max_num_batched_tokens=64, **own) as built:
         for value in VALUES[:-1]:
             found = receipt(teach(built, value))

@@ -85,7 +85,7 @@ class Translations:
 
     def __init__(self, refusal: str | None, ranks: int) -> None:
         """`refusal`: the reason why nothing can be translated with this model, if there is one."""
-        self._model_refusal = refusal
+        self._model_refusal, self._refusal = refusal, refusal or UNGUARDED
         self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
         self._outbox = _Outbox()
@@ -111,7 +111,7 @@ class Translations:
 
         `block_ids` returns the blocks of a request in each group. Nothing is translated before this call.
         """
-        self._block_ids = block_ids
+        self._block_ids, self._refusal = block_ids, self._model_refusal
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
             if candidate := self._candidates.get(request.request_id):
@@ -120,10 +120,6 @@ class Translations:
                 cache_blocks(request, num_computed_tokens)
 
         return guarded
-
-    @property
-    def _refusal(self) -> str | None:
-        return self._model_refusal or (UNGUARDED if self._block_ids is None else None)
 
     @property
     def unfinished(self) -> int:
