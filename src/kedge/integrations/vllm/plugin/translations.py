@@ -85,7 +85,8 @@ class Translations:
 
     def __init__(self, refusal: str | None, ranks: int) -> None:
         """`refusal`: the reason why nothing can be translated with this model, if there is one."""
-        self._model_refusal, self._refusal = refusal, refusal or UNGUARDED
+        self._model_refusal = refusal
+        self._refusal: str | None = refusal or UNGUARDED
         self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
         self._outbox = _Outbox()
