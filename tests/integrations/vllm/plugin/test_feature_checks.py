@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
 from vllm.v1.core.sched.output import NewRequestData  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 
+from kedge.integrations.vllm.plugin import adapters, scheduler
 from kedge.integrations.vllm.plugin import feature_checks as compat
 from kedge.integrations.vllm.plugin.scheduler import AsyncStepScheduler, StepScheduler, make_scheduler
 
@@ -52,13 +55,23 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 
 def test_everything_is_on_where_it_fits() -> None:
-    assert compat.find_features(config(), ONE, 10, 32) == compat.Features(None, None, None, None)
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert (found.eviction, found.host, found.translation) == (None, None, None)
+    assert (found.lanes is None) == adapters.installed().admits_apart
+
+
+def test_an_adapter_without_a_limit_on_admissions_has_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(adapters.installed(), admits_apart=False)
+    monkeypatch.setattr(compat, "installed", lambda: one)
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert found.lanes and "no limit on admissions" in found.lanes and found.translation is None
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "BlockPool", lambda *_: SimpleNamespace(cached_block_hash_to_block=None))
     found = compat.find_features(config(), ONE, 10, 32)
-    reason = "vLLM's block pool has no _reuse_watchers, cached_block_hashes_by_block, _cache"
+    first = "_reuse_watchers, " if adapters.installed().watches_reuse else ""
+    reason = f"vLLM's block pool has no {first}cached_block_hashes_by_block, _cache"
     assert (found.eviction, found.host) == (reason, reason)
 
 
@@ -119,18 +132,75 @@ def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
 
 
-def test_another_version_switches_everything_off(
+def logged(features: compat.Features, caplog: pytest.LogCaptureFixture) -> list[str]:
+    with caplog.at_level(logging.WARNING):
+        features.log()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_too_old_a_version_switches_everything_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compat.vllm, "__version__", "0.33.1")
+    monkeypatch.setattr(compat.vllm, "__version__", "0.27.1")
     found = compat.find_features(config(), ONE, 10, 32)
-    with caplog.at_level(logging.WARNING):
-        found.log()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"kedge: {part} is off: vLLM 0.33.1 is not supported; must be one of 0.32.x"
+    assert logged(found, caplog) == [
+        f"kedge: {part} is off: vLLM 0.27.1 is too old; must be 0.28 or newer"
         for part in ("eviction", "host", "translation")
     ], "lanes need no line of their own"
     assert found.lanes == compat.NO_TRANSLATION
+
+
+@pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM is not like the newest")
+@pytest.mark.parametrize("version", ["0.34.0", "0.99.3+cpu", "1.2.0"])
+def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat.vllm, "__version__", version)
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert found == compat.Features(None, None, None, None)
+    assert logged(found, caplog) == [
+        f"kedge: vLLM {version} is newer than 0.33, the last one tested; what is on was found by its checks"
+    ]
+    monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
+    monkeypatch.setattr(NewRequestData, "__dataclass_fields__", {})
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert found.eviction and found.host and found.lanes and found.translation is None
+
+
+@pytest.mark.parametrize(
+    ("taken", "given"),
+    [
+        (KVCacheCoordinator, "cache_blocks"),
+        (KVCacheManager, "get_block_ids"),
+    ],
+)
+def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
+    taken: type, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(self: Any, request: Any, tokens: int, group: int) -> None:  # noqa: ARG001
+        pass
+
+    monkeypatch.setattr(taken, given, other)
+    found = compat.find_features(config(), ONE, 10, 32)
+    assert found.translation == f"{given} takes ['self', 'request', 'tokens', 'group']"
+    assert found.eviction is None and found.host is None
+
+
+def test_where_vllm_binds_no_manager_translation_needs_kedges_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(adapters.installed(), binds_manager=False)
+    monkeypatch.setattr(compat, "installed", lambda: one)
+    assert compat.find_features(config(), ONE, 10, 32).translation is None
+    found = compat.find_features(config(get_scheduler_cls=lambda: Scheduler), ONE, 10, 32)
+    assert found.translation and f"--scheduler-cls must be {make_scheduler.__module__}" in found.translation
+    assert found.eviction is None and found.host is None
+
+
+def test_hashes_of_more_than_a_block_leave_the_order_of_eviction() -> None:
+    ahead = config()
+    ahead.num_hash_lookahead_tokens = 1
+    found = compat.find_features(ahead, ONE, 10, 32)
+    assert found.eviction is None
+    assert found.host == found.translation == "hashes are of a block and tokens behind it"
 
 
 def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +212,8 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 # lanes ----------------------------------------------------------------------------------------------------------------
 
+has_lanes = pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM has no lanes")
+
 
 def lanes(**changes: Any) -> str | None:
     found = compat.find_features(config(**changes), ONE, 10, 32)
@@ -149,6 +221,7 @@ def lanes(**changes: Any) -> str | None:
     return found.lanes
 
 
+@has_lanes
 def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
@@ -161,6 +234,7 @@ def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"kedge: lanes is off: {reason}"]
 
 
+@has_lanes
 def test_lanes_are_off_where_a_pass_may_be_split() -> None:
     assert "microbatching" in (lanes(use_ubatching=True) or "")
 
@@ -169,6 +243,7 @@ def test_lanes_can_be_switched_off() -> None:
     assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
 
 
+@has_lanes
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class More(NewRequestData):
@@ -180,9 +255,34 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
     assert "block_ids, lora_request, mm_features" in (lanes() or "")
 
 
+@has_lanes
 def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "schedule", lambda self: self.max_num_scheduled_tokens)
     assert lanes() == "vLLM's Scheduler.schedule does not read max_num_active_reqs"
+
+
+@has_lanes
+def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = type("Bare", (), {"schedule": Scheduler.schedule, "__init__": lambda self: setattr(self, "running", [])})
+    monkeypatch.setattr(compat, "Scheduler", bare)
+    assert "vLLM's Scheduler has no block_size, connector" in (lanes() or "")
+
+
+def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Renamed:
+        def __init__(self, **_: Any) -> None:
+            self.backlog: list[Any] = []
+
+    monkeypatch.setattr(scheduler, "Scheduler", Renamed)
+    made = make_scheduler(config())
+    assert type(made) is Renamed
+    assert caplog.messages[0].startswith("kedge: --scheduler-cls is vLLM's own: vLLM's Scheduler has no _free_request")
+    monkeypatch.undo()
+    assert scheduler.order_refusal() is None
+    monkeypatch.setattr(scheduler.CachedFirstQueue, "__abstractmethods__", frozenset({"rotate"}))
+    assert scheduler.order_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"
 
 
 def test_backends_have_to_write_before_they_attend() -> None:

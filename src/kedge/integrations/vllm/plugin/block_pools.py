@@ -122,7 +122,7 @@ def take_blocks(pool: BlockPool, count: int) -> list[KVCacheBlock]:
 
 def _is_plain(pool: BlockPool) -> bool:
     """Return whether a block that is handed out only loses its hash: nothing counts it, or waits for it."""
-    watched = pool.metrics_collector or pool.enable_kv_cache_events or pool._reuse_watchers
+    watched = pool.metrics_collector or pool.enable_kv_cache_events or getattr(pool, "_reuse_watchers", None)
     return not watched and not pool.cached_block_hashes_by_block
 
 

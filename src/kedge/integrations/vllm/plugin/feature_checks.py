@@ -1,14 +1,13 @@
 """Checks which parts of the plug-in fit the installed vLLM and the model that it serves.
 
-Three internals of vLLM are used. Where one of them differs from the versions that Kedge is tested with, the part that
+Where one of vLLM's internals differs from what the adapter for this version expects (`adapters.py`), the part that
 needs it is switched off, with a line in the log.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -16,19 +15,25 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from kedge.integrations.vllm.plugin.adapters import (
+    installed,
+    missing_attributes,
+    parameters,
+    untested,
+    version_refusal,
+)
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, GapLanes
+from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import mixed_layers, translation_refusal
 
 logger = logging.getLogger(__name__)
-VERSIONS = ("0.32.",)
-"""Versions of vLLM that the tests run with"""
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Formats of KV in which a number is by itself; others scale it by its neighbours"""
 NOT_CONFIGURED = "no host memory is configured"
@@ -48,7 +53,9 @@ class Features:
     """Computing several holes in the middle of a prompt; without it, a prompt is translated up to its first hole"""
 
     def log(self) -> None:
-        """Log one line for each part that is off."""
+        """Log one line for each part that is off, and one about a vLLM that is newer than all tested ones."""
+        if line := untested(vllm.__version__):
+            logger.warning("kedge: %s", line)
         for name in ("eviction", "host", "translation", "lanes"):
             if reason := getattr(self, name):
                 level = logging.INFO if reason in (NOT_CONFIGURED, NO_TRANSLATION) else logging.WARNING
@@ -57,13 +64,15 @@ class Features:
 
 def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int, max_lanes: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
-    eviction = _version_refusal() or _queue_refusal() or _pool_refusal() or _prefix_cache_refusal(config)
+    too_old = version_refusal(vllm.__version__)
+    eviction = too_old or _queue_refusal() or _pool_refusal() or _prefix_cache_refusal(config)
     groups = _groups_refusal(config, kv_cache)
     host = (eviction or groups) if host_blocks else NOT_CONFIGURED
     translation = (
-        _version_refusal()
+        too_old
         or groups
         or _coordinator_refusal()
+        or _manager_refusal(config)
         or _model_refusal(config)
         or _load_failure_refusal(config)
     )
@@ -76,23 +85,11 @@ def block_bytes(kv_cache: KVCacheConfig) -> int:
     return sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in kv_cache.kv_cache_groups)
 
 
-def _version_refusal() -> str | None:
-    if vllm.__version__.startswith(VERSIONS):
-        return None
-    return (
-        f"vLLM {vllm.__version__} is not supported; must be one of {', '.join(version + 'x' for version in VERSIONS)}"
-    )
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
 def _queue_refusal() -> str | None:
     names = [name for name, value in vars(FreeKVCacheBlockQueue).items() if callable(value) and name[0] != "_"]
     for name in names:
         ours = getattr(StepFreeQueue, name, None)
-        if ours is None or _parameters(ours) != _parameters(getattr(FreeKVCacheBlockQueue, name)):
+        if ours is None or parameters(ours) != parameters(getattr(FreeKVCacheBlockQueue, name)):
             return f"vLLM's free queue has a `{name}` that Kedge's does not match"
     return None
 
@@ -100,7 +97,8 @@ def _queue_refusal() -> str | None:
 def _pool_refusal() -> str | None:
     """Refuse a pool whose insides are not those that `block_pools.py` reads and writes."""
     pool, block = BlockPool(1, True, 1), KVCacheBlock(0)
-    missing = [name for name in ("_reuse_watchers", "cached_block_hashes_by_block") if not hasattr(pool, name)]
+    names = ["_reuse_watchers"] if installed().watches_reuse else []
+    missing = [name for name in (*names, "cached_block_hashes_by_block") if not hasattr(pool, name)]
     missing += [name for name in ("_block_hash", "_block_hash_num_tokens") if not hasattr(block, name)]
     if not isinstance(getattr(pool.cached_block_hash_to_block, "_cache", None), dict):
         missing.append("_cache")
@@ -108,8 +106,18 @@ def _pool_refusal() -> str | None:
 
 
 def _coordinator_refusal() -> str | None:
-    found = _parameters(KVCacheCoordinator.cache_blocks)
-    return None if found == ["self", "request", "num_computed_tokens"] else f"cache_blocks takes {found}"
+    found = parameters(KVCacheCoordinator.cache_blocks)
+    if found != ["self", "request", "num_computed_tokens"]:
+        return f"cache_blocks takes {found}"
+    found = parameters(KVCacheManager.get_block_ids)
+    return None if found == ["self", "request_id"] else f"get_block_ids takes {found}"
+
+
+def _manager_refusal(config: VllmConfig) -> str | None:
+    """Refuse where nothing keeps translated blocks out of the prefix cache."""
+    if installed().binds_manager or _has_own_scheduler(config):
+        return None
+    return f"vLLM {vllm.__version__} shows a connector no KV cache manager: --scheduler-cls must be {SCHEDULER}"
 
 
 def _prefix_cache_refusal(config: VllmConfig) -> str | None:
@@ -122,8 +130,11 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         return f"its KV is a {type(spec).__name__}, not full attention"
-    if config.cache_config.hash_block_size not in (None, spec.block_size):
-        return f"hashes are of {config.cache_config.hash_block_size} tokens, blocks of {spec.block_size}"
+    hashed = getattr(config.cache_config, "hash_block_size", None)  # since 0.30
+    if hashed not in (None, spec.block_size):
+        return f"hashes are of {hashed} tokens, blocks of {spec.block_size}"
+    if getattr(config, "num_hash_lookahead_tokens", 0):  # since 0.33
+        return "hashes are of a block and tokens behind it"
     return "sliding-window attention" if spec.sliding_window else None
 
 
@@ -137,13 +148,17 @@ def tails_refusal(config: VllmConfig, max_lanes: int) -> str | None:
 def _lanes_refusal(config: VllmConfig, max_lanes: int) -> str | None:
     if not max_lanes:
         return "max_lanes is 0"
-    chosen: Any = config.scheduler_config.get_scheduler_cls()
-    is_own = isinstance(chosen, type) and issubclass(chosen, GapLanes)
-    if not is_own and f"{chosen.__module__}.{chosen.__qualname__}" != SCHEDULER:
+    if not _has_own_scheduler(config):
         return f"--scheduler-cls is not {SCHEDULER}"
     if config.parallel_config.use_ubatching:
         return "microbatching: a part of a pass does not see what another part writes"
     return _request_data_refusal() or _schedule_refusal()
+
+
+def _has_own_scheduler(config: VllmConfig) -> bool:
+    chosen: Any = config.scheduler_config.get_scheduler_cls()
+    is_own = isinstance(chosen, type) and issubclass(chosen, GapLanes)
+    return is_own or f"{chosen.__module__}.{chosen.__qualname__}" == SCHEDULER
 
 
 def _request_data_refusal() -> str | None:
@@ -154,8 +169,12 @@ def _request_data_refusal() -> str | None:
 
 
 def _schedule_refusal() -> str | None:
-    unread = [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]
-    return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}" if unread else None
+    if not installed().admits_apart:
+        return f"vLLM {vllm.__version__} has no limit on admissions apart from that on running requests"
+    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
+        return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
+    missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
+    return f"vLLM's Scheduler has no {', '.join(missing)}" if missing else None
 
 
 def backends_refusal(backends: Iterable[Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -56,7 +57,7 @@ class HeldBlocks:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, block_ids: list[int]) -> int:
+    def hold(self, block_ids: Sequence[int]) -> int:
         """Hold blocks. Returns the id of their capture."""
         assert self.pool is not None
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]

@@ -175,8 +175,12 @@ class GapLanes:
             hits.preempted_hits -= tokens
         elif hits is not None:
             hits.hits -= tokens
-            for source in hits.hits_by_source:
-                hits.hits_by_source[source] -= tokens
+            for source in (by_source := getattr(hits, "hits_by_source", {})):  # since 0.32
+                by_source[source] -= tokens
+
+
+SCHEDULER_ATTRIBUTES = GapLanes.__annotations__.keys() - {"_times"}
+"""Attributes of vLLM's scheduler that lanes use"""
 
 
 def _wanted(request: Request) -> int:

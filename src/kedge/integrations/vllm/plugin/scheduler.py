@@ -9,6 +9,7 @@ that of arrival, and what is cached first while the live contexts do not fit the
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kedge.integrations.vllm.plugin.adapters import installed, missing_attributes
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import GapLanes
@@ -28,6 +30,12 @@ from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue
 from kedge.policies.active_runs import StepTimes, may_start
 from kedge.types import ReuseMode
 
+logger = logging.getLogger(__name__)
+ORDER_ATTRIBUTES = (
+    "block_size", "connector", "current_step", "kv_cache_manager", "policy", "requests", "running", "waiting",
+    "schedule", "add_request", "_free_request",
+)  # fmt: skip
+"""What an order of requests needs of vLLM's scheduler"""
 LAST_PRIORITY = 1 << 20
 """The priority of an agent that never runs according to its forecast."""
 
@@ -49,6 +57,8 @@ class _Ordered:
         super().__init__(*args, **parts)
         connector = self.connector  # type: ignore[attr-defined]
         self._plugin = connector if isinstance(connector, SchedulerCalls) else None
+        if self._plugin and not installed().binds_manager:
+            self._plugin.guard_cache(self.kv_cache_manager)  # type: ignore[attr-defined]
         self._by_cache: CachedFirstQueue | None = None
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         if self.policy is SchedulingPolicy.FCFS:  # type: ignore[attr-defined]
@@ -100,7 +110,19 @@ class AsyncStepScheduler(GapLanes, _Ordered, AsyncScheduler):
     """vLLM's scheduler that runs ahead of the device, with lanes and with Kedge's order of waiting requests."""
 
 
+def order_refusal() -> str | None:
+    """Return the reason why the installed vLLM's scheduler cannot be given an order of requests, or None."""
+    if missing := missing_attributes(Scheduler, ORDER_ATTRIBUTES):
+        return f"vLLM's Scheduler has no {', '.join(missing)}"
+    unknown = sorted(getattr(CachedFirstQueue, "__abstractmethods__", ()))
+    return f"vLLM's queue of requests has a {', '.join(unknown)} that Kedge's has not" if unknown else None
+
+
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
     """Return the scheduler that fits the configuration. vLLM calls this as if it were a class."""
-    chosen = AsyncStepScheduler if vllm_config.scheduler_config.async_scheduling else StepScheduler
+    is_async = vllm_config.scheduler_config.async_scheduling
+    if refusal := order_refusal():
+        logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
+        return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)
+    chosen = AsyncStepScheduler if is_async else StepScheduler
     return chosen(vllm_config=vllm_config, **parts)

@@ -48,9 +48,17 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self.guard_cache(kv_cache_manager)
+
+    def guard_cache(self, kv_cache_manager: KVCacheManager) -> None:
+        """Keep translated blocks out of vLLM's prefix cache.
+
+        Kedge's scheduler calls this where vLLM binds no manager.
+        """
         if self._features.translation is None:
             coordinator: Any = kv_cache_manager.coordinator
-            coordinator.cache_blocks = self._scheduler.translations.guard(coordinator.cache_blocks)
+            guard, block_ids = self._scheduler.translations.guard, kv_cache_manager.get_block_ids
+            coordinator.cache_blocks = guard(coordinator.cache_blocks, block_ids)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.translations.bind(gpu_block_pool)

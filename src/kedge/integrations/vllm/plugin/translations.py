@@ -6,7 +6,7 @@ blocks from the first translated token on never get a hash: lookups miss them, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
@@ -28,6 +28,9 @@ from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, 
 
 BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
+BlockIds = Callable[[str], Sequence[Sequence[int]]]
+"""Returns the block ids of a request, by its id, in each KV cache group"""
+UNGUARDED = "vLLM has shown no cache of blocks from which translated ones could be kept out"
 MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
 
@@ -82,7 +85,9 @@ class Translations:
 
     def __init__(self, refusal: str | None, ranks: int) -> None:
         """`refusal`: the reason why nothing can be translated with this model, if there is one."""
-        self._refusal = refusal
+        self._model_refusal = refusal
+        self._refusal: str | None = refusal or UNGUARDED
+        self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
         self._outbox = _Outbox()
         self._held = HeldBlocks(ranks)
@@ -102,8 +107,12 @@ class Translations:
         """Set the pool of device blocks."""
         self._held.pool = pool
 
-    def guard(self, cache_blocks: CacheBlocks) -> CacheBlocks:
-        """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out."""
+    def guard(self, cache_blocks: CacheBlocks, block_ids: BlockIds) -> CacheBlocks:
+        """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out.
+
+        `block_ids` returns the blocks of a request in each group. Nothing is translated before this call.
+        """
+        self._block_ids, self._refusal = block_ids, self._model_refusal
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
             if candidate := self._candidates.get(request.request_id):
@@ -234,7 +243,7 @@ class Translations:
                 continue
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
-                self._capture_prompt(candidate, output)
+                self._capture_prompt(candidate)
         orders = self._outbox.take()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
@@ -246,18 +255,15 @@ class Translations:
         )
         return orders
 
-    def _capture_prompt(self, candidate: TranslationCandidate, output: SchedulerOutput) -> None:
+    def _capture_prompt(self, candidate: TranslationCandidate) -> None:
         """Let a prompt that this step completes be captured in the next one, if it can be learned from: its first token
         does not wait for that.
         """
         is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson and not candidate.translated
-        state = output.kv_connector_block_state
-        if not (candidate.hinted.is_base or is_lesson) or self._refusal or state is None:
+        if not (candidate.hinted.is_base or is_lesson) or self._refusal or self._block_ids is None:
             return
-        block_ids = state.get_block_ids(candidate.request.request_id)
-        assert block_ids is not None
-        capture_id = self._held.hold(block_ids[0])
-        self._completed.append(Capture(candidate.hinted.request, tuple(block_ids[0]), capture_id))
+        blocks = self._block_ids(candidate.request.request_id)[0]
+        self._completed.append(Capture(candidate.hinted.request, tuple(blocks), self._held.hold(blocks)))
 
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' verdicts, and free what they have captured."""

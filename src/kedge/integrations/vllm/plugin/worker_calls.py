@@ -47,6 +47,7 @@ class WorkerCalls(KVConnectorBase_V1):
     _features: Features
     _host_blocks: int
     _settings: PluginSettings
+    _is_saved = False
 
     def _open_worker(self, config: VllmConfig, settings: PluginSettings) -> None:
         self._block_size = config.cache_config.block_size
@@ -139,6 +140,7 @@ class WorkerCalls(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._is_saved = False
         self._worker.begin_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
@@ -151,9 +153,12 @@ class WorkerCalls(KVConnectorBase_V1):
         """Do nothing: KV is read once the pass is over."""
 
     def wait_for_save(self) -> None:
+        self._is_saved = True
         self._worker.after_pass(self._orders())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if not self._is_saved and not self._orders().scheduled:
+            self.wait_for_save()  # vLLM before 0.31 does not call it in a step without a pass
         return self._worker.take_reports()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
