@@ -193,8 +193,7 @@ class SchedulerSide:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
 
     def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:
-        request = tracked.request
-        outcome = self.translations.take_outcome(request.request_id)
+        request, outcome = tracked.request, self.translations.take_outcome(tracked.request.request_id)
         receipt = receipt_of(tracked, outcome.misses, outcome.ready)
         self._counts["translated_tokens"] += receipt.translated
         data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
