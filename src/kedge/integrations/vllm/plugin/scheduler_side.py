@@ -60,7 +60,7 @@ class SchedulerSide:
         self._cached: dict[str, int] = {}
         """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
     def bind(self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None) -> None:
@@ -284,8 +284,7 @@ class SchedulerSide:
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
-        found.update(self.translations.lanes.bases.counters())
-        found.update(self._counts)
+        found.update({**self.translations.lanes.bases.counters(), **self._counts})
         if self.queue:
             found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})
         if self.loads:
