@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,36 @@ def save_tiny_llama(folder: Path, **other: Any) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**SHAPE, **other})).eval().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_llvm() -> Iterator[None]:
+    """Hide llvmlite's modules where vLLM 0.32 looks into all modules when it starts: it fails on theirs. What drafts
+    n-grams imports them, for the rest of the process.
+    """
+    dispatcher: Any = _dispatcher()
+    with pytest.MonkeyPatch.context() as patch:
+        if rebind := getattr(dispatcher, "_rebind_kernels", None):
+            patch.setattr(dispatcher, "_rebind_kernels", partial(_without_llvm, rebind))
+        yield
+
+
+def _dispatcher() -> Any:
+    """Return vLLM's module that does so, None for a version without it."""
+    if not importlib.util.find_spec("vllm"):
+        return None
+    try:
+        return importlib.import_module("vllm.triton_utils.dispatcher")
+    except ImportError:
+        return None
+
+
+def _without_llvm(rebind: Callable[[Any], None], overrides: Any) -> None:
+    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "llvmlite"}
+    try:
+        rebind(overrides)
+    finally:
+        sys.modules.update(hidden)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +67,6 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
         assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1
 
 
-@pytest.fixture
-def without_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide llvmlite's modules, which n-grams import, where vLLM 0.32 looks into all modules: it fails on theirs."""
-    from vllm.triton_utils import dispatcher
-
-    rebind = dispatcher._rebind_kernels
-
-    def rebind_others(overrides: Any) -> None:
-        hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "llvmlite"}
-        try:
-            rebind(overrides)
-        finally:
-            sys.modules.update(hidden)
-
-    monkeypatch.setattr(dispatcher, "_rebind_kernels", rebind_others)
-
-
-@pytest.mark.usefixtures("without_llvm")
 def test_speculative_decoding_gives_stocks_answers(tiny_llama: Path) -> None:
     """By n-grams of the prompt, over KV that comes back from the host."""
     ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -31,7 +31,7 @@ def kv(start: int, stop: int) -> KVSegment:
 
 @pytest.fixture
 def learner() -> Learner:
-    pages: Any = SimpleNamespace(table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop))
+    pages: Any = SimpleNamespace(rounding=0.0, table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop))
     found = Learner(pages, PluginSettings(), None, EngineCosts(by_cost=False))
     found.rotation.trust()
     return found
