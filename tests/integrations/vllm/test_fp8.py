@@ -54,7 +54,7 @@ def asked(built: Driver, value: Sequence[int], **more: Any) -> tuple[Tensor, KVS
     name = built.add(tokens(list(value)), count=2, kedge=hints(list(value), **more), logprobs=VOCABULARY)
     (request,) = built.scheduler.requests.values()
     built.run(until=lambda: bool(request.output_token_ids))
-    pages = built.worker._learner._pages
+    pages = built.worker._learner.pages
     (blocks,) = built.scheduler.kv_cache_manager.get_block_ids(request.request_id)
     kv = pages.read(pages.table(blocks), 0, request.num_prompt_tokens)
     built.run()
