@@ -133,7 +133,7 @@ class QualityGuard:
         with self._lock:
             self._worth[agent] = 1.0 if placeholders else max(RAREST, RARER * self._worth.get(agent, 1.0))
             for placeholder in placeholders:
-                key = GuardKey(*request.workflow_agent, placeholder)
+                key = GuardKey(*agent, placeholder)
                 record = self._records.use(key, GuardRecord)
                 before = record.state
                 record.translated()

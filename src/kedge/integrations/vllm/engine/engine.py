@@ -125,7 +125,7 @@ class VLLMEngine:
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
-            warm_up_checks(lambda request: self.submit(self._within_top(request)))
+            warm_up_checks(self._submit_check)
 
     # any thread -------------------------------------------------------------------------------------------------------
 
