@@ -73,8 +73,16 @@ class NumberFormat:
 
     def _nearest(self, given: Tensor, scale: Any) -> Tensor:
         assert self.float8 is not None
-        most = torch.finfo(self.float8).max
+        most = self._most(scale, given)
         return (given.float() / scale).clamp(-most, most).to(self.float8).float()
+
+    def _most(self, scale: Any, like: Tensor) -> Tensor:
+        """Return the largest number that is finite in the dtype of `like` once it is multiplied by the scale."""
+        assert self.float8 is not None
+        finite = torch.full((), torch.finfo(like.dtype).max, device=like.device, dtype=torch.float32)
+        most = (finite / scale).clamp(max=torch.finfo(self.float8).max).to(self.float8)
+        one_less = (most.view(torch.uint8) - 1).view(self.float8)
+        return torch.where(most.float() * scale <= finite, most.float(), one_less.float())
 
 
 @dataclass(frozen=True, slots=True)
