@@ -30,7 +30,7 @@ class PlannerSettings(SettingsSection):
     unknown: Literal["rotate", "dense"] = "rotate"
     """What serves a value that no anchors know: `rotate` translates agents' answers by rotation alone, and computes
     questions, tool results and the template behind any of these, which is learned from; `dense` computes the whole
-    prompt, and learns from that. vLLM's workers learn from whole prompts only, so that there it is `dense`."""
+    prompt, and learns from that. On vLLM without lanes it is always `dense`."""
 
     by_cost: bool = True
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""

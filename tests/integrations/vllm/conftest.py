@@ -41,7 +41,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-NEED_LANES = ("test_lanes", "test_answer_tails", "test_base_jobs", "test_lessons")
+NEED_LANES = ("test_lanes", "test_answer_tails", "test_base_jobs", "test_lessons", "test_first_answers")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

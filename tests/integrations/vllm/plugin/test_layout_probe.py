@@ -112,7 +112,7 @@ def test_floats_of_8_bits_are_recognised_and_read_with_their_scales(
 @pytest.mark.parametrize("float8", FLOATS8)
 @pytest.mark.parametrize("rounded", [Tensor.to, truncated])
 @given(st.floats(0.03, 10.0), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
-@example(6.5, torch.float16, 0)  # 10,240 is the nearest of what this format keeps, and times 6.5 more than float16 holds
+@example(6.5, torch.float16, 0)  # 10,240 is the nearest, which times 6.5 is more than float16 holds
 @settings(max_examples=8, deadline=None)
 def test_what_is_written_is_rounded_to_the_nearest_however_the_op_rounds(
     float8: torch.dtype, rounded: Any, scale: float, computed: torch.dtype, seed: int

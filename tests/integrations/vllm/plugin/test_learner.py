@@ -14,11 +14,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompt, ExpectedPrompts
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
-from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.planned_writes import MAX_WRITTEN, PlannedWrite, PlannedWrites
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
-from kedge.types import AgentId, GenerateRequest, ReuseMode, RunId, SampleId, Segment, ValueKind
+from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
 
 VALUE = Segment(tuple(range(10, 42)), "value", SampleId(ValueKind.INPUT, "value", 0, "v"), (1,), (2,))
 SEGMENTS = Segment((1, 2, 3, 4), "p0"), VALUE, Segment((5, 6), "p1")
@@ -125,7 +125,7 @@ def test_what_is_prepared_in_vain_is_spent() -> None:
 
 def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
     pages: Any = SimpleNamespace(table=lambda _blocks, only: only)
-    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=())
+    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=(), teaches=False)
     balances: Any = spent
     writes = PlannedWrites(pages, costs, balances)
     spans = range(4, 6), range(8, 9), range(12, 30)
@@ -135,3 +135,46 @@ def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
         writes.write(TranslationWrite(REQUEST.request_id, (1,), written))
     assert spent == pytest.approx([100.0 + costs.added_seconds(0, 2), 200.0], rel=1e-4)
     assert costs.added_seconds(0, 2) > 0
+
+
+# prompts that are learned from although something in them is translated -----------------------------------------------
+
+
+def planned(teaches: bool) -> PlannedWrite:
+    plan: Any = SimpleNamespace(translations=(), teaches=teaches)
+    return PlannedWrite(REQUEST, plan, None, {}, 0.0)
+
+
+@pytest.fixture
+def writes() -> PlannedWrites:
+    pages: Any = SimpleNamespace(table=lambda _blocks, only: only)
+    balances: Any = Spent()
+    return PlannedWrites(pages, EngineCosts(), balances)
+
+
+def test_a_plan_that_teaches_is_kept_until_its_prompt_is_captured(writes: PlannedWrites) -> None:
+    writes.put(REQUEST.request_id, one := planned(teaches=True))
+    assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
+    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    assert not writes and writes.take_written(REQUEST.request_id) is one.plan
+    assert writes.take_written(REQUEST.request_id) is None
+
+
+def test_other_plans_are_not_kept(writes: PlannedWrites) -> None:
+    writes.put(REQUEST.request_id, planned(teaches=False))
+    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    assert writes.take_written(REQUEST.request_id) is None
+
+
+def test_a_verdict_that_is_withdrawn_takes_the_written_plan_along(writes: PlannedWrites) -> None:
+    writes.put(REQUEST.request_id, planned(teaches=True))
+    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    writes.drop(REQUEST.request_id)
+    assert writes.take_written(REQUEST.request_id) is None, "a prompt that is computed anew holds nothing translated"
+
+
+def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:
+    for number in range(MAX_WRITTEN + 5):
+        writes.put(name := RequestId(f"aborted-{number}"), planned(teaches=True))
+        writes.write(TranslationWrite(name, (1,), (range(4, 6),)))
+    assert len(writes._written) == MAX_WRITTEN

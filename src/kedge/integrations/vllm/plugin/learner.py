@@ -53,10 +53,12 @@ _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 
 @dataclass(eq=False, slots=True)
 class _CapturedPrompt:
-    """A densely prefilled prompt that is to be learned from, with its real KV, keys unrotated."""
+    """A prompt that is to be learned from, with its KV, keys unrotated."""
 
     request: GenerateRequest
     kv: KVSegment
+    plan: ReusePlan | None = None
+    """What was translated in it, where anything was: that teaches nothing"""
     steps: Iterator[Placed] | None = None
     """Segments that are still to be measured, once learning has begun"""
 
@@ -70,8 +72,6 @@ class Learner:
         """
         self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
-        # only prompts that are computed whole are captured, so only from these is anything learned
-        planner = planner.model_copy(update={"unknown": "dense"})
         self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, planner, None, costs=costs)
@@ -106,7 +106,8 @@ class Learner:
         if verdict.tokens == query.request.prompt_tokens:
             self._balances.spend(query.request, time.monotonic() - began)
         is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
-        lessons = self._runtime.lessons_missing(query.request, query.exact) if verdict.is_lesson else 0
+        waits = verdict.is_lesson and len(verdict.holes) == 1  # what is translated now need not wait to be learned
+        lessons = self._runtime.lessons_missing(query.request, query.exact) if waits else 0
         return replace(verdict, is_losing=is_losing, lessons=lessons)
 
     def _judged(self, query: TranslationQuery) -> TranslationVerdict:
@@ -141,9 +142,10 @@ class Learner:
         holes, misses = plan.holes, plan.misses
         if plan.translates and self._lanes is not None:
             holes, misses = self._without_gap(plan, query.exact)
+        teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, seconds)
-            is_lesson = plan.translates or head is None or self._runtime.wants_harvest(request, plan)
+            is_lesson = plan.translates or head is None or teaches
             dense = (range(request.prompt_tokens),)
             return TranslationVerdict(
                 dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
@@ -151,7 +153,8 @@ class Learner:
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
-        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=max(stops, default=0))
+        ready_to = max(stops, default=0)
+        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=teaches)
 
     def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
         """Plan a prompt, going on from what was prepared of it. Returns that, too, and the seconds that it took."""
@@ -200,11 +203,15 @@ class Learner:
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
         elif any(segment.is_placeholder for segment in request.segments):
-            kv = self.pages.read(table, 0, start)
-            self.rotation.check(request.tokens, kv)
-            self._keep_head(request, kv)
-            self._captured.append(_CapturedPrompt(request, kv))
+            self._capture_prompt(request, self.pages.read(table, 0, start))
         self._balances.spend(request, seconds + time.monotonic() - began)
+
+    def _capture_prompt(self, request: GenerateRequest, kv: KVSegment) -> None:
+        plan = self.writes.take_written(request.request_id)
+        if plan is None:
+            self.rotation.check(request.tokens, kv)
+        self._keep_head(request, kv)
+        self._captured.append(_CapturedPrompt(request, kv, plan))
 
     def _keep_head(self, request: GenerateRequest, kv: KVSegment) -> None:
         first = request.segments[0]
@@ -248,7 +255,7 @@ class Learner:
         if prompt is None or self.writes:
             self._is_settled = prompt is None
             return False
-        prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice)
+        prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice, prompt.plan)
         if not self._observe(prompt):
             self._captured.remove(prompt)
             self._taught.append(prompt.request.workflow_agent)

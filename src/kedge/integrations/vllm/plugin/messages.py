@@ -91,7 +91,7 @@ class TranslationVerdict:
     ready: int = 0
     """Leading tokens of which what is translated was so before the request arrived"""
     is_lesson: bool = False
-    """Whether its KV is worth learning from if all of it is computed"""
+    """Whether what is computed of it is worth learning from"""
     lessons: int = 0
     """Number of prompts of its agent that have to be learned from before one can be translated"""
     is_losing: bool = False

@@ -15,7 +15,11 @@ from kedge.kv.storage import SlotTable
 from kedge.policies.balance import Balances
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import ReusePlan
+from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, RequestId
+
+MAX_WRITTEN = 1024
+"""Plans that are kept until their prompts are captured; requests that are aborted before leave them behind"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class PlannedWrites:
         """`costs` observes what translations take, `balances` what they take and save."""
         self._pages, self._costs, self._balances, self._translator = pages, costs, balances, Translator(pages)
         self._planned: dict[RequestId, PlannedWrite] = {}
+        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(MAX_WRITTEN)
+        """The plans of prompts that are learned from although something in them is translated"""
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -50,6 +56,11 @@ class PlannedWrites:
     def drop(self, request_id: RequestId) -> None:
         """Forget what is planned for a request, if anything is."""
         self._planned.pop(request_id, None)
+        self._written.pop(request_id, None)
+
+    def take_written(self, request_id: RequestId) -> ReusePlan | None:
+        """Return the plan by which parts of a prompt that is learned from were translated, if any were."""
+        return self._written.pop(request_id, None)
 
     def write(self, order: TranslationWrite) -> None:
         """Write the KV that was planned for a request. Raises `KeyError` for a request without any."""
@@ -59,6 +70,8 @@ class PlannedWrites:
         if planned.head is not None and start < planned.head.tokens:
             self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
         count, tokens = self._translate(planned, table, range(start, stop))
+        if planned.plan.teaches:
+            self._written[order.request_id] = planned.plan
         seconds = planned.seconds + time.monotonic() - began
         self._costs.observe_translation(count, tokens, seconds)
         self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))

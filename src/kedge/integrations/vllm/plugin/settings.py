@@ -67,7 +67,9 @@ class PluginSettings(SettingsSection):
 
     @property
     def translation_only(self) -> tuple[AnchorSettings, PlannerSettings]:
-        """`anchors` and `planner` for an engine that computes nothing in the middle of a prompt."""
+        """`anchors` and `planner` for an engine that computes nothing in the middle of a prompt, so that a value which
+        is learned from makes all behind it dense.
+        """
         kept = {"min_translated": self.planner.min_translated, "by_cost": self.planner.by_cost}
-        planner = PlannerSettings(recompute_head=0, recompute_short=0, **kept)
+        planner = PlannerSettings(recompute_head=0, recompute_short=0, unknown="dense", **kept)
         return self.anchors.model_copy(update={"weak_error": math.inf}), planner

@@ -259,7 +259,7 @@ class Translations:
         """Let a prompt that this step completes be captured in the next one, if it can be learned from: its first token
         does not wait for that.
         """
-        is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson and not candidate.translated
+        is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson
         if not (candidate.hinted.is_base or is_lesson) or self._refusal or self._block_ids is None:
             return
         blocks = self._block_ids(candidate.request.request_id)[0]

@@ -1,0 +1,136 @@
+"""Answers that no anchors know, on real vLLM: translated by rotation alone, while the rest is learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+    SCHEDULER,
+    SETTINGS,
+    asynchronously,
+    computed_by_torch,
+    difference,
+    recorded,
+)
+
+EXACT = 1e-4
+NEEDED = 4
+"""Anchors before a question is translated, by `SETTINGS`"""
+HEAD, BETWEEN, END = BLOCK + 9, prompt(40, 2), prompt(30, 3)
+QUESTION, ANSWER = 60, 60
+QUESTION_AT = 1
+"""The question's number among the segments"""
+AT = HEAD + QUESTION + len(BETWEEN)
+"""Where the answer begins"""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
+    with (
+        asynchronously(request.param),
+        driver(
+            tiny_llama, extra=SETTINGS, scheduler_cls=SCHEDULER, async_scheduling=request.param, max_num_seqs=24
+        ) as built,
+    ):
+        built.worker._budget._share = None  # a piece of learning in each step, however slow the machine is
+        yield built
+
+
+@pytest.fixture(autouse=True)
+def engine_that_knows_nothing(engine: Driver) -> Iterator[None]:
+    engine.reset()
+    engine.worker._learner.clear()
+    engine.worker._learner.rotation.trust()
+    yield
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert not engine.worker._learner.writes
+
+
+def written(engine: Driver, number: int) -> list[int]:
+    """The answer of the run's writer."""
+    asked = {"workflow": "w", "run": f"r{number}", "agent": "writer", "produces": "agent_writer@0"}
+    return engine.answer(prompt(50, 600 + number), ANSWER, asked)
+
+
+def reads(number: int, answer: list[int], agent: str = "reader") -> tuple[list[int], dict[str, Any]]:
+    """A prompt with a question of its own and the run's answer."""
+    tokens = [*prompt(HEAD, len(agent)), *prompt(QUESTION, 700 + number), *BETWEEN, *answer, *END]
+    segments = [
+        {"name": "p0", "length": HEAD},
+        {"name": "question", "length": QUESTION, "sample": "question"},
+        {"name": "p1", "length": len(BETWEEN)},
+        {"name": "answer", "length": len(answer), "sample": "agent_writer@0"},
+        {"name": "p2", "length": len(END)},
+    ]
+    return tokens, {"workflow": "w", "run": f"r{number}", "agent": agent, "segments": segments}
+
+
+def read(engine: Driver, number: int, agent: str = "reader", **more: Any) -> Any:
+    tokens, hints = reads(number, written(engine, number), agent)
+    found = engine.ask(tokens, kedge=hints, **more)
+    engine.run()
+    return found
+
+
+def test_the_first_reader_of_an_answer_translates_it(
+    engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.side.translations.lanes.bases, "add", lambda *_: None)  # they would reuse its blocks
+    tokens, hints = reads(0, written(engine, 0))
+    with recorded(engine) as recorder:
+        found = receipt(engine.ask(tokens, 4, hints))
+        assert found["tokens"]["translated"] == ANSWER - 2, found["misses"]
+        holes = range(AT + 2), range(AT + ANSWER, len(tokens))
+        assert recorder.written is not None
+        expected, _ = computed_by_torch(tiny_llama, tokens, recorder.written.slice(0, len(tokens)), holes)
+        kv = recorder.read().slice(0, len(tokens))
+    assert difference(kv, expected) < EXACT
+
+
+def test_questions_are_learned_from_prompts_with_translated_answers(
+    engine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+    anchors, _ = engine.worker._learner.learned
+    observe = anchors.observe
+
+    def observing(site: Any, *more: Any) -> None:
+        seen.append((site.agent_key.partition("\0")[0], site.index))
+        observe(site, *more)
+
+    monkeypatch.setattr(anchors, "observe", observing)
+    for number in range(NEEDED):
+        for agent in ("first", "reader"):  # what the first agent reads, another will: its base KV is computed
+            assert receipt(read(engine, number, agent))["tokens"]["translated"] >= ANSWER - 2
+    assert len(seen) == NEEDED and {at for _, at in seen} == {QUESTION_AT}, "what was translated teaches nothing"
+    read(engine, NEEDED, "first")
+    assert receipt(read(engine, NEEDED))["tokens"]["translated"] > ANSWER + QUESTION // 2
+
+
+def test_a_crowd_does_not_wait_for_what_it_can_translate(engine: Driver) -> None:
+    crowd = range(12)
+    prompts = [reads(number, written(engine, number)) for number in crowd]
+    names = [engine.add(tokens, 4, hints) for tokens, hints in prompts]
+    candidates = list(engine.side.translations._candidates.values())
+    engine.run()
+    assert all(receipt(engine.finished[name])["tokens"]["translated"] == ANSWER - 2 for name in names)
+    assert not any(one.lesson_waits for one in candidates)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_readers_that_are_aborted_leave_nothing_behind(engine: Driver, steps: int) -> None:
+    tokens, hints = reads(0, written(engine, 0))
+    name = engine.add(tokens, 40, hints)
+    for _ in range(steps):
+        engine.step()
+    engine.engine.abort_request([name])
+    engine.run()
+    assert receipt(read(engine, 1))["tokens"]["translated"] == ANSWER - 2
