@@ -38,7 +38,7 @@ class Known:
 
     def __init__(self, weak: list[int], weak_prefix: list[int]) -> None:
         self._estimate = SimpleNamespace(
-            shareable=True, value=self.kv, prefix=self.kv, value_table=None, prefix_table=None,
+            shareable=True, learnable=True, value=self.kv, prefix=self.kv, value_table=None, prefix_table=None,
             weak_positions=lambda: weak, weak_prefix_positions=lambda: weak_prefix,
         )  # fmt: skip
 
@@ -85,18 +85,18 @@ def test_answers_are_translated_before_there_are_anchors_and_the_rest_is_learned
     plan = plan_unknown(Unknown(has_prefixes=has_prefixes))
     assert plan.computed == [*range(5, 19), *range(27, 31)], "the question, and the template behind both"
     assert [one.start for one in plan.translations] == [19]
-    assert plan.teaches
+    assert plan.teaches and plan.moved == (3,)
     assert {miss.segment: miss.reason for miss in plan.misses} == {"question": "no anchor", "p2": UNLEARNED}
 
 
 def test_a_value_that_teaches_nothing_is_computed_all_the_same() -> None:
     plan = plan_unknown(Unknown(has_prefixes=True, learnable=False))
-    assert plan.translates and not plan.teaches and plan.computed[:14] == [*range(5, 19)]
+    assert plan.translates and not plan.teaches and not plan.moved and plan.computed[:14] == [*range(5, 19)]
 
 
 def test_without_rotation_a_prompt_with_unknown_values_is_dense() -> None:
     plan = plan_unknown(Unknown(has_prefixes=True), unknown="dense")
-    assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates
+    assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates and not plan.moved
 
 
 def test_a_prompt_of_which_an_answer_is_too_little_is_dense_and_teaches() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kedge.anchors.base_store import BaseStore
+from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
 from kedge.reuse.contracts import Costs, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import template_key
@@ -122,3 +124,63 @@ def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholde
     runtime.needs(request(1))
     assert len(runtime.needs(request(1))) == 1, "the third reader"
     assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"
+
+
+# answers that were moved by rotation alone ----------------------------------------------------------------------------
+
+AFTER = 4
+"""Tokens of the template behind an answer"""
+
+
+def reading(seed: int) -> GenerateRequest:
+    """A prompt with an answer in the middle."""
+    answer = Segment(tuple(range(seed, seed + SIZE)), "answer", SampleId.parse("agent_writer@0"))
+    asked = request(seed)
+    return replace(asked, segments=(asked.segments[0], answer, Segment((8,) * AFTER, "p1")))
+
+
+class Moving(Taught):
+    """A runtime that has read so many answers, each moved to its reader."""
+
+    def __init__(self, answers: int, *, has_template: bool = True) -> None:
+        super().__init__(0)
+        self.template = random_kv(AFTER, 7)
+        self.real = [random_kv(3 + SIZE + AFTER, 300 + seed) for seed in range(answers)]
+        self.plans = [self._read(seed, has_template) for seed in range(answers)]
+
+    def _read(self, seed: int, has_template: bool) -> ReusePlan:
+        asked = self.answered(seed)
+        plan = self.runtime.plan(asked, ())
+        if has_template:  # it is computed beside the first prompt
+            self.bases.put_prefix(asked.namespace, template_key(asked), 2, self.template)
+        if self.runtime.wants_harvest(asked, plan):
+            list(self.runtime.observe(asked, self.real[seed].slice, plan))
+        return plan
+
+    def answered(self, seed: int) -> GenerateRequest:
+        """The reader's prompt, once the answer's base KV is there."""
+        asked = reading(seed)
+        answer = asked.segments[1]
+        assert answer.sample is not None
+        self.bases.put_sample(asked.run_key, answer.sample, answer.tokens, random_kv(SIZE, seed), exact_lineage=True)
+        return asked
+
+
+def test_behind_moved_answers_the_template_is_learned() -> None:
+    stage = Moving(2)
+    assert [plan.moved for plan in stage.plans] == [(1,), (1,)]
+    found = stage.runtime.plan(stage.answered(0), ())
+    value, after = found.translations
+    assert value.start == 3 and after.start == 3 + SIZE and found.moved == ()
+    assert not value.table.blend(value.blend).any(), "the answer itself is moved as before"
+    first, second = (rows_of(one.slice(3 + SIZE, 3 + SIZE + AFTER)) - rows_of(stage.template) for one in stage.real)
+    blended, share = after.table.blend(after.blend).float(), after.blend.weights[:, :1]
+    assert torch.allclose(blended, share * first + (1 - share) * second, atol=1e-2), "kept in 16 bits"
+
+
+def test_without_base_kv_of_the_template_moved_answers_teach_nothing() -> None:
+    assert not Moving(3, has_template=False).anchors.pools
+
+
+def test_an_agent_that_has_read_enough_answers_learns_no_more_from_them() -> None:
+    assert [plan.teaches for plan in Moving(CAPACITY).plans][-2:] == [False, False]

@@ -61,6 +61,9 @@ class ReusePlan:
     teaches: bool = False
     """A value in it is computed so that something can be learned from it."""
     sentinels: tuple[Sentinel, ...] = ()
+    moved: tuple[int, ...] = ()
+    """Numbers of the values that are translated by rotation alone, with the prefix segment after it computed: the
+    offsets of that can be learned"""
 
     def __post_init__(self) -> None:
         starts, stops = [span.start for span in self.spans], [span.stop for span in self.spans]

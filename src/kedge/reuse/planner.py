@@ -56,6 +56,8 @@ class Draft:
     estimates: list[Estimate] = field(default_factory=list)
     sentinels: list[Sentinel] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    """Numbers of the values that are translated without offsets, with the prefix segment after it computed"""
 
     @property
     def exact_tokens(self) -> int:
@@ -82,11 +84,12 @@ class Draft:
         self.translations.clear()
         self.estimates.clear()
         self.sentinels.clear()
+        self.moved.clear()
         self.misses += misses
 
     def sealed(self) -> ReusePlan:
         found = tuple(self.translations), tuple(self.misses), tuple(self.estimates)
-        return ReusePlan(spans_of(self.sources), *found, self.teaches, tuple(self.sentinels))
+        return ReusePlan(spans_of(self.sources), *found, self.teaches, tuple(self.sentinels), tuple(self.moved))
 
 
 class Planner:
@@ -184,11 +187,12 @@ class Planner:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
         estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
+        learnable = estimate.learnable
         if not estimate.shareable and self._rotates and here.segment.is_answer:
             estimate = self._anchors.without_offsets(sample)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
-            return estimate.learnable
+            return learnable
         if draft.dense:
             return False
         weak = estimate.weak_positions()
@@ -204,6 +208,9 @@ class Planner:
             return False
         if estimate.prefix is None or after.index not in prefixes:
             draft.misses.append(Miss(after.segment.name, UNLEARNED))
+            if learnable:
+                draft.moved.append(here.index)
+                return True
         else:
             weak = estimate.weak_prefix_positions()
             if self._costs.translation_pays(len(after), len(after) - len(weak)):

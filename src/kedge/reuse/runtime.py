@@ -127,7 +127,8 @@ class Runtime:
 
     def observe(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> Iterator[Placed]:
         """Measure the offsets of the values that were computed in a prompt, and feed the anchor pools. With a `plan`,
-        values that it translates are left out.
+        values that it translates are left out; one that it moved by rotation alone counts as having none, for the sake
+        of the prefix segment after it.
 
         One placeholder a step, so that decodes beside it are not held up for long; yields what was measured.
         """
@@ -138,13 +139,14 @@ class Runtime:
         for here, after in zip(placed, [*placed[1:], None], strict=True):
             if not here.segment.is_placeholder or len(here) <= self._short:
                 continue
-            if plan and plan.writes_in(here.start, here.stop):
+            is_moved = plan is not None and here.index in plan.moved
+            if plan and plan.writes_in(here.start, here.stop) and not is_moved:
                 continue
             sample = self._planner.sample(request, here)
-            if sample is not None:
-                base_prefix = prefixes.get(after.index) if prefixes and after else None
+            base_prefix = prefixes.get(after.index) if prefixes and after else None
+            if sample is not None and not (is_moved and base_prefix is None):
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
-                real = read(here.start, here.stop)
+                real = sample.base if is_moved else read(here.start, here.stop)
                 self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
 

@@ -284,17 +284,23 @@ def test_a_new_teams_first_answer_is_moved_to_its_reader() -> None:
     assert reasons["user_question"] == "no anchor of this agent yet" and "p2" in reasons
 
 
-def test_a_team_learns_from_the_questions_that_its_readers_compute() -> None:
-    """No prompt is dense for it: the third question is translated with what the first two left."""
+def test_a_team_learns_from_what_its_readers_compute() -> None:
+    """No prompt is dense for it: what the first two left translates the third one's question and the template behind
+    both values, and the answer is moved as before.
+    """
     driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     translated = []
     for at in range(3):
         run, question = f"run-{at}", tokens(50 + at, 12)
-        sequence, _ = driver.serve(reading(answered(driver, question, run), question, run))
+        asked = reading(answered(driver, question, run), question, run)
+        base = driver.core.inspection.learned[1].find(
+            asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ()
+        )
+        sequence, kv = driver.serve(asked)
         translated.append(sequence.receipt().translated)
-    assert translated == [24, 24, 24 + 12 + 9]
-    pools = {key.placeholder: pool for key, pool in driver.core.inspection.learned[0].pools.items()}
-    assert "agent_solver_current" not in pools, "an answer that was translated shows no offsets"
+        moved = kv.slice(54, 78)
+        assert relative(moved.keys, base.kv.keys) < 1e-5 and relative(moved.values, base.kv.values) < 1e-5
+    assert translated == [24, 24, 24 + 12 + 9 + 4]
 
 
 def test_where_unknown_values_are_dense_a_reader_computes_its_whole_prompt() -> None:
