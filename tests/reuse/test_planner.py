@@ -89,6 +89,13 @@ def test_answers_are_translated_before_there_are_anchors_and_the_rest_is_learned
     assert {miss.segment: miss.reason for miss in plan.misses} == {"question": "no anchor", "p2": UNLEARNED}
 
 
+def test_a_value_that_is_translated_with_offsets_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its template's base KV may be missing, but nothing is to be learned as if it had no offsets."""
+    monkeypatch.setattr(Known, "prefixes", lambda *_: None)
+    plan = plan_with([], [])
+    assert plan.translates and not plan.teaches and not plan.moved
+
+
 def test_a_value_that_teaches_nothing_is_computed_all_the_same() -> None:
     plan = plan_unknown(Unknown(has_prefixes=True, learnable=False))
     assert plan.translates and not plan.teaches and not plan.moved and plan.computed[:14] == [*range(5, 19)]

@@ -187,12 +187,12 @@ class Planner:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
         estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
-        learnable = estimate.learnable
+        teaches = not estimate.shareable and estimate.learnable
         if not estimate.shareable and self._rotates and here.segment.is_answer:
             estimate = self._anchors.without_offsets(sample)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
-            return learnable
+            return teaches
         if draft.dense:
             return False
         weak = estimate.weak_positions()
@@ -206,16 +206,20 @@ class Planner:
         self._post_sentinels(request, draft, here, weak)
         if after is None or after.segment.is_placeholder or not len(after):
             return False
+        is_translated = self._fill_after(draft, after, estimate, prefixes)
+        if teaches and not is_translated:
+            draft.moved.append(here.index)
+        return teaches and not is_translated
+
+    def _fill_after(self, draft: Draft, after: Placed, estimate: Estimate, prefixes: Mapping[int, KV]) -> bool:
+        """Draft the prefix segment after a translated value. Returns whether it could be translated."""
         if estimate.prefix is None or after.index not in prefixes:
             draft.misses.append(Miss(after.segment.name, UNLEARNED))
-            if learnable:
-                draft.moved.append(here.index)
-                return True
-        else:
-            weak = estimate.weak_prefix_positions()
-            if self._costs.translation_pays(len(after), len(after) - len(weak)):
-                self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
-        return False
+            return False
+        weak = estimate.weak_prefix_positions()
+        if self._costs.translation_pays(len(after), len(after) - len(weak)):
+            self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
+        return True
 
     @property
     def _rotates(self) -> bool:

@@ -139,14 +139,13 @@ class Runtime:
         for here, after in zip(placed, [*placed[1:], None], strict=True):
             if not here.segment.is_placeholder or len(here) <= self._short:
                 continue
-            is_moved = plan is not None and here.index in plan.moved
+            base_prefix = prefixes.get(after.index) if prefixes and after else None
+            is_moved = plan is not None and here.index in plan.moved and base_prefix is not None
             if plan and plan.writes_in(here.start, here.stop) and not is_moved:
                 continue
-            sample = self._planner.sample(request, here)
-            base_prefix = prefixes.get(after.index) if prefixes and after else None
-            if sample is not None and not (is_moved and base_prefix is None):
-                real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
+            if (sample := self._planner.sample(request, here)) is not None:
                 real = sample.base if is_moved else read(here.start, here.stop)
+                real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
                 self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
 
