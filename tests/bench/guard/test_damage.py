@@ -63,7 +63,9 @@ def changed_by(lane: GuardLane, do: Callable[[Inspection], object]) -> tuple[set
     after = lane.engine.query(stored)
     lane.engine.query(lambda parts: parts.learned[0].check_integrity())
     return {key for key, rows in before.items() if not torch.equal(rows, after[key])}, {
-        key for key, rows in own.items() if rows.any()  # those of answers that are moved are zero, and stay so
+        key
+        for key, rows in own.items()
+        if rows.any()  # those of answers that are moved are zero, and stay so
     }
 
 

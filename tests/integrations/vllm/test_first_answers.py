@@ -25,8 +25,8 @@ NEEDED = 4
 """Anchors before a question is translated, by `SETTINGS`"""
 HEAD, BETWEEN, END = BLOCK + 9, prompt(40, 2), prompt(30, 3)
 QUESTION, ANSWER = 60, 60
-QUESTION_AT = 1
-"""The question's number among the segments"""
+QUESTION_AT, ANSWER_AT = 1, 3
+"""Their numbers among the segments"""
 AT = HEAD + QUESTION + len(BETWEEN)
 """Where the answer begins"""
 
@@ -98,19 +98,19 @@ def test_the_first_reader_of_an_answer_translates_it(
 def test_questions_are_learned_from_prompts_with_translated_answers(
     engine: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[int, bool]] = []
     anchors, _ = engine.worker._learner.learned
     observe = anchors.observe
 
-    def observing(site: Any, *more: Any) -> None:
-        seen.append((site.agent_key.partition("\0")[0], site.index))
-        observe(site, *more)
+    def observing(site: Any, sample: Any, real: Any, *more: Any) -> None:
+        seen.append((site.index, real is sample.base))
+        observe(site, sample, real, *more)
 
     monkeypatch.setattr(anchors, "observe", observing)
     for number in range(NEEDED):
         for agent in ("first", "reader"):  # what the first agent reads, another will: its base KV is computed
             assert receipt(read(engine, number, agent))["tokens"]["translated"] >= ANSWER - 2
-    assert len(seen) == NEEDED and {at for _, at in seen} == {QUESTION_AT}, "what was translated teaches nothing"
+    assert set(seen) == {(QUESTION_AT, False), (ANSWER_AT, True)}, "what was moved has no offsets, for all one knows"
     read(engine, NEEDED, "first")
     assert receipt(read(engine, NEEDED))["tokens"]["translated"] > ANSWER + QUESTION // 2
 
@@ -121,7 +121,7 @@ def test_a_crowd_does_not_wait_for_what_it_can_translate(engine: Driver) -> None
     names = [engine.add(tokens, 4, hints) for tokens, hints in prompts]
     candidates = list(engine.side.translations._candidates.values())
     engine.run()
-    assert all(receipt(engine.finished[name])["tokens"]["translated"] == ANSWER - 2 for name in names)
+    assert all(receipt(engine.finished[name])["tokens"]["translated"] >= ANSWER - 2 for name in names)
     assert not any(one.lesson_waits for one in candidates)
 
 
@@ -133,4 +133,4 @@ def test_readers_that_are_aborted_leave_nothing_behind(engine: Driver, steps: in
         engine.step()
     engine.engine.abort_request([name])
     engine.run()
-    assert receipt(read(engine, 1))["tokens"]["translated"] == ANSWER - 2
+    assert receipt(read(engine, 1))["tokens"]["translated"] >= ANSWER - 2
