@@ -95,24 +95,39 @@ def test_the_first_reader_of_an_answer_translates_it(
     assert difference(kv, expected) < EXACT
 
 
-def test_questions_are_learned_from_prompts_with_translated_answers(
-    engine: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, bool]] = []
+@pytest.fixture
+def seen(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """What is learned from: the numbers of segments, and whether they count as having no offsets."""
+    found: list[tuple[int, bool]] = []
     anchors, _ = engine.worker._learner.learned
     observe = anchors.observe
 
     def observing(site: Any, sample: Any, real: Any, *more: Any) -> None:
-        seen.append((site.index, real is sample.base))
+        found.append((site.index, real is sample.base))
         observe(site, sample, real, *more)
 
     monkeypatch.setattr(anchors, "observe", observing)
+    return found
+
+
+def test_questions_are_learned_from_prompts_with_translated_answers(
+    engine: Driver, seen: list[tuple[int, bool]]
+) -> None:
     for number in range(NEEDED):
         for agent in ("first", "reader"):  # what the first agent reads, another will: its base KV is computed
             assert receipt(read(engine, number, agent))["tokens"]["translated"] >= ANSWER - 2
     assert set(seen) == {(QUESTION_AT, False), (ANSWER_AT, True)}, "what was moved has no offsets, for all one knows"
     read(engine, NEEDED, "first")
     assert receipt(read(engine, NEEDED))["tokens"]["translated"] > ANSWER + QUESTION // 2
+
+
+def test_a_prompt_that_ends_with_its_first_token_is_learned_from_by_its_plan(
+    engine: Driver, seen: list[tuple[int, bool]]
+) -> None:
+    """Its end and the capture of its prompt reach the workers in one step."""
+    for agent in ("first", "reader"):
+        assert receipt(read(engine, 0, agent, count=1))["tokens"]["translated"] == ANSWER - 2
+    assert (ANSWER_AT, True) in seen and (ANSWER_AT, False) not in seen
 
 
 def test_a_crowd_does_not_wait_for_what_it_can_translate(engine: Driver) -> None:

@@ -103,10 +103,11 @@ class Learner:
         self._balances.request(query.request)
         self._balances.spend(query.request, self._costs.pass_seconds(1, 1))
         verdict = self._judged(query)
-        if verdict.tokens == query.request.prompt_tokens:
+        is_dense = verdict.tokens == query.request.prompt_tokens
+        if is_dense:
             self._balances.spend(query.request, time.monotonic() - began)
         is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
-        waits = verdict.is_lesson and len(verdict.holes) == 1  # what is translated now need not wait to be learned
+        waits = verdict.is_lesson and is_dense  # nobody waits for lessons of an agent that is translated now
         lessons = self._runtime.lessons_missing(query.request, query.exact) if waits else 0
         return replace(verdict, is_losing=is_losing, lessons=lessons)
 

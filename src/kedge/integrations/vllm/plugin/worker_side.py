@@ -153,10 +153,10 @@ class WorkerSide:
         return seconds / sum(ends)
 
     def _learn_from_step(self, learner: Learner, orders: Orders, end_seconds: float) -> None:
+        for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
+            learner.capture(capture, end_seconds * capture.end)
         for request_id in orders.dropped:
             learner.writes.drop(request_id)
-        for capture in orders.captures:
-            learner.capture(capture, end_seconds * capture.end)
         for prompt in orders.expected:
             learner.expect(prompt)
             self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
