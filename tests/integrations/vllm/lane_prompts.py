@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,19 @@ def lane_engine(model: Path, *, asynchronous: bool, **more: Any) -> Iterator[Dri
         assert built.scheduler.use_v2_model_runner == is_v2
         assert type(built.scheduler).__name__ == ("AsyncStepScheduler" if asynchronous else "StepScheduler")
         teach(built)
+        yield built
+
+
+@contextmanager
+def learning_engine(
+    model: Path, *, asynchronous: bool, extra: Mapping[str, Any] = SETTINGS, **more: Any
+) -> Iterator[Driver]:
+    """Starts vLLM with lanes and nothing learned, which learns a piece in each step, however slow the machine is."""
+    with (
+        asynchronously(asynchronous),
+        driver(model, extra=extra, scheduler_cls=SCHEDULER, async_scheduling=asynchronous, **more) as built,
+    ):
+        built.worker._budget._share = None
         yield built
 
 

@@ -10,15 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import (  # noqa: E402
-    SCHEDULER,
-    SETTINGS,
-    asynchronously,
-    computed_by_torch,
-    difference,
-    recorded,
-)
+from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import computed_by_torch, difference, learning_engine, recorded  # noqa: E402
 
 EXACT = 1e-4
 NEEDED = 4
@@ -33,13 +26,7 @@ AT = HEAD + QUESTION + len(BETWEEN)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
-    with (
-        asynchronously(request.param),
-        driver(
-            tiny_llama, extra=SETTINGS, scheduler_cls=SCHEDULER, async_scheduling=request.param, max_num_seqs=24
-        ) as built,
-    ):
-        built.worker._budget._share = None  # a piece of learning in each step, however slow the machine is
+    with learning_engine(tiny_llama, asynchronous=request.param, max_num_seqs=24) as built:
         yield built
 
 

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin.lessons import MAX_LESSON_WAITS  # noqa: E402
-from tests.integrations.vllm.conftest import Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import PLAIN, SCHEDULER, SETTINGS, asynchronously, hints, tokens  # noqa: E402
+from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.lane_prompts import PLAIN, SETTINGS, hints, learning_engine, tokens  # noqa: E402
 
 NEEDED = 4
 """Anchors before anything is translated, by `SETTINGS`"""
@@ -22,19 +22,8 @@ CROWD = 12
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
-    extra = {**SETTINGS, "max_captures": CROWD}
-    with (
-        asynchronously(request.param),
-        driver(
-            tiny_llama,
-            extra=extra,
-            scheduler_cls=SCHEDULER,
-            async_scheduling=request.param,
-            max_num_seqs=48,
-            max_num_batched_tokens=512,
-        ) as built,
-    ):
-        built.worker._budget._share = None  # a piece of learning in each step, however slow the machine is
+    extra, room = {**SETTINGS, "max_captures": CROWD}, {"max_num_seqs": 48, "max_num_batched_tokens": 512}
+    with learning_engine(tiny_llama, asynchronous=request.param, extra=extra, **room) as built:
         yield built
 
 
