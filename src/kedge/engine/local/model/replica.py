@@ -37,10 +37,11 @@ NAMES: Mapping[int, str] = MappingProxyType(
         "q_lora_rank kv_lora_rank qk_head_dim",
         HEADS: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
         "decoder_attention_heads num_attention_heads_per_layer num_experts n_routed_experts num_local_experts "
-        "moe_num_experts",
+        "moe_num_experts linear_num_value_heads linear_num_key_heads linear_num_heads",
         2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k",
         1: "n_group topk_group first_k_dense_replace",
-        HEAD_DIM: "head_dim d_head v_head_dim qk_rope_head_dim qk_nope_head_dim query_pre_attn_scalar",
+        HEAD_DIM: "head_dim d_head v_head_dim qk_rope_head_dim qk_nope_head_dim query_pre_attn_scalar "
+        "linear_key_head_dim linear_value_head_dim linear_head_dim",
         HEAD_DIM // 2: "rotary_dim",
         LONGEST: "max_position_embeddings n_positions n_ctx max_seq_len",
         LONGEST // 2: "original_max_position_embeddings",
