@@ -80,13 +80,13 @@ def cached(pool: BlockPool, found: CacheGroups, kept: Any) -> None:
             pool.free_blocks([block])
 
 
-def coordinator(specs: Any) -> HybridKVCacheCoordinator:
+def coordinator(specs: Any, drafts: bool = False) -> HybridKVCacheCoordinator:
     align = math.lcm(*(spec.block_size for spec in specs))
     return HybridKVCacheCoordinator(
         kv_cache_config=kv_config(specs),
         max_model_len=1024,
         max_in_flight_tokens=1024,
-        use_eagle=False,
+        use_eagle=drafts,
         enable_caching=True,
         enable_kv_cache_events=False,
         dcp_world_size=1,
@@ -174,6 +174,18 @@ def test_the_blocks_of_a_request_are_those_of_the_main_group_and_others() -> Non
     found = groups(MODELS["two windows"])
     assert found.held_blocks(([0, 0, 3], [0, 4, 5], [6, 7, 8])) == ([6, 7, 8], [3, 4, 5])
     assert found.held_blocks(()) == ([], [])
+
+
+@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
+@pytest.mark.parametrize("name", ["window", "two windows", "wider blocks", "full attention twice"])
+@pytest.mark.parametrize("length", [2, 4, 6, 8])
+def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, length: int) -> None:
+    specs = MODELS[name]
+    found, vllm = groups_of(config(drafts=True), kv_config(specs)), coordinator(specs, drafts=True)
+    replace_queue(vllm.block_pool, POLICY, groups=found)
+    cached(vllm.block_pool, found, {group.number: group.places(length) for group in found})
+    _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
+    assert tokens // SIZE == length - found.align
 
 
 def test_a_hit_with_drafts_needs_a_block_more_of_a_window() -> None:

@@ -33,6 +33,7 @@ from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups, 
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.integrations.vllm.plugin.speculation_checks import speculation_refusal
 from kedge.kv.spec import mixed_layers, translation_refusal
 
 logger = logging.getLogger(__name__)
@@ -218,8 +219,8 @@ def _model_refusal(config: VllmConfig) -> str | None:
         return "pipeline parallelism: a rank does not see the first layer"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism: a rank does not see every token"
-    if config.speculative_config is not None:
-        return "speculative decoding: the draft's KV is not translated"
+    if reason := speculation_refusal(config):
+        return reason
     if config.cache_config.cache_dtype not in CACHE_DTYPES:
         return f"the KV cache is kept in {config.cache_config.cache_dtype}"
     if config.model_config.use_mla:

@@ -53,7 +53,8 @@ class TierLookups(BlockTransfers):
     def next_load(self, hashes: Sequence[BlockHash], block: int) -> tuple[BlockTransfer | None, bool]:
         """Return the load under way that brings a block of a prompt, and whether one could bring it from the host."""
         if not self.groups.others:
-            return self.loading(hashes[block]), self.holds(hashes[block])
+            one = hashes[block]  # a draft's head lets vLLM compute the last block that it finds again
+            return self.loading(one), self.holds(one) and cached_block(self.device, one) is None
         first, stop = self.extent(hashes)
         coming = self.groups.needed(hashes[:first]).keys if first > block else ()
         return next(filter(None, map(self._loading.get, reversed(coming))), None), stop > max(block, first)
