@@ -128,8 +128,7 @@ class SchedulerSide:
     def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
-            tracked = self._requests.get(request.request_id)
-            load = tracked.load if tracked else RequestLoad(request)
+            load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
             load.owner = session
             self._loads[request.request_id] = load
             self.loads.look_again()
@@ -172,8 +171,7 @@ class SchedulerSide:
         history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        receipt = self._end_hinted(tracked, main) if tracked else None
-        self._end_plain(request, receipt)
+        self._end_plain(request, receipt := self._end_hinted(tracked, main) if tracked else None)
         return receipt
 
     def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
