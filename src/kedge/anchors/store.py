@@ -90,10 +90,15 @@ class AnchorStore:
 
     def is_saturated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
         """Return whether a site has observed so many values that one more hardly changes its estimates."""
+        return self._seen_at(site, pool) >= max(self._config.capacity, 2 * self._config.min_anchors)
+
+    def is_calibrated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
+        """Return whether a site has observed so many values that it is known how good its estimates are."""
+        return self._seen_at(site, pool) >= 2 * self._config.min_anchors
+
+    def _seen_at(self, site: PlaceholderSite, pool: PoolKey) -> int:
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        observations = offsets.calibration.observations if offsets else 0
-        wanted = max(self._config.capacity, 2 * self._config.min_anchors)
-        return offsets is not None and max(observations, len(offsets.holders)) >= wanted
+        return max(offsets.calibration.observations, len(offsets.holders)) if offsets else 0
 
     def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
         ids = tuple(offsets.holders)
