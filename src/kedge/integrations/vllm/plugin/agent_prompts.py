@@ -61,8 +61,11 @@ class AgentPrompts:
 
     # forecasts ------------------------------------------------------------------------------------------------
 
-    def forecast(self, hinted: HintedRequest, steps: Mapping[Any, NextRun]) -> None:
-        """Take the forecast of a run. One without a sequence number is newer than the one before it."""
+    def forecast(self, hinted: HintedRequest, steps: Mapping[Any, NextRun]) -> bool:
+        """Take the forecast of a run. One without a sequence number is newer than the one before it.
+
+        Returns whether it replaced the one before.
+        """
         known = self._board.forecast(hinted.run)
         newer = known.seq + 1 if known else 0
         seq = newer if hinted.seq is None else hinted.seq
@@ -71,6 +74,7 @@ class AgentPrompts:
             if key.run == hinted.run and key not in self._template_of:
                 self._template_of[key] = (*hinted.run[:2], hinted.request.workflow, key.agent)
         self._apply(changes)
+        return self._board.forecast(hinted.run) is not known
 
     def expect(self, changes: Changes, teams: Mapping[AgentKey, WorkflowId]) -> None:
         """Take changes of a forecast that was not given but found; `teams` are those of agents that are new in it."""

@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusa
 from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
-from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, REPORT, KedgeStats
+from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT, KedgeStats
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
@@ -152,6 +152,8 @@ class SchedulerCalls(KVConnectorBase_V1):
             data[RECEIPTS] = unsent
         if needed := self._scheduler.translations.take_needed():
             data[NEEDS] = needed
+        if answers := self._scheduler.advice.answers():
+            data[ADVICE] = answers
         if report := self._scheduler.reports.take():
             data[REPORT] = report
         return KedgeStats(data=data) if data else None

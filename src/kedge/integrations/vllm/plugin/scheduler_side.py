@@ -7,7 +7,7 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.discovery import PlainRequests, Served
+from kedge.integrations.vllm.plugin.advice import Advice
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.answer_tails import answer_of
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
@@ -39,7 +40,7 @@ from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedR
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
 
 
 class SchedulerSide:
@@ -51,6 +52,7 @@ class SchedulerSide:
         self.translations = translations
         self.sessions = SessionHistories()
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
+        self.advice = Advice(self.sessions, self.prompts, self._end_run)
         self.plain = PlainRequests(settings.discovery)
         self.reports = PlainReports(self.plain)
         self.queue: StepFreeQueue | None = None
@@ -90,6 +92,9 @@ class SchedulerSide:
         tokens, default = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
+        if hinted is not None and hinted.is_advice and request.abort_immediately:
+            self.advice.take(hinted)
+            return
         if hinted is not None:
             request.sampling_params = without_hints(request.sampling_params)
             self._on_hints(hinted, request)
@@ -123,8 +128,7 @@ class SchedulerSide:
     def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
-            tracked = self._requests.get(request.request_id)
-            load = tracked.load if tracked else RequestLoad(request)
+            load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
             load.owner = session
             self._loads[request.request_id] = load
             self.loads.look_again()
@@ -167,17 +171,19 @@ class SchedulerSide:
         history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        receipt = self._end_hinted(tracked, main) if tracked else None
-        self._end_plain(request, receipt)
+        self._end_plain(request, receipt := self._end_hinted(tracked, main) if tracked else None)
         return receipt
 
     def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
         hinted = tracked.hinted
         self.translations.on_finish(hinted, tracked.request, block_ids)
         if hinted.final:
-            self.prompts.end_run(hinted.run)
-            self.translations.end_run(hinted.run)
+            self._end_run(hinted.run)
         return self._receipt(tracked)
+
+    def _end_run(self, run: RunKey) -> None:
+        self.prompts.end_run(run)
+        self.translations.end_run(run)
 
     def _end_plain(self, request: Request, receipt: dict[str, Any] | None) -> None:
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
@@ -262,7 +268,8 @@ class SchedulerSide:
         hold is given up, unless a request holds a block as well.
         """
         assert self._pool and self.queue
-        if not self._is_held_by_plugin_only(self._pool):
+        copying = self.loads.tier.held_on_device() if self.loads else ()
+        if not _is_held_by_plugin_only(self._pool, (*self.translations.held_blocks, *copying)):
             return reset()
         self.translations.give_up_captures()
         with self.loads.tier.without_copies() if self.loads else nullcontext():
@@ -271,12 +278,6 @@ class SchedulerSide:
         if self.loads:
             self.loads.idle.on_reset()
         return done
-
-    def _is_held_by_plugin_only(self, pool: BlockPool) -> bool:
-        held = Counter(self.translations.held_blocks)
-        held.update(self.loads.tier.held_on_device() if self.loads else ())
-        free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in held.items())
-        return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return vLLM's events of the host tier since the last call."""
@@ -300,6 +301,13 @@ def _with_trails(found: GenerateRequest, settings: PluginSettings, *, has_tails:
     """
     of_answers = has_tails and not settings.anchors.computes_weak_tokens
     return with_trails(found, settings.planner.trail, of_answers=of_answers)
+
+
+def _is_held_by_plugin_only(pool: BlockPool, held: Iterable[int]) -> bool:
+    """Return whether all blocks of a pool are free, or held by the plug-in alone, which has those `held`."""
+    ours = Counter(held)
+    free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in ours.items())
+    return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
 
 
 def _is_text(request: Request) -> bool:

@@ -13,16 +13,26 @@ from dataclasses import dataclass, replace
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
+from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.eviction import StepPolicy, lru
-from kedge.policies.sessions import NextRuns, SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
+from kedge.policies.sessions import (
+    NO_SESSIONS,
+    NextRuns,
+    SessionHints,
+    SessionKey,
+    SessionLedger,
+    Turn,
+    TurnEnd,
+    refused,
+)
 from kedge.policies.sessions.turns import NO_HINTS
 from kedge.structures.prefixes import first_of
-from kedge.types import Namespace
+from kedge.types import Namespace, TurnHints
 from kedge.workflow.forecast import Changes
 from kedge.workflow.steps import NextRun
 
@@ -67,6 +77,14 @@ class SessionHistories:
         """Take the changes of the forecast. Returns them with the probabilities that were found to hold."""
         believed = self.ledger.on_forecast(changes)
         return {key: next_run and NextRun(*next_run) for key, next_run in believed.items()}
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions between requests. Returns what becomes of each hint."""
+        if self._device is None:
+            return refused(hints, NO_SESSIONS)
+        outcomes = self.ledger.advise(namespace, hints)
+        self.advance()
+        return outcomes
 
     # turns ----------------------------------------------------------------------------------------------------
 
