@@ -144,6 +144,33 @@ def test_what_the_host_has_is_found(model: tuple[Path, dict[str, Any]]) -> None:
         check_rest(built)
 
 
+def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: tuple[Path, dict[str, Any]]) -> None:
+    """Requests at once, some of which are aborted in the middle, with a host tier that is too small for them."""
+    folder, given = model
+    size = {**given, "enable_prefix_caching": True}
+    block = size.pop("block")
+    if block > 32:
+        pytest.skip("prompts of such blocks take long")
+    prompts = [[*fixed, *prompt(5 + number, number)] for number, fixed in enumerate(fixed_prompts(block))]
+    with driver(folder, plugged=False, **size) as plain:
+        expected = [plain.answer(one, count=6) for one in prompts]
+    with driver(folder, extra={"tiers": {"host_blocks": 20}}, **size) as built:
+        for turn in range(4):
+            names = [built.add(one, count=6) for one in prompts]
+            for _ in range(turn):
+                built.step()
+            left = names[turn % AGENTS]
+            built.engine.abort_request([left])
+            built.run()
+            for name, answer in zip(names, expected, strict=True):
+                if name != left:
+                    assert list(built.finished[name].outputs[0].token_ids) == answer
+            check_rest(built)
+        built.reset()
+        assert built.answer(prompts[0], count=6) == expected[0]
+        check_rest(built)
+
+
 def test_words_are_different() -> None:
     """The prompts differ in their first block."""
     assert len({tuple(one[:32]) for one in fixed_prompts(32)}) == AGENTS
