@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -119,8 +119,11 @@ class AgentPrompts:
 
     # prompts --------------------------------------------------------------------------------------------------
 
-    def label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> AgentKey | None:
-        """Give the blocks of a finished request to its agent, while the request holds them.
+    def label(
+        self, hinted: HintedRequest, request: Request, block_ids: list[int], others: Sequence[int] = ()
+    ) -> AgentKey | None:
+        """Give the blocks of a finished request to its agent, while the request holds them; `others` are those of other
+        groups than the main one.
 
         Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
         was labelled.
@@ -140,7 +143,9 @@ class AgentPrompts:
             return None
         self.prompts[hinted.key], self._template_of[hinted.key] = hashes, template
         queue.own(block_ids[:fixed], hinted.key)
-        queue.mark_suffix(block_ids[fixed:])
+        if others:
+            own_prefix(self._pools[0], hashes, hinted.key)
+        queue.mark_suffix((*block_ids[fixed:], *others))
         self.changed = True
         return hinted.key
 

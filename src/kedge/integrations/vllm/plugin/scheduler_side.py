@@ -24,6 +24,7 @@ from kedge.integrations.vllm.plugin.advice import Advice
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.answer_tails import answer_of
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
+from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
@@ -65,12 +66,14 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
-    def bind(self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None) -> None:
+    def bind(
+        self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
+    ) -> None:
         """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
-        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions)
+        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions, groups=groups)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
@@ -125,8 +128,7 @@ class SchedulerSide:
     def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
-            tracked = self._requests.get(request.request_id)
-            load = tracked.load if tracked else RequestLoad(request)
+            load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
             load.owner = session
             self._loads[request.request_id] = load
             self.loads.look_again()
@@ -156,21 +158,20 @@ class SchedulerSide:
         if tracked := self._requests.get(request.request_id):
             tracked.translated = self.translations.on_admission(request, blocks)
 
-    def on_finish(self, request: Request, blocks: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """Give the blocks that a request leaves behind (by KV cache group) to its agent and its session.
+    def on_finish(self, request: Request, main: list[int], others: list[int]) -> dict[str, Any] | None:
+        """Give the blocks that a request leaves behind, in the main group and in others, to its agent and its session.
 
         Returns its receipt, None for one without hints.
         """
-        block_ids = blocks[0] if blocks else []
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
-            self._label(tracked.hinted, request, block_ids)
-        history = self.sessions.finish(request, blocks)
+            self._label(tracked.hinted, request, main, others)
+        history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        self._end_plain(request, receipt := self._end_hinted(tracked, block_ids) if tracked else None)
+        self._end_plain(request, receipt := self._end_hinted(tracked, main) if tracked else None)
         return receipt
 
     def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
@@ -190,9 +191,9 @@ class SchedulerSide:
         served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
         self.plain.ended(namespace, request_id, answer, served)
 
-    def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
+    def _label(self, hinted: HintedRequest, request: Request, main: list[int], others: list[int]) -> None:
         if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
-            key = self.prompts.label(hinted, request, block_ids)
+            key = self.prompts.label(hinted, request, main, others)
             if key is None:
                 return
             self.sessions.ledger.own(key, self.prompts.prompts[key])
