@@ -36,11 +36,19 @@ def test_head_dim_of_its_own_is_used() -> None:
     assert KVSpec.from_config(Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32)).head_dim == 32
 
 
-@pytest.mark.parametrize("config", [MambaConfig(), T5Config(), BertConfig(), Qwen3NextConfig()])
+@pytest.mark.parametrize("config", [MambaConfig(), T5Config(), BertConfig(), Qwen3NextConfig(num_hidden_layers=3)])
 def test_models_without_rotated_kv_per_token_are_unsupported(config: object) -> None:
     with pytest.raises(UnsupportedModel, match=config.model_type):
         KVSpec.from_config(config)
     assert translation_refusal(config)
+
+
+def test_layers_with_a_state_have_no_kv_and_are_not_translated() -> None:
+    """Of Qwen3-Next's 48 layers, every fourth attends."""
+    spec = KVSpec.from_config(Qwen3NextConfig(), torch.bfloat16)
+    assert (spec.layers, spec.kv_heads, spec.head_dim) == (12, 2, 256)
+    why = "layers of type linear_attention keep one state of all tokens before, which cannot be translated"
+    assert translation_refusal(Qwen3NextConfig()) == why
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config(), MistralConfig(sliding_window=None)])

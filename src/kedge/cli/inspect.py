@@ -146,4 +146,4 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
 
     kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
     share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
-    return "; ".join(dict.fromkeys(kinds)) + share
+    return "; ".join(dict.fromkeys(kinds)) + share if kinds else "none"

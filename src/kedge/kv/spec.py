@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 CHANGING = frozenset({"dynamic", "longrope"})
 """Kinds of RoPE with frequencies that depend on the longest sequence of a pass."""
+RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Types of layers with a state of all tokens before, instead of KV or beside it."""
+ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+"""Types of layers with KV of every token."""
+EMPTY = frozenset({"mlp", "moe"})
+"""Types of layers that look at one token only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class KVSpec:
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...] = ()
     """The shape of every layer, where not all of them fill [kv_heads, head_dim]; otherwise empty."""
+    numbers: tuple[int, ...] = ()
+    """The model's numbers of the layers that keep KV, where others keep none; otherwise empty."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -54,7 +62,7 @@ class KVSpec:
             raise UnsupportedModel("model_type", config.model_type, reason)
         layers = _layers(config)
         return cls(
-            layers=config.num_hidden_layers,
+            layers=_attending(config),
             kv_heads=max(getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers),
             head_dim=max(map(_head_dim, layers)),
             rotary_dim=max(map(_rotary_dim, layers)),
@@ -89,6 +97,13 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
         raise UnsupportedModel("model_type", config.model_type, "it has more than one language model") from error
 
 
+def _attending(config: PretrainedConfig) -> int:
+    """Return the number of layers with KV."""
+    if not recurrent_types(config):
+        return int(config.num_hidden_layers)
+    return sum(kind in ATTENDING for kind in config.layer_types)
+
+
 def _layers(config: PretrainedConfig) -> list[PretrainedConfig]:
     """Return the config of every layer where they differ, else the one of all layers."""
     return list(getattr(config, "per_layer_config", None) or [config])
@@ -105,7 +120,7 @@ def _rotary_dim(config: PretrainedConfig) -> int:
     if rotated := getattr(config, "qk_rope_head_dim", None):
         return rotated
     shares = [rope.get("partial_rotary_factor") or 1.0 for rope in ropes(config)]
-    return int(_head_dim(config) * max(shares))
+    return int(_head_dim(config) * max(shares, default=0.0))
 
 
 def _unservable(config: PretrainedConfig) -> str | None:
@@ -113,11 +128,13 @@ def _unservable(config: PretrainedConfig) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has no single KV cache"
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if odd := layer_types - {"full_attention", "sliding_attention"}:
-        return f"layers of type {', '.join(sorted(odd))} (hybrid, sparse or state-space) keep no KV that all tokens see"
+    if odd := layer_types - ATTENDING - RECURRENT - EMPTY:
+        return f"layers of type {', '.join(sorted(odd))} (sparse, chunked) do not see all tokens before"
+    if layer_types and not layer_types & ATTENDING:
+        return f"layers of type {', '.join(sorted(layer_types))} keep no KV"
     if getattr(config, "alibi", False):
         return "ALiBi: positions are a bias of the scores, not a rotation of the keys"
-    if not getattr(config, "num_attention_heads", None) or not ropes(config):
+    if not getattr(config, "num_attention_heads", None) or not (ropes(config) or layer_types & RECURRENT):
         return "no rotary position embedding in its config"
     return _incomplete(config)
 
@@ -139,8 +156,15 @@ def translation_refusal(config: PretrainedConfig) -> str | None:
     config = _text(config)
     if reason := _unservable(config):
         return reason
+    if recurrent := recurrent_types(config):
+        return f"layers of type {', '.join(recurrent)} keep one state of all tokens before, which cannot be translated"
     changing = [rope["rope_type"] for rope in ropes(config) if rope.get("rope_type") in CHANGING]
     return f"{changing[0]} RoPE changes with the length of the prompt" if changing else None
+
+
+def recurrent_types(config: PretrainedConfig) -> list[str]:
+    """Return the types of a config's layers that keep a state of all tokens before."""
+    return sorted(RECURRENT & set(getattr(_text(config), "layer_types", None) or ()))
 
 
 def mixed_layers(config: PretrainedConfig) -> str | None:

@@ -54,6 +54,8 @@ class PagedStorage:
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
         self.pools = layer_pools(spec, self.keys, self.values)
         """The keys and values of each layer as attention reads them, each [slots, kv_heads, key_dim]: views"""
+        self.places = {number: place for place, number in enumerate(spec.numbers or range(spec.layers))}
+        """The place of each of the model's layers in the pools, by its number"""
 
     @property
     def has_kernels(self) -> bool:

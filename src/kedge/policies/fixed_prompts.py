@@ -102,13 +102,25 @@ class FixedLengths:
 
         `now` is in seconds on any clock that does not go backwards. None: not known (yet).
         """
-        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
-            return request.fixed
-        first, *others = request.segments
-        if others and not first.is_placeholder:
-            return len(first.tokens)
-        agent = (request.namespace, request.client, request.workflow, request.agent)
-        return self._boundary.observe(agent, request.tokens, now)
+        declared = _declared(request)
+        return self._boundary.observe(_caller(request), request.tokens, now) if declared is None else declared
+
+    def known(self, request: GenerateRequest, now: float) -> int | None:
+        """Return as `of` does, without taking the request into the agent's history."""
+        declared = _declared(request)
+        return self._boundary.length(_caller(request), now) if declared is None else declared
+
+
+def _declared(request: GenerateRequest) -> int | None:
+    """Return the length that a request itself gives."""
+    if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
+        return request.fixed
+    first, *others = request.segments
+    return len(first.tokens) if others and not first.is_placeholder else None
+
+
+def _caller(request: GenerateRequest) -> Hashable:
+    return request.namespace, request.client, request.workflow, request.agent
 
 
 def _require(key: str, value: object, good: bool, why: str) -> None:

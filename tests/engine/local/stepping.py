@@ -53,7 +53,9 @@ def runner() -> ModelRunner:
 class Stepped:
     """An engine that is stepped by hand."""
 
-    def __init__(self, costs: type[EngineCosts] = KnownCosts, **settings: object) -> None:
+    def __init__(
+        self, costs: type[EngineCosts] = KnownCosts, model: ModelRunner | None = None, **settings: object
+    ) -> None:
         defaults: dict[str, object] = {
             "num_blocks": 256,
             "device": "cpu",
@@ -63,7 +65,7 @@ class Stepped:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "EngineCosts", costs)
             self.core: EngineCore
-            self.core, _ = build.core(runner(), EngineSettings(**{**defaults, **settings}))
+            self.core, _ = build.core(model or runner(), EngineSettings(**{**defaults, **settings}))
         self.passes: list[list[Work]] = []
         """All passes so far"""
         schedule = self.core.scheduler.schedule

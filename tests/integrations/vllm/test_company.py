@@ -1,4 +1,4 @@
-"""Kedge beside other connectors (vLLM's `MultiConnector`), and beside speculative decoding."""
+"""Kedge beside other connectors, in vLLM's `MultiConnector`."""
 
 from __future__ import annotations
 
@@ -64,17 +64,4 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
         connector = built.connector.sub_connectors[0 if is_first else 1]
         assert connector._scheduler.totals()["blocks_loaded"] > 0, "the host tier goes on"
         assert any(tmp_path.iterdir()), "and so does the other connector"
-        assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1
-
-
-def test_speculative_decoding_gives_stocks_answers(tiny_llama: Path) -> None:
-    """By n-grams of the prompt, over KV that comes back from the host."""
-    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with driver(tiny_llama, plugged=False, speculative_config=ngrams, **SIZE) as plain:
-        expected = cycle(plain)
-    with driver(tiny_llama, extra={"tiers": {"host_blocks": 40}}, speculative_config=ngrams, **SIZE) as built:
-        assert cycle(built) == expected
-        assert built.side.totals()["blocks_loaded"] > 0
-        output = built.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]))
-        assert "speculative decoding" in receipt(output)["misses"][0]["reason"]
         assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1

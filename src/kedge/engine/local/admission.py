@@ -12,6 +12,7 @@ from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
 from kedge.reuse.costs import EngineCosts
@@ -34,6 +35,7 @@ class Admission:
         learning: Learning,
         costs: EngineCosts,
         sentinels: Sentinels,
+        snapshots: StateSnapshots,
         preempt: Callable[[RequestSequence], bool],
         end: Callable[[RequestSequence, BaseException], None],
     ) -> None:
@@ -42,7 +44,7 @@ class Admission:
         """
         self._cache, self._runtime, self._loading, self._assembler = cache, runtime, loading, assembler
         self._preassembly, self._learning, self._costs = preassembly, learning, costs
-        self._sentinels = sentinels
+        self._sentinels, self._snapshots = sentinels, snapshots
         self._preempt, self._end = preempt, end
 
     def admit(self, sequence: Sequence) -> bool:
@@ -160,7 +162,10 @@ class Admission:
         return self._preassembly.give_back() or self._learning.reclaim()
 
     def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
+        limit = self._snapshots.limit(sequence)
         try:
-            return self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, sequence.exact_limit, room)
+            lease = self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, limit, room)
         except OutOfBlocks:
             return None
+        self._snapshots.begin(sequence, lease.exact_tokens)
+        return lease

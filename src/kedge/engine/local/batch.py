@@ -50,4 +50,5 @@ def _slice(item: Work, start: int, positions: torch.Tensor, device: torch.device
         context=context,
         positions=positions[start : start + count].to(device),
         contiguous=item.positions[0] == context - count,
+        states=item.sequence.states,
     )

@@ -82,7 +82,8 @@ def core(
     """
     num_blocks = config.num_blocks or _blocks(runner.spec, config)
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
-    runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
+    has_graphs = config.cuda_graphs and not runner.recurrent
+    runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if has_graphs else None
     expected = UpcomingSteps()
     anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
     base_host = host_bound(config.anchors.host_base_bytes, config.tiers, expected)

@@ -36,13 +36,15 @@ from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
+from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import EngineClosed, OutOfBlocks
+from kedge.hints.actions import ActionOutcome
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RunKey, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -68,20 +70,22 @@ class EngineCore:
     ) -> None:
         """Build the engine; `capacity` is the tokens of the device tier, `carriers` move blocks between tiers."""
         self._runner, self._cache, self._storage, self._runtime = runner, cache, storage, runtime
-        self._carriers, self._assembler, self._costs = carriers, assembler, costs
+        self._carriers, self._assembler, self._costs, self._loading = carriers, assembler, costs, loading
         self._sessions = SessionCaching(cache, is_on=config.tiers.policy == "sessions")
         self._fixed = FixedPrompts(cache, self._sessions)
+        self._states = states = StateSnapshots(runner.recurrent, cache, config.state_memory, self._fixed.length)
+        loading.reusable = states.reusable
         self.plain = PlainRequests(config.discovery)
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
         jobs, ahead = deque[BaseJob](), deque[PreparedPrompt]()
         self.sentinel_checks = SentinelChecks(sentinels := Sentinels(storage))
         writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs, sentinels)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
-        self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions, self.plain)
+        self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions, self.plain, states)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
             *(cache, runtime, loading, assembler, self._preassembly, self._learning, costs, sentinels),
-            *(requests.preempt, requests.end),
+            *(states, requests.preempt, requests.end),
         )
         limits = config.max_batch_tokens, config.max_running, config.learning.budget
         service = ServiceOrders(cache, self._sessions) if config.tiers.policy == "sessions" else None
@@ -89,10 +93,8 @@ class EngineCore:
         parts = cache, self._fixed, runtime, self._learning, self._preassembly
         self._answers = Answers(runner.eos_token_ids, self.scheduler, *parts, requests.end)
         requests.scheduler, requests.learning = self.scheduler, self._learning
-        self._loading = loading
-        self.inspection = Inspection(
-            self.scheduler, cache, loading, self._preassembly, self._learning, costs, runtime, storage, self.plain
-        )
+        figures = costs, runtime, storage, self.plain, states
+        self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, *figures)
 
     # requests and hints ---------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class EngineCore:
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected."""
-        if self._assembler.works_ahead:
+        if self._assembler.works_ahead and not self._runner.recurrent:
             self._preassembly.expect(request)
 
     def end_run(self, run: RunKey) -> None:
@@ -117,6 +119,10 @@ class EngineCore:
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)
         self._fixed.known(prompts)
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions without a request. Returns what becomes of each hint."""
+        return self._sessions.advise(namespace, hints)
 
     # steps ----------------------------------------------------------------------------------------------------
 
@@ -184,6 +190,7 @@ class EngineCore:
             return self._fail(work, error)
         for item in work:
             del item.sequence.todo[: len(item.positions)]
+            self._states.computed(item.sequence, item.positions[-1] + 1)
         self._answers.read_prompts(work, logits)
         ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         refuted = self.sentinel_checks.refuted([item.sequence for item, _ in ended])
@@ -268,6 +275,7 @@ class EngineCore:
         self._preassembly.clear()
         self.plain.clear()
         self._cache.clear_all()
+        self._states.clear()
         self._runtime.clear()
 
     def shut(self, cause: BaseException | None) -> None:

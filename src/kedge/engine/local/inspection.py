@@ -13,6 +13,7 @@ from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
+from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
@@ -32,6 +33,7 @@ class Inspection:
     runtime: Runtime
     storage: PagedStorage
     plain: PlainRequests
+    snapshots: StateSnapshots
 
     @property
     def learned(self) -> tuple[AnchorStore, BaseStore]:
@@ -54,6 +56,7 @@ class Inspection:
             "loading": self.loading.stats(),
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
+            "states": asdict(self.snapshots.stats()),
             **self.runtime.stats(),
         }
 

@@ -12,6 +12,7 @@ from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
 from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.local.sessions import SessionCaching, stop_reason
+from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import ForwardFailed
 from kedge.policies.sessions import TurnEnd
 from kedge.types import FinishReason, RequestId, ReuseMode
@@ -32,10 +33,11 @@ class Requests:
         preassembly: PromptPreassembler,
         sessions: SessionCaching,
         plain: PlainRequests,
+        snapshots: StateSnapshots,
     ) -> None:
         """Start empty. The scheduler and learning, which free and end requests themselves, are set later."""
         self._cache, self._loading, self._preassembly, self._sessions = cache, loading, preassembly, sessions
-        self._plain = plain
+        self._plain, self._snapshots = plain, snapshots
 
     @property
     def sequences(self) -> list[RequestSequence]:
@@ -80,6 +82,7 @@ class Requests:
         exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
         self._cache.finish(sequence.key, sequence.tokens[:exact])
+        self._snapshots.ended(sequence, exact)
         if sequence.turn and sequence.finish:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
             self._sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
@@ -99,6 +102,7 @@ class Requests:
         self._plain.ended(sequence.namespace, sequence.request.request_id)
         if sequence.admitted:
             self._cache.abort(sequence.key)
+            self._snapshots.ended(sequence, 0)
             self._preassembly.wake()
         else:
             self._preassembly.abandon(sequence)

@@ -10,9 +10,9 @@ import pytest
 
 from kedge.engine.common.state.files import SUFFIX
 from kedge.engine.common.state.folder import StateFolder
-from kedge.engine.common.state.guard_state import GuardState
+from kedge.engine.common.state.guard_state import GuardFolder
 from kedge.errors import ConfigError, StateRefused
-from kedge.guard import GuardState as Trust
+from kedge.guard import GuardState
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import GuardSettings
 from tests.engine.common.state.test_guard_records import CHANGED, asked
@@ -22,8 +22,8 @@ MODEL = "a model"
 
 
 @contextmanager
-def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[GuardState]:
-    state = GuardState(folder, identity, guard)
+def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[GuardFolder]:
+    state = GuardFolder(folder, identity, guard)
     try:
         yield state
     finally:
@@ -52,7 +52,7 @@ def test_all_that_evidence_has_cost_survives(tmp_path: Path) -> None:
     assert after.saved() == before.saved() and after.stats() == before.stats()
     restarts = [after._records[key].progress[0] for key in after._records]
     assert restarts and min(restarts) > 0, "the next test is one at a smaller alpha"
-    assert after._records.popitem()[1].state is Trust.SHADOW
+    assert after._records.popitem()[1].state is GuardState.SHADOW
 
 
 def test_records_of_another_model_are_refused_and_moved_away_by_the_next_snapshot(tmp_path: Path) -> None:

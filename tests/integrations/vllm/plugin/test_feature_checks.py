@@ -120,12 +120,17 @@ def test_where_vllm_can_recompute_that_policy_is_accepted() -> None:
     assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10, 32).translation is None
 
 
-def test_several_groups_keep_the_order_of_eviction_only() -> None:
+def test_several_groups_are_cached_and_not_translated() -> None:
     window = SlidingWindowSpec(**SPEC, sliding_window=64)
-    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC), window), 10, 32)
-    assert found.eviction is None and found.host and found.translation
+    both = groups(window, FullAttentionSpec(**SPEC))
+    found = compat.find_features(config(), both, 10, 32)
+    assert (found.eviction, found.host) == (None, None)
+    assert found.translation == "the model has 2 KV cache groups"
+    assert compat.cache_groups(config(), both).main.number == 1
+    assert compat.block_bytes(both) == compat.block_bytes(ONE), "a block is of one group at a time"
     alone = compat.find_features(config(), groups(window), 10, 32)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
+    assert alone.eviction is None and alone.host and "none has full attention" in alone.host
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:

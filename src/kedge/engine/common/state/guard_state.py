@@ -13,7 +13,7 @@ from kedge.engine.common.state.snapshot import SavedState, summary
 from kedge.errors import StateDamaged
 
 
-class GuardState:
+class GuardFolder:
     """The guard's records in one folder. Any thread may call."""
 
     def __init__(self, folder: Path, identity: str, guard: SavesRecords) -> None:

@@ -56,16 +56,20 @@ def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
         raise unsupported(module, "its tokens attend to later ones (`is_causal` is False)")
 
 
-def require_place(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> None:
-    """Raise `UnsupportedModel` unless keys and values [1, kv_heads, tokens, dim] fit into their layer's pools."""
+def place_of(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> int:
+    """Return the number of a layer's pools. Raises `UnsupportedModel` unless keys and values [1, kv_heads, tokens, dim]
+    fit into them.
+    """
     layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int) or layer not in range(len(storage.pools)):
+    place = storage.places.get(layer) if isinstance(layer, int) else None
+    if place is None:
         raise unsupported(module, f"it attends in layer {layer}, and the model has {len(storage.pools)} layers")
-    _, heads, dim = storage.pools[layer][0].shape
+    _, heads, dim = storage.pools[place][0].shape
     for name, tensor in (("keys", keys), ("values", values)):
         if tensor.shape[1] != heads or tensor.shape[3] > dim or (name == "keys" and tensor.shape[3] != dim):
             found = f"{tensor.shape[1]} heads of {tensor.shape[3]} dimensions"
             raise unsupported(module, f"its {name} have {found}, {heads} of {dim} when it was loaded")
+    return place
 
 
 def without_batch(module: nn.Module) -> UnsupportedModel:

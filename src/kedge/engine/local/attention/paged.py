@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from kedge.engine.local.attention import written_out
-from kedge.engine.local.attention.arguments import require_known, require_place, without_batch
+from kedge.engine.local.attention.arguments import place_of, require_known, without_batch
+from kedge.engine.local.states import States
 from kedge.kv.storage import PagedStorage, Runs
 
 NAME = "kedge"
@@ -59,6 +60,8 @@ class SequenceSlice:
     """Masks by sliding window, made once per pass for all layers."""
     biases: dict[tuple[int | None, int], list[Bias]] = field(default_factory=dict)
     """Biases of each part of the context by sliding window and group size, made once per pass for all layers."""
+    states: States | None = None
+    """The states of recurrent layers after the positions before, which the pass changes; None where it begins."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return [queries, context]: 0 where key j is visible to the query at position p (p - window < j <= p), else
@@ -167,8 +170,7 @@ def paged_attention(
     if kedge is None:
         raise without_batch(module)
     require_known(module, {"attention_mask": attention_mask, **others})
-    require_place(module, kedge.storage, key, value)
-    layer = cast(int, module.layer_idx)
+    layer = place_of(module, kedge.storage, key, value)
     kedge.storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = kedge.attend(layer, query[0], scaling, sliding_window, softcap, s_aux)[None]

@@ -33,6 +33,16 @@ LATENT = {
     "v_head_dim": 16,
 }  # fmt: skip
 DEEPSEEK = {**LATENT, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
+HYBRID = ["linear_attention", "linear_attention", "full_attention"]
+CHOSEN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+DELTA = {
+    "layer_types": HYBRID, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_chunk_size": 16, "mamba_d_conv": 4,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -126,12 +136,38 @@ ARCHITECTURES = (
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
                             "long_factor": [4.0] * 8, "original_max_position_embeddings": 512},
     }),
+    Architecture("Qwen3-Next, linear attention", "qwen3_next", {
+        **DELTA, **CHOSEN, "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32,
+    }),
+    Architecture("Qwen3.5, linear attention", "qwen3_5_text", {**DELTA, "head_dim": 16}),
+    Architecture("Qwen3.5 MoE, linear attention", "qwen3_5_moe_text", {
+        **DELTA, **CHOSEN, "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32,
+    }),
+    Architecture("OLMo Hybrid, linear attention", "olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}),
+    Architecture("Kimi Linear, MLA", "kimi_linear", {
+        **LATENT, **EXPERTS, "q_lora_rank": None, "layer_types": HYBRID, "linear_head_dim": 16, "linear_num_heads": 4,
+        "num_local_experts": 4,
+    }),
+    Architecture("Falcon-H1, state space", "falcon_h1", {**MAMBA, "mamba_d_ssm": 128, "head_dim": 16}),
+    Architecture("Bamba, state space", "bamba", {**MAMBA, "attn_layer_indices": [2]}),
+    Architecture("Granite 4, state space", "granitemoehybrid", {
+        **MAMBA, **CHOSEN, "layer_types": HYBRID, "num_local_experts": 4, "shared_intermediate_size": 32,
+    }),
+    Architecture("Nemotron-H, state space", "nemotron_h", {
+        "layer_types": ["linear_attention", "mlp", "full_attention"], "head_dim": 16, "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16,
+    }),
+    Architecture("LFM2, short convolutions", "lfm2", {
+        "layer_types": ["conv", "conv", "full_attention"], "block_ff_dim": 96, "block_auto_adjust_ff_dim": False,
+    }),
     Architecture("DeepSeek-V3.2, sparse MLA", "deepseek_v32", DEEPSEEK),
     Architecture("GLM-5, sparse MLA", "glm_moe_dsa", DEEPSEEK),
-    Architecture("Qwen3-Next, linear attention", "qwen3_next"),
-    Architecture("Qwen3.5, linear attention", "qwen3_5_text"),
-    Architecture("Kimi Linear", "kimi_linear"),
-    Architecture("Falcon-H1, state space", "falcon_h1"),
+    Architecture("Jamba, state space", "jamba", {
+        **CHOSEN, "attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
+    }),
+    Architecture("MiniMax, linear attention", "minimax", {
+        **CHOSEN, "layer_types": HYBRID, "head_dim": 16, "num_local_experts": 4,
+    }),
     Architecture("Llama 4, chunked attention", "llama4_text"),
     Architecture("StableLM", "stablelm"),
     Architecture("GPT-2, learned positions", "gpt2"),

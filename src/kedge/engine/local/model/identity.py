@@ -15,6 +15,8 @@ SAMPLED = 64
 """Sampled elements of every weight that are part of a model's identity."""
 _CHANCE = frozenset({"_name_or_path", "dtype", "transformers_version"})
 """Config entries that do not identify the model"""
+_IN_CONFIG = frozenset({"shapes", "numbers"})
+"""Fields of the KV's shape that follow from the config"""
 
 
 def model_digest(runner: ModelRunner) -> Any:
@@ -23,7 +25,7 @@ def model_digest(runner: ModelRunner) -> Any:
     """
     digest = hashlib.sha256()
     config = {k: v for k, v in runner.model.config.to_dict().items() if k not in _CHANCE}
-    spec = {name: value for name, value in asdict(runner.spec).items() if name != "shapes"}  # the config has them
+    spec = {name: value for name, value in asdict(runner.spec).items() if name not in _IN_CONFIG}
     add(digest, {"config": config, "kv": spec})
     for name, weight in sorted(runner.model.state_dict().items()):
         add(digest, [name, list(weight.shape), str(weight.dtype)])

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention.arguments import unsupported, without_batch
 from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
+from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.engine.local.model.rotations import Candidates, RotaryCall, recorded, spread
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Rotary, Rotation, by_layer
@@ -63,20 +64,22 @@ class Recording:
         return tuple(LayerShape(key.shape[1], key.shape[2], value.shape[2]) for key, value in pairs)
 
 
-def find(model: PreTrainedModel, spec: KVSpec, max_positions: int) -> Layout:
+def find(model: PreTrainedModel, recurrent: RecurrentLayers, spec: KVSpec, max_positions: int) -> Layout:
     """Return the layout of a model, for a `spec` as its config has it.
 
     Raises `UnsupportedModel` unless every layer attends once, to keys and values of its own.
     """
     places = sorted({at for at in (*PLACES, max_positions - 1) if at < max_positions})
     positions = torch.tensor(places, device=model.device)
-    recording, calls = _record(model, positions)
-    _require_every_layer(model, spec, sorted(recording.keys))
+    recording, calls = _record(model, recurrent, positions)
+    numbers = sorted(recording.keys)
+    _require_every_layer(model, spec, list(range(len(numbers))) if recurrent else numbers)
     rotaries = [Rotary(call, max_positions, model.device) for call in calls]
     candidates = Candidates(rotaries)
     fits = [candidates.best(recording.keys[n], positions) for n in sorted(recording.keys)]
     refusal = _refusal(spec, [error for _, error in fits], [spread(v) for _, v in sorted(recording.values.items())])
-    return Layout(measured(spec, recording.shapes), by_layer([rotary for rotary, _ in fits]), refusal)
+    spec = measured(replace(spec, numbers=_unusual(numbers)), recording.shapes)
+    return Layout(spec, by_layer([rotary for rotary, _ in fits]), refusal)
 
 
 def measured(spec: KVSpec, shapes: tuple[LayerShape, ...]) -> KVSpec:
@@ -87,13 +90,21 @@ def measured(spec: KVSpec, shapes: tuple[LayerShape, ...]) -> KVSpec:
     return replace(spec, layers=len(shapes), kv_heads=kv_heads, head_dim=head_dim, shapes=kept)
 
 
+def _unusual(numbers: list[int]) -> tuple[int, ...]:
+    """Return the numbers of layers, or nothing where they are those of their rows in the pool."""
+    return () if numbers == list(range(len(numbers))) else tuple(numbers)
+
+
 @torch.inference_mode()
-def _record(model: PreTrainedModel, positions: Tensor) -> tuple[Recording, list[RotaryCall]]:
+def _record(
+    model: PreTrainedModel, recurrent: RecurrentLayers, positions: Tensor
+) -> tuple[Recording, list[RotaryCall]]:
     """Run one token at all positions."""
     recording = Recording()
     token = torch.full_like(positions, model.config.get_text_config().vocab_size // 2)
     with attention(model, NAME), recorded(model) as calls:
-        model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording)
+        states = recurrent.fresh([1] * len(positions))
+        model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording, **states)
     return recording, calls
 
 

@@ -60,7 +60,7 @@ def require_same(runner: ModelRunner) -> None:
     look = Look(runner.max_positions)
     token = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
     with attention(runner.model, NAME), torch.inference_mode():
-        runner.model(input_ids=token, position_ids=token, use_cache=False, kedge=look)
+        runner.model(input_ids=token, position_ids=token, use_cache=False, kedge=look, **runner.recurrent.fresh([1]))
 
 
 def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:

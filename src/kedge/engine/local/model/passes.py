@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.local.attention.paged import Batch, SequenceSlice
+from kedge.engine.local.states import States
 from kedge.errors import UnsupportedModel
 from kedge.kv.storage import PagedStorage
 
@@ -38,6 +39,8 @@ class PromptPiece:
     slot: int
     start: int
     stop: int
+    states: States | None = None
+    """The states of a model's recurrent layers after the tokens before `start`."""
 
     def share(self, row: int) -> SequenceSlice:
         """Return its share of a batch, starting at a row."""
@@ -48,6 +51,7 @@ class PromptPiece:
             context=self.stop,
             positions=torch.arange(self.start, self.stop, device=self.prompt.device),
             contiguous=True,
+            states=self.states,
         )
 
 

@@ -46,7 +46,7 @@ def require_interface(model: type[PreTrainedModel]) -> None:
     """Raise `UnsupportedModel` if the class does not support external attention functions, according to
     Transformers.
     """
-    if not model.is_backend_compatible():
+    if not (model.is_backend_compatible() or model._is_stateful):  # of these hardly any says so, and most are
         why = "Transformers runs it with attention of its own only (no `AttentionInterface`)"
         raise UnsupportedModel("model_type", model.config_class.model_type, why)
 
@@ -75,9 +75,12 @@ def _prompts(runner: ModelRunner) -> Tensor:
 def _paged(runner: ModelRunner, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab], computed as the engine does."""
     storage = storage_for(runner, prompts.numel())
-    starts = [(prompt, i * LENGTH, split) for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))]
-    first = [PromptPiece(prompt, slot, 0, split) for prompt, slot, split in starts]
-    second = [PromptPiece(prompt, slot, split, LENGTH) for prompt, slot, split in starts]
+    starts = [
+        (prompt, i * LENGTH, split, runner.recurrent.new())
+        for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))
+    ]
+    first = [PromptPiece(prompt, slot, 0, split, states) for prompt, slot, split, states in starts]
+    second = [PromptPiece(prompt, slot, split, LENGTH, states) for prompt, slot, split, states in starts]
     logits = [run(runner, one_pass(step, storage)).split([p.stop - p.start for p in step]) for step in (first, second)]
     return torch.stack([torch.cat(parts) for parts in zip(*logits, strict=True)])
 

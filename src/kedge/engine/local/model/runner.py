@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.paged import Batch, ForwardBatch
 from kedge.engine.local.model import layout
 from kedge.engine.local.model.graphs import StepGraphs
+from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.kv.spec import KVSpec, longest, translation_refusal
 
 
@@ -28,7 +29,10 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size: int = config.vocab_size
         self.max_positions = longest(config)
-        found = layout.find(model, KVSpec.from_config(model.config, dtype=model.dtype), self.max_positions)
+        self.recurrent = RecurrentLayers(model)
+        """The layers with a state of all tokens before."""
+        spec = KVSpec.from_config(model.config, dtype=model.dtype)
+        found = layout.find(model, self.recurrent, spec, self.max_positions)
         self.spec, self.rotary = found.spec, found.rotary
         self.refusal = translation_refusal(model.config) or found.refusal
         """Why the model's KV cannot be translated; None if it can."""
@@ -52,5 +56,15 @@ class ModelRunner:
             use_cache=False,
             logits_to_keep=batch.logits_rows,
             kedge=batch,
+            **self._states(batch),
         )
         return out.logits[0].float()
+
+    def _states(self, batch: ForwardBatch) -> dict[str, Cache]:
+        """Return the argument with the states of the sequences; those without any begin with this pass."""
+        if not self.recurrent:
+            return {}
+        assert isinstance(batch, Batch), "only whole batches run on a model with recurrent layers"
+        assert all(one.states or one.context == one.stop - one.start for one in batch.sequences), "states are missing"
+        pieces = [(one.stop - one.start, one.states or self.recurrent.new()) for one in batch.sequences]
+        return self.recurrent.going_on(pieces)

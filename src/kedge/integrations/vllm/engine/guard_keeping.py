@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kedge.engine.common.state.guard_records import SavesRecords
-from kedge.engine.common.state.guard_state import GuardState
+from kedge.engine.common.state.guard_state import GuardFolder
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine.options import KeepingOptions
 from kedge.settings import AnchorSettings
@@ -33,7 +33,7 @@ def keep_guard(
 
     folder = keeping.state.absolute() / FOLDER
     try:
-        state = GuardState(folder, guard_identity(config, anchors), guard)
+        state = GuardFolder(folder, guard_identity(config, anchors), guard)
     except OSError as error:
         raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
     kept = RankState(state, keeping.snapshot_interval, lambda: True)

@@ -17,7 +17,7 @@ OUTCOMES = ("saved", "failed", "refused", "damaged")
 """What is counted: snapshots that were written, or could not be; state of another model; damaged files"""
 
 
-class State(Protocol):
+class SavesState(Protocol):
     """State in a folder, see `EngineState`."""
 
     @property
@@ -37,7 +37,7 @@ class RankState:
     A snapshot that fails is logged and counted, and the one before stays.
     """
 
-    def __init__(self, state: State, interval: float, is_trusted: Callable[[], bool]) -> None:
+    def __init__(self, state: SavesState, interval: float, is_trusted: Callable[[], bool]) -> None:
         """Write every `interval` seconds what `state` asks for, where `is_trusted` returns that it is worth keeping."""
         self._state, self._interval, self._is_trusted = state, interval, is_trusted
         self._outcomes: Counter[str] = Counter()
