@@ -79,7 +79,7 @@ class AnchorStore:
     def prepare(self, sample: SampleView) -> None:
         """Match a value ahead of time, with the anchors of the site that has most of them."""
         pool = self.pools.get(sample.pool)
-        ids = max((tuple(offsets.holders) for offsets in pool.sites.values()), key=len, default=()) if pool else ()
+        ids = max((offsets.anchors for offsets in pool.sites.values()), key=len, default=()) if pool else ()
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
@@ -101,7 +101,7 @@ class AnchorStore:
         return max(offsets.calibration.observations, len(offsets.holders)) if offsets else 0
 
     def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
-        ids = tuple(offsets.holders)
+        ids = offsets.anchors
         tokens = len(sample.tokens)
         lack = self._matcher.lacks(pool, ids, tokens)
         if lack := lack or self._criterion.lacks(tokens, pool.block(ids), offsets.calibration):
@@ -169,7 +169,7 @@ class AnchorStore:
         self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
     ) -> Calibration:
         """Return the site's calibration, updated with the error of its estimate from all other anchors."""
-        others = tuple(i for i in offsets.holders if i != anchor.id)
+        others = tuple(i for i in offsets.anchors if i != anchor.id)
         if not self._criterion.calibrates or self._matcher.lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
         if len(others) < len(offsets.holders) and not offsets.leaves_out:

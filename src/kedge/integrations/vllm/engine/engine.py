@@ -31,6 +31,7 @@ from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
+from kedge.integrations.vllm.engine.guard_keeping import keep_guard
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -57,6 +58,7 @@ from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
     from kedge.integrations.vllm.engine.driver import Driver
+    from kedge.integrations.vllm.plugin.rank_state import RankState
 
 T = TypeVar("T")
 STATE_GRACE = 60
@@ -127,10 +129,17 @@ class VLLMEngine:
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
+        self._guard_state: RankState | None = None
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
             warm_up_checks(self._submit_check)
+        if self._is_guarded:
+            try:
+                self._guard_state = keep_guard(self._guard, config, self.config.anchors, self._keeping)
+            except ConfigError:
+                self.close()
+                raise
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -250,6 +259,8 @@ class VLLMEngine:
             self._end_loop()
         self._thread.join()
         self._guard.join()
+        if is_first and self._guard_state is not None:
+            self._guard_state.close()
 
     def __enter__(self) -> VLLMEngine:
         return self
