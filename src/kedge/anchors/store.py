@@ -16,7 +16,7 @@ from kedge.anchors.pool_table import PoolStats, PoolTable
 from kedge.anchors.registry import make_criterion, make_site_offsets
 from kedge.anchors.tiered_store import NO_HOST, HostBound, TieredStore, TieredStoreStats
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView, TemplateOwner
+from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView, TemplateOwner
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId
 
@@ -83,22 +83,17 @@ class AnchorStore:
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
-    def anchors_missing(self, site: PlaceholderSite, pool: PoolKey) -> int:
-        """Return how many anchors a site lacks for a translation."""
+    def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience:
+        """Return how much a site has learned."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        return max(0, self._config.min_anchors - (len(offsets.holders) if offsets else 0))
-
-    def is_saturated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
-        """Return whether a site has observed so many values that one more hardly changes its estimates."""
-        return self._seen_at(site, pool) >= max(self._config.capacity, 2 * self._config.min_anchors)
-
-    def is_calibrated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
-        """Return whether a site has observed so many values that it is known how good its estimates are."""
-        return self._seen_at(site, pool) >= 2 * self._config.min_anchors
-
-    def _seen_at(self, site: PlaceholderSite, pool: PoolKey) -> int:
-        offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        return max(offsets.calibration.observations, len(offsets.holders)) if offsets else 0
+        anchors = len(offsets.holders) if offsets else 0
+        observed = max(offsets.calibration.observations, anchors) if offsets else 0
+        least = self._config.min_anchors
+        return Experience(
+            missing=max(0, least - anchors),
+            is_calibrated=observed >= 2 * least,
+            is_saturated=observed >= max(2 * least, self._config.capacity),
+        )
 
     def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
         ids = offsets.anchors
