@@ -56,15 +56,7 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 def test_everything_is_on_where_it_fits() -> None:
     found = compat.find_features(config(), ONE, 10, 32)
-    assert (found.eviction, found.host, found.translation) == (None, None, None)
-    assert (found.lanes is None) == adapters.installed().admits_apart
-
-
-def test_an_adapter_without_a_limit_on_admissions_has_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = replace(adapters.installed(), admits_apart=False)
-    monkeypatch.setattr(compat, "installed", lambda: one)
-    found = compat.find_features(config(), ONE, 10, 32)
-    assert found.lanes and "no limit on admissions" in found.lanes and found.translation is None
+    assert found == compat.Features(None, None, None, None)
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +148,7 @@ def test_too_old_a_version_switches_everything_off(
     assert found.lanes == compat.NO_TRANSLATION
 
 
-@pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM is not like the newest")
+@pytest.mark.skipif(adapters.installed() is not adapters.ADAPTERS[-1], reason="this vLLM is not like the newest")
 @pytest.mark.parametrize("version", ["0.34.0", "0.99.3+cpu", "1.2.0"])
 def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -218,17 +210,15 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 # lanes ----------------------------------------------------------------------------------------------------------------
 
-has_lanes = pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM has no lanes")
-
-
 def lanes(**changes: Any) -> str | None:
     found = compat.find_features(config(**changes), ONE, 10, 32)
     assert found.translation is None, "it goes on, up to the first hole"
     return found.lanes
 
 
-@has_lanes
-def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_lanes_need_kedges_scheduler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    one = replace(adapters.installed(), binds_manager=True)  # or else translation needs it, too
+    monkeypatch.setattr(compat, "installed", lambda: one)
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
     assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
@@ -240,7 +230,6 @@ def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"kedge: lanes is off: {reason}"]
 
 
-@has_lanes
 def test_lanes_are_off_where_a_pass_may_be_split() -> None:
     assert "microbatching" in (lanes(use_ubatching=True) or "")
 
@@ -249,7 +238,6 @@ def test_lanes_can_be_switched_off() -> None:
     assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
 
 
-@has_lanes
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class More(NewRequestData):
@@ -261,13 +249,11 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
     assert "block_ids, lora_request, mm_features" in (lanes() or "")
 
 
-@has_lanes
 def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "schedule", lambda self: self.max_num_scheduled_tokens)
-    assert lanes() == "vLLM's Scheduler.schedule does not read max_num_active_reqs"
+    assert lanes() == f"vLLM's Scheduler.schedule does not read {adapters.installed().admission_limit}"
 
 
-@has_lanes
 def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (), {"schedule": Scheduler.schedule, "__init__": lambda self: setattr(self, "running", [])})
     monkeypatch.setattr(compat, "Scheduler", bare)

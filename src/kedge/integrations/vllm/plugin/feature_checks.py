@@ -197,8 +197,6 @@ def _request_data_refusal() -> str | None:
 
 
 def _schedule_refusal() -> str | None:
-    if not installed().admits_apart:
-        return f"vLLM {vllm.__version__} has no limit on admissions apart from that on running requests"
     if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
         return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
     missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
