@@ -110,7 +110,7 @@ class Engine:
         request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, request.num_prompt_tokens
         ids = [block.block_id for block in blocks]
         with self.clock.on("finish"):
-            self._side.on_finish(request, (ids,))
+            self._side.on_finish(request, ids, [])
             self._queue.contexts.ended(request)
         self._pool.free_blocks(reversed(blocks))
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.decisions import MAX_PICK, PROSE, first_decision, pick_of
+from kedge.decisions import MAX_PICK, PROSE, first_decision, pick_of, spelled
 from kedge.server.openai.tool_calls import PARSERS
 
 NAMES = st.text("abcXYZ_-.09", min_size=1, max_size=12)
 VALUES = st.recursive(st.one_of(st.integers(), st.text(max_size=8)), lambda inner: st.lists(inner, max_size=2))
+READINGS = ("", "<number>", "<letter>", "<word>", "<braced>")
 FORMATS = {"llama3_json": ("parameters", "{}"), "hermes": ("arguments", "<tool_call>{}</tool_call>")}
 
 
@@ -60,5 +61,48 @@ def test_a_pick_is_the_rest_of_the_line_behind_the_last_mark(answer: str, pick: 
     assert pick_of(answer, "The answer is") == pick
 
 
+@pytest.mark.parametrize(
+    ("pick", "answer", "picked"),
+    [
+        ("answer is <number>", "The answer is **$1,200.50**, as 7 fits.", "1200.5"),
+        ("answer is <number>", "The answer is 1. No: the answer is -08.", "-8"),
+        ("answer is <number>", "The answer is unknown.", None),
+        ("answer is <letter>", "The answer is **(B)** since A fails", "b"),
+        ("answer is <letter>", "The answer is Bern", None),
+        ("answer is <word>", "The answer is: 'Rome'. It rains.", "rome"),
+        (r"\boxed<braced>", r"So \boxed{1}, or \boxed{\frac{1}{2}} of it", r"\frac{1}{2}"),
+        (r"\boxed<braced>", r"So \boxed{\frac{1}{2", None),
+        (r"\boxed<braced>", r"So \boxed5}", None),
+        (r"\boxed<braced>", r"So \boxed{ }", None),
+        ("<number>", "I count 3 of 4", "3"),
+        ("<letter>", "(c) fits", "c"),
+        ("<word>", "", None),
+        ("<answer>", "<answer>B</answer>", "b</answer"),
+        ("choose <Number>", "I choose <Number> 5", "5"),
+    ],
+)
+def test_a_pick_may_say_how_it_is_read(pick: str, answer: str, picked: str | None) -> None:
+    assert pick_of(answer, pick) == picked
+
+
+@given(st.text("a1 .<>{}-,\n\\", max_size=40), st.text("a1 <>", max_size=6), st.sampled_from(READINGS))
+def test_a_pick_is_found_in_the_text_alone(answer: str, mark: str, reading: str) -> None:
+    found = pick_of(answer, mark + reading) if mark + reading else None
+    assert found is None or (found and len(found) <= MAX_PICK)
+    assert found is None or mark.rstrip() in answer or not reading
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_pick_is_bounded_however_it_is_read(reading: str) -> None:
+    for filling in ("1", "a", "{", "1,", "a ", "{}"):
+        assert len(pick_of("=" + filling * 10**5, f"={reading}") or "") <= MAX_PICK
+
+
 def test_a_pick_is_bounded() -> None:
     assert pick_of("=" + "x" * 10**6, "=") == "x" * MAX_PICK
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 4))
+def test_every_spelling_of_a_number_is_one(value: int, zeros: int) -> None:
+    fraction = "." + "0" * zeros if zeros else ""
+    assert spelled(f"{value:,}{fraction}") == spelled(str(value)) == str(value)

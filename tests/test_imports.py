@@ -80,6 +80,7 @@ BENCH_MAY_IMPORT = {
     "engine.local.sequence.LocalStream",
     "engine.local.sequence.Sequence",
     "engine.local.sessions.SessionCaching",
+    "reuse.contracts.Experience",
     "reuse.contracts.PlaceholderSite",
     "reuse.contracts.PoolKey",
     "reuse.contracts.SampleView",

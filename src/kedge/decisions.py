@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 PROSE = "prose"
 MAX_PICK = 200
 """Most characters of a pick, and of the text before it"""
+NUMBER = r"-?[0-9][0-9,]*(?:\.[0-9]+)?"
+_READ_AS = {
+    "<number>": re.compile(NUMBER),
+    "<letter>": re.compile(r"(?<!\w)[^\W\d_](?!\w)"),
+    "<word>": re.compile(r"\w+"),
+}
+_BRACED = "<braced>"
 _CALL = re.compile(r'\s*(?:<tool_call>\s*)?\{\s*"name"\s*:\s*"([^"\\]+)"')
 
 
@@ -20,11 +28,47 @@ def first_decision(answer: str) -> str:
     return found[1] if found else PROSE
 
 
-def pick_of(answer: str, mark: str) -> str | None:
-    """Return what stands behind the last `mark` in an answer, up to the end of the line; None where there is nothing.
+def pick_of(answer: str, pick: str) -> str | None:
+    """Return what an answer picks in comparable form; None where it picks nothing.
 
-    Markup, punctuation and spaces around it are left out, and case: `**B**.` and `b` are one pick. O(characters).
+    `pick` is the text before it, which counts where it stands last, and may end in how to read what follows:
+    `<number>`, `<letter>` (one that stands alone) or `<word>`, the first of these, and `<braced>`, from one brace to
+    that which closes it, as in `\\boxed<braced>`. Without such an end it is the rest of the line. A reading alone is
+    the first in the whole answer. `1,200.50` and `1200.5` are one number; case, and markup and punctuation around a
+    line, are left out. O(characters).
     """
-    _, found, rest = answer.rpartition(mark)
-    line = rest.strip().partition("\n")[0] if found else ""
-    return line[:MAX_PICK].strip(" \t*_`'\".,;:!()[]{}<>").casefold() or None
+    mark, opened, name = pick.rpartition("<")
+    reading = opened + name
+    if reading not in _READ_AS and reading != _BRACED:
+        mark, reading = pick, ""
+    mark = mark.rstrip() if reading else mark
+    _, found, rest = answer.rpartition(mark) if mark else ("", "<", answer)
+    return (_read(rest, reading) or None) if found else None
+
+
+def _read(rest: str, reading: str) -> str:
+    """Return what stands in the text behind a mark, "" where it is not there."""
+    if not reading:
+        line = rest.strip().partition("\n")[0]
+        return line[:MAX_PICK].strip(" \t*_`'\".,;:!()[]{}<>").casefold()
+    if reading == _BRACED:
+        return braced(rest.lstrip()[: MAX_PICK + 2]) or ""
+    found = _READ_AS[reading].search(rest)
+    read = found[0][:MAX_PICK].casefold() if found else ""
+    return spelled(read) if read and reading == "<number>" else read
+
+
+def braced(text: str) -> str | None:
+    """Return what is in the braces that a text begins with, inner ones included; None where they are not closed."""
+    depth = 0
+    for at, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
+        if depth <= 0:
+            return text[1:at].strip() if char == "}" else None
+    return None
+
+
+def spelled(digits: str) -> str:
+    """Normalize a decimal number: `1,200.50` becomes `1200.5`."""
+    value = Decimal(digits.replace(",", ""))
+    return f"{value.normalize():f}" if value else "0"

@@ -62,7 +62,8 @@ class GuardOrders:
     watched: frozenset[str] = frozenset()
     """Placeholders whose values have such tokens in this request"""
     pick: str = ""
-    """The text before what the agent picks in its answers; "": nothing in them is known to be a pick"""
+    """The text before what the agent picks in its answers, see `kedge.decisions.pick_of`; "": nothing in them is known
+    to be a pick"""
 
     def withholds(self, placeholder: str) -> bool:
         """Return whether a placeholder must be computed."""

@@ -299,6 +299,30 @@ def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 2
 
 
+@both
+def test_agents_that_learned_in_another_order_share_a_match(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    critic = PlaceholderSite("critic", 1)
+    values = [sample(seed) for seed in range(6)]
+    alone, store = AnchorStore(AnchorSettings(**settings)), AnchorStore(AnchorSettings(**settings))
+    for value in values:
+        observe(store, value)
+        observe(alone, value)
+    for value in reversed(values):
+        observe(store, value, critic)
+    calls, estimator = [], type(store._matcher._estimator)
+    propose = estimator.propose
+    monkeypatch.setattr(estimator, "propose", lambda *args: calls.append(args) or propose(*args))
+    value = sample(77)
+    one, two = store.estimate(SLOT, value), store.estimate(critic, value)
+    assert one.shareable and two.shareable and len(calls) == 1
+    assert relative_error(translated(one, value), translated(alone.estimate(SLOT, value), value)) < 1e-6
+    for anchor in values:
+        real = observe(AnchorStore(AnchorSettings(**settings)), anchor, critic)
+        assert relative_error(translated(store.estimate(critic, anchor), anchor), real) < 2e-3, "its own offsets"
+
+
 def test_tenants_workflows_and_placeholders_share_nothing() -> None:
     store = filled(range(5), **TOKEN)
     for pool in (

@@ -80,6 +80,8 @@ def test_the_kedge_field_rides_in_what_other_servers_pass_through(carrier: str) 
             Hints(session="s/a", run="s", parent="s/p"),
         ),
         ({}, {"thread-id": "t", "x-codex-parent-thread-id": "p"}, Hints(session="t", run="t", parent="p")),
+        ({}, {"thread-id": "t", "session-id": "s"}, Hints(session="t", run="s")),
+        ({}, {"conversation_id": "c", "session_id": "c"}, Hints(session="c", run="c")),
         (
             {"agent_hints": {"workflow_id": "w", "agent_id": "a", "expected_tool_duration_ms": 1500}},
             {},

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.tenancy import KeyRing
+from kedge.server.tenancy import KeyRing, hashed, load_keys
 from kedge.server.workflows import client_runs
 from kedge.settings import LimitSettings
 from kedge.types import Namespace, RunId, RunKey, TenantId, TurnHints
+from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import Served, serving
 
 
@@ -65,9 +69,136 @@ def test_an_answer_says_what_became_of_each_action(http: httpx.Client, served: S
     )
 
 
-def test_what_goes_with_a_request_is_not_accepted_without_one(http: httpx.Client) -> None:
-    said = {"session": "s", "keep_for": 5, "expects": {"t": None}}
-    assert http.post("/v1/hints", json={"kedge": said}).json()["hints"] == {"session": "s", "run": "s"}
+Outcomes = dict[tuple[str, str], str]
+
+
+def advised(http: httpx.Client, body: dict[str, Any]) -> Outcomes:
+    """What becomes of hints without a prompt, by their ids and the sessions that they are about."""
+    answer = http.post("/v1/hints", json=body)
+    assert answer.status_code == 200, answer.text
+    actions = answer.json()["actions"]
+    assert all(one["reason"] for one in actions)
+    return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
+
+
+def test_every_hint_without_a_prompt_gets_an_outcome() -> None:
+    """The echo engine follows no sessions; what is said of runs is the server's."""
+    said = {"session": "s", "keep_for": 5, "expects": {"t": None}, "run": "r", "steps": {"a": 1}, "seq": 4}
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        assert advised(http, {"kedge": said}) == {
+            ("steps", ""): "applied",
+            ("keep_for", ""): "rejected",
+            ("expects", "t"): "rejected",
+        }
+        assert advised(http, {"kedge": said})["steps", ""] == "rejected", "no newer one than before"
+        assert advised(http, {"kedge": {"steps": {"a": 1}}}) == {("steps", ""): "rejected"}
+        assert advised(http, {"kedge": {"run": "r", "final": True}}) == {("final", ""): "applied"}
+        assert advised(http, {}) == {}
+
+
+def test_sessions_take_no_room_of_runs(http: httpx.Client, served: Served) -> None:
+    before = len(served.workflows.client_runs._of(Namespace(TenantId("default"))))
+    for number in range(3):
+        advised(http, {"kedge": {"session": f"fresh {number}", "keep_for": 1}})
+    assert len(served.workflows.client_runs._of(Namespace(TenantId("default")))) == before
+
+
+HOSTILE: dict[str, Any] = {
+    "session": "x" * 257,
+    "keep_for": -1,
+    "returns_in": "soon",
+    "expects": {str(at): 1 for at in range(65)},
+    "steps": [1],
+    "seq": 1.5,
+    "final": "perhaps",
+    "workflow": 5,
+    "fixed_tokens": 9,
+    "pick": "x",
+    "mood": 1,
+}
+
+
+def test_values_that_are_not_accepted_are_named_and_change_nothing(http: httpx.Client) -> None:
+    assert set(advised(http, {"kedge": HOSTILE}).values()) == {"rejected"}
+    assert {name for name, _ in advised(http, {"kedge": HOSTILE})} == HOSTILE.keys()
+    many = {f"field {at}": 1 for at in range(5000)}
+    assert len(advised(http, {"kedge": many})) < 30, "an answer is bounded"
+    assert advised(http, {"kedge": [HOSTILE]}) == {}
+    for body in ("[]", "5", "{", '"x"', '{"kedge": {"reuse": "fast"}}'):
+        answer = http.post("/v1/hints", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422) and answer.json()["error"]["message"], body
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Served]:
+    with engine_of(tiny_model("llama")) as engine, serving(engine) as running:
+        yield running
+
+
+def spoken(http: httpx.Client, session: str, **kedge: object) -> None:
+    body = {"prompt": list(range(3, 67)), "max_tokens": 2, "kedge": {"session": session, **kedge}}
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_what_is_said_of_sessions_stands_in_the_embedded_engine(local: Served) -> None:
+    with local.http() as http:
+        said = {"kedge": {"session": "mine", "keep_for": 7200, "returns_in": 2}}
+        assert advised(http, said) == {("keep_for", ""): "deferred", ("returns_in", ""): "rejected"}
+        spoken(http, "mine")
+        assert advised(http, said) == {("keep_for", ""): "clipped", ("returns_in", ""): "applied"}
+        assert advised(http, {"kedge": {"expects": {"mine": 1, "else": 1}}}) == {
+            ("expects", "mine"): "applied",
+            ("expects", "else"): "rejected",
+        }
+        assert advised(http, {"kedge": {"session": "mine", "final": True}}) == {("final", ""): "applied"}
+        assert advised(http, {"kedge": {"expects": {"mine": 1}}}) == {("expects", "mine"): "rejected"}
+
+
+def test_actions_without_a_prompt_have_the_outcomes_that_the_engine_gives(local: Served) -> None:
+    def action(name: str, kind: str, **payload: object) -> dict[str, object]:
+        return {"action_id": name, "action_type": kind, "payload": payload}
+
+    with local.http() as http:
+        spoken(http, "known")
+        kinds = [
+            action("keep", "retain", duration=60),
+            action("first", "prefetch", session_id="known"),
+            action("second", "kv.fetch@1.0", session_id="nobody"),
+            action("third", "share"),
+            action("fourth", "launder"),
+        ]
+        found = advised(http, {"session_id": "known", "kv_hints": {"actions": kinds}})
+        own = {name: outcome for (name, _), outcome in found.items() if name not in ("keep_for", "expects")}
+        assert own == {
+            "keep": "applied",
+            "first": "applied",
+            "second": "rejected",
+            "third": "applied",
+            "fourth": "rejected",
+        }
+        assert advised(http, {"session_id": "nobody", "kv_hints": {"actions": kinds[:1]}})["keep", ""] == "deferred"
+        long = {"actions": [action("pin", "pin")]}
+        assert advised(http, {"session_id": "known", "kv_hints": long})["pin", ""] == "clipped"
+
+
+def test_no_tenant_speaks_for_anothers_sessions() -> None:
+    keys = load_keys(None, f"victim:{hashed('v')},spy:{hashed('s')}", LimitSettings())
+    with engine_of(tiny_model("llama")) as engine, serving(engine, keys=keys) as running:
+        with running.http("v") as victim, running.http("s") as spy:
+            spoken(victim, "mine")
+            said = {"kedge": {"expects": {"mine": None}}}
+            assert advised(spy, said) == {("expects", "mine"): "rejected"}
+            assert advised(victim, said) == {("expects", "mine"): "applied"}
+        assert httpx.post(f"{running.url}/v1/hints", json=said).status_code == 401
+
+
+def test_expected_sessions_count_against_the_limit() -> None:
+    keys = KeyRing({}, LimitSettings(hints_per_minute=10))
+    with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
+        allowed = running.service.meter(keys.authenticate(None)).hints
+        allowed.clock = lambda: allowed.filled_at  # time stands still
+        advised(http, {"kedge": {"expects": {"a": 1, "b": 1}}})
+        assert allowed.level == 7
 
 
 def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Served) -> None:

@@ -16,7 +16,7 @@ from kedge.anchors.pool_table import PoolStats, PoolTable
 from kedge.anchors.registry import make_criterion, make_site_offsets
 from kedge.anchors.tiered_store import NO_HOST, HostBound, TieredStore, TieredStoreStats
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView, TemplateOwner
+from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView, TemplateOwner
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId
 
@@ -79,24 +79,24 @@ class AnchorStore:
     def prepare(self, sample: SampleView) -> None:
         """Match a value ahead of time, with the anchors of the site that has most of them."""
         pool = self.pools.get(sample.pool)
-        ids = max((tuple(offsets.holders) for offsets in pool.sites.values()), key=len, default=()) if pool else ()
+        ids = max((offsets.anchors for offsets in pool.sites.values()), key=len, default=()) if pool else ()
         if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
             self._matcher.match(pool, ids, sample)
 
-    def anchors_missing(self, site: PlaceholderSite, pool: PoolKey) -> int:
-        """Return how many anchors a site lacks for a translation."""
+    def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience:
+        """Return how much a site has learned."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        return max(0, self._config.min_anchors - (len(offsets.holders) if offsets else 0))
-
-    def is_saturated(self, site: PlaceholderSite, pool: PoolKey) -> bool:
-        """Return whether a site has observed so many values that one more hardly changes its estimates."""
-        offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        observations = offsets.calibration.observations if offsets else 0
-        wanted = max(self._config.capacity, 2 * self._config.min_anchors)
-        return offsets is not None and max(observations, len(offsets.holders)) >= wanted
+        anchors = len(offsets.holders) if offsets else 0
+        observed = max(offsets.calibration.observations, anchors) if offsets else 0
+        least = self._config.min_anchors
+        return Experience(
+            missing=max(0, least - anchors),
+            is_calibrated=observed >= 2 * least,
+            is_saturated=observed >= max(2 * least, self._config.capacity),
+        )
 
     def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
-        ids = tuple(offsets.holders)
+        ids = offsets.anchors
         tokens = len(sample.tokens)
         lack = self._matcher.lacks(pool, ids, tokens)
         if lack := lack or self._criterion.lacks(tokens, pool.block(ids), offsets.calibration):
@@ -164,7 +164,7 @@ class AnchorStore:
         self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
     ) -> Calibration:
         """Return the site's calibration, updated with the error of its estimate from all other anchors."""
-        others = tuple(i for i in offsets.holders if i != anchor.id)
+        others = tuple(i for i in offsets.anchors if i != anchor.id)
         if not self._criterion.calibrates or self._matcher.lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
         if len(others) < len(offsets.holders) and not offsets.leaves_out:

@@ -157,6 +157,8 @@ class Discovery:
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
             self.texts.put(KnownText(token_bytes.pack(answer), partial(self._label_of, asked), sample))
+            if asked.run is not None:
+                self._runs_of[sample] = asked.run.id
         if asked.run is not None:
             self.runs.ended(asked.run, now)
         return asked.run
@@ -282,8 +284,6 @@ class Discovery:
         segments = self._segments(asked.prompt, filled)
         read_from = (self._runs_of.get(one.sample) for one in reversed(segments) if one.sample)
         asked.run = self.runs.arrive(agent.id, now, next(filter(None, read_from), None))
-        if asked.produces:
-            self._runs_of[asked.produces] = asked.run.id
         trail = self._labels[self._answers_of(agent)].trail if asked.produces else ()
         return Found(agent.id, agent.team, asked.run, segments, asked.produces, trail, shared)
 

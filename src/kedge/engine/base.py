@@ -19,7 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from kedge.types import Completion, GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens
+from kedge.hints.actions import ActionOutcome
+from kedge.types import (
+    Completion,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    RunKey,
+    TenantId,
+    TokenDelta,
+    Tokens,
+    TurnHints,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 
 
@@ -108,6 +119,19 @@ class Limiting(Protocol):
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds. A tenant over its quota loses its own data first, and never that of another
         tenant.
+        """
+
+
+@runtime_checkable
+class Advisable(Protocol):
+    """An engine that takes what clients say of their sessions between two requests."""
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take hints on the session that they name, and on those that they expect. Returns what becomes of each, by its
+        name: `keep_for`, `returns_in`, `final`, and `expects` with the session that it is about.
+
+        `keep_for` stands for all later answers of the session whose requests say nothing themselves. Raises
+        `RequestError` for values that cannot be meant, having changed nothing, and `EngineClosed` after `close`.
         """
 
 

@@ -35,10 +35,13 @@ class ActionOutcome(NamedTuple):
     action_id: str
     reason: str
     outcome: ActionResult = ActionResult.REJECTED
+    session: str = ""
+    """The other session that it is about"""
 
     def to_dict(self) -> dict[str, str]:
         """Return the outcome for a receipt."""
-        return {"action_id": self.action_id, "outcome": self.outcome.value, "reason": self.reason}
+        data = {"action_id": self.action_id, "outcome": self.outcome.value, "reason": self.reason}
+        return {**data, "session": self.session} if self.session else data
 
     @classmethod
     def from_dict(cls, data: Any) -> ActionOutcome:
@@ -46,7 +49,7 @@ class ActionOutcome(NamedTuple):
         if not isinstance(data, Mapping):
             raise ValueError
         action_id, reason = (read_text(data.get(name)) for name in ("action_id", "reason"))
-        return cls(action_id, reason, ActionResult(str(data.get("outcome"))))
+        return cls(action_id, reason, ActionResult(str(data.get("outcome"))), read_text(data.get("session", "")))
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Wishes:
 class _Answer(NamedTuple):
     outcome: ActionResult
     reason: str
+    session: str = ""
+    """The other session that the action is about"""
 
 
 SHARED = _Answer(ActionResult.APPLIED, "equal beginnings of prompts share their KV within a tenant")
@@ -112,7 +117,7 @@ def _outcome(action: Any, wishes: Wishes) -> ActionOutcome:
         answer = apply(payload if isinstance(payload, dict) else {}, wishes)
     except ValueError:
         return ActionOutcome(name, "its payload has a value that is not accepted")
-    return ActionOutcome(name, answer.reason, answer.outcome)
+    return ActionOutcome(name, answer.reason, answer.outcome, answer.session)
 
 
 def _share(payload: Payload, wishes: Wishes) -> _Answer:  # noqa: ARG001 (nothing is left to do)
@@ -124,7 +129,7 @@ def _prefetch(payload: Payload, wishes: Wishes) -> _Answer:
     if not session:
         return NAMELESS
     wishes.expects[session] = _seconds(payload, "eta_seconds", "in_seconds") or 0.0
-    return AWAITED
+    return AWAITED._replace(session=session)
 
 
 def _demote(payload: Payload, wishes: Wishes) -> _Answer:
@@ -132,7 +137,7 @@ def _demote(payload: Payload, wishes: Wishes) -> _Answer:
         wishes.expects[session] = math.inf
     else:
         wishes.keep_for = wishes.keep_for or 0.0
-    return GOES_FIRST
+    return GOES_FIRST._replace(session=session)
 
 
 def _retain(payload: Payload, wishes: Wishes) -> _Answer:

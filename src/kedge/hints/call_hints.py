@@ -102,7 +102,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     `kedge.bindings`.
     """
     ignored: IgnoredHints = Counter()
-    body = {**body, "kedge": _kedge_field(body, ignored)}
+    body = {**body, "kedge": kedge_field(body, ignored)}
     given: dict[str, Any] = {}
     for rule, value in (*_found(KEDGE + BODY, body), *_found(HEADERS, headers)):
         try:
@@ -154,7 +154,8 @@ def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bo
         given.pop("final", None)
 
 
-def _kedge_field(body: Mapping[str, Any], ignored: IgnoredHints) -> Mapping[str, Any]:
+def kedge_field(body: Mapping[str, Any], ignored: IgnoredHints) -> Mapping[str, Any]:
+    """Return the field `kedge` of a body, empty where it has none; one that is no object is counted in `ignored`."""
     carried = (body[name].get("kedge") for name, _ in CARRIERS if isinstance(body.get(name), dict))
     given: object = next((one for one in (body.get("kedge"), *carried) if one is not None), {})
     if isinstance(given, dict):

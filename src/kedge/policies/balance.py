@@ -17,6 +17,12 @@ LEAST = 64
 """Requests from the first that was translated on, before a balance counts"""
 FORGET = 0.98
 """Factor on all sums with every request"""
+TRIES = 16
+"""Requests until the balance of a workflow that has lost counts again"""
+MARGIN = 1.5
+"""How many times of what it takes translation has to save: nobody sees all that it takes, the processes' messages and
+the caller's own part among it. Where translation is worth its while it saves two to four times as much.
+"""
 
 
 @dataclass(slots=True)
@@ -24,6 +30,15 @@ class _Balance:
     requests: int = 0
     spent: float = 0.0
     saved: float = 0.0
+    is_losing: bool = False
+
+    def weigh(self) -> None:
+        """Decide whether the workflow loses; a balance that turns is begun anew."""
+        if self.requests < (TRIES if self.is_losing else LEAST):
+            return
+        is_losing = MARGIN * self.spent > self.saved
+        if self.is_losing or is_losing:
+            self.requests, self.spent, self.saved, self.is_losing = 0, 0.0, 0.0, is_losing
 
 
 class Balances:
@@ -37,6 +52,7 @@ class Balances:
         if found := self._balances.get(_workflow(request)):
             found.requests += 1
             found.spent, found.saved = FORGET * found.spent, FORGET * found.saved
+            found.weigh()
 
     def spend(self, request: GenerateRequest, seconds: float) -> None:
         """Add time that translation has taken."""
@@ -48,9 +64,12 @@ class Balances:
         self._balances.use(_workflow(request), _Balance).saved += seconds
 
     def is_losing(self, request: GenerateRequest) -> bool:
-        """Return whether translating the request's workflow takes more time than it saves."""
+        """Return whether translating the request's workflow does not clearly save time.
+
+        One that loses is expected to be tried now and then only, until `TRIES` such requests have shown otherwise.
+        """
         found = self._balances.get(_workflow(request))
-        return found is not None and found.requests >= LEAST and found.spent > found.saved
+        return found is not None and found.is_losing
 
     def clear(self) -> None:
         """Forget all balances."""

@@ -38,9 +38,10 @@ class BaseNeeds:
         others are going to read too, and that its own agent can translate once they are there.
 
         The first reader of a value would compute it in its own context, and then its base KV had to be computed for
-        the others; so all of them translate it. Only once its agent has seen enough values: what the first reader gets
-        wrong, all others read. With `of_later_readers`, also of values that were read before, once its agent has seen
-        as many as a translation needs: base KV that was to be computed beside others is not there in time.
+        the others; so all of them translate it. Only once it is known how good its agent's estimates are: what the
+        first reader gets wrong, all others read. With `of_later_readers`, also of values that were read before, once
+        its agent has seen as many as a translation needs: base KV that was to be computed beside others is not there in
+        time.
         """
         key, placed = template_key(request), layout(request)
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
@@ -52,11 +53,12 @@ class BaseNeeds:
 
     def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
         """Return whether its agent would translate a value, once base KV of it is there."""
-        if self.is_saturated(request, key, placed):
+        site, pool = PlaceholderSite(key, placed.index), pool_of(request, placed)
+        experience = self._anchors.experience(site, pool)
+        if experience.is_calibrated:
             return True
-        pool = pool_of(request, placed)
         was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
-        return was_read and not self._anchors.anchors_missing(PlaceholderSite(key, placed.index), pool)
+        return was_read and not experience.missing
 
     def lessons_missing(self, request: GenerateRequest, exact_tokens: int) -> int:
         """Return how many prompts of its agent have to be learned from until all values behind its first `exact_tokens`
@@ -65,7 +67,7 @@ class BaseNeeds:
         key, values = template_key(request), self.worth_translating(request, layout(request))
         wanted = (one for one in values if one.stop > exact_tokens)
         sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in wanted)
-        return max((self._anchors.anchors_missing(*site) for site in sites), default=0)
+        return max((self._anchors.experience(*site).missing for site in sites), default=0)
 
     def worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""
@@ -73,7 +75,7 @@ class BaseNeeds:
 
     def is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
         """Return whether the agent with template `key` has observed enough values at this place."""
-        return self._anchors.is_saturated(PlaceholderSite(key, placed.index), pool_of(request, placed))
+        return self._anchors.experience(PlaceholderSite(key, placed.index), pool_of(request, placed)).is_saturated
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
         """Return whether a value has no base KV yet, and computing it is worth that to its readers."""

@@ -93,6 +93,17 @@ class Tiered(Protocol):
     def fetch(self) -> bool: ...
 
 
+class Experience(NamedTuple):
+    """How much an agent's place of a placeholder has learned."""
+
+    missing: int
+    """Anchors that it lacks for a translation"""
+    is_calibrated: bool
+    """Whether so many values were observed that it is known how good its estimates are"""
+    is_saturated: bool
+    """Whether so many were observed that one more hardly changes its estimates"""
+
+
 class Anchors(Tiered, Protocol):
     """The anchor pools (`kedge.anchors.store.AnchorStore`)."""
 
@@ -102,8 +113,7 @@ class Anchors(Tiered, Protocol):
 
     def begin(self) -> None: ...
     def prepare(self, sample: SampleView) -> None: ...
-    def is_saturated(self, slot: PlaceholderSite, pool: PoolKey) -> bool: ...
-    def anchors_missing(self, slot: PlaceholderSite, pool: PoolKey) -> int: ...
+    def experience(self, slot: PlaceholderSite, pool: PoolKey) -> Experience: ...
     def use(self, estimate: Any) -> None: ...
     def observe(
         self,

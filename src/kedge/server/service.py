@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from kedge.engine.base import Engine
+from kedge.engine.base import Advisable, Engine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
-from kedge.hints import Hints, read_hints
+from kedge.hints import ActionOutcome, Hints, read_hints
+from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.server.calls import GenerationCall, submit_all
 from kedge.server.failures import CallFailure
 from kedge.server.meters import Meter, Ticket
@@ -22,7 +25,7 @@ from kedge.server.telemetry.tracing import CallSpan, Tracing
 from kedge.server.tenancy import OPERATOR, KeyRing, Tenant
 from kedge.server.threads import Threads
 from kedge.settings import ServerSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode, TenantId
+from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, TenantId, TurnHints
 
 BUNDLED_MODEL = "kedge-nano"
 """The model's name for clients where the settings have none."""
@@ -108,6 +111,13 @@ class Service:
         hints, ignored = read_hints(fields, headers)
         self.metrics.ignored(tenant.id, ignored)
         return hints
+
+    async def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Pass on what a client says of its sessions between requests. Returns what becomes of each hint."""
+        engine = self.engine
+        if not isinstance(engine, Advisable):
+            return refused(hints, NO_SESSIONS)
+        return await asyncio.wrap_future(self.threads.wait(partial(engine.advise, namespace, hints)))
 
     def default_mode(self, plain: ReuseMode) -> ReuseMode:
         """Return the reuse mode of the settings, or `plain` if they have none."""

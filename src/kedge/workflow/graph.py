@@ -45,8 +45,8 @@ class Agent:
     guard: GuardMode | None = None
     """How far the quality guard acts on its translation; None: as the engine's settings say."""
     pick: str = ""
-    """The text before what it picks in its answers, such as `The answer is`: the guard compares what follows, up to
-    the end of the line. "": nothing in them is known to be a pick."""
+    """The text before what it picks in its answers, such as `answer is <letter>`: the guard compares what follows, up
+    to the end of the line or as `kedge.decisions.pick_of` reads it. "": nothing in them is known to be a pick."""
     tool_seconds: float = 10.0
     """Time limit of the tool."""
 

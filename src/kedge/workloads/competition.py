@@ -18,6 +18,7 @@ from kedge.workloads.rows import DatasetSource, Row
 SECONDS = 5
 """Time limit for parsing or comparing an expression; one that takes longer counts as wrong."""
 _BOX = r"Put the final result, and only that, into \boxed{{}}."
+_PICK = r"\boxed<braced>"
 _STATED = re.compile(r"answer is:?\s*(.+?)\.?\s*$", re.IGNORECASE | re.MULTILINE)
 
 
@@ -70,7 +71,6 @@ def wrong(rng: random.Random, text: str) -> str:
 
 MATH500_SOURCE = DatasetSource("HuggingFaceH4/MATH-500", "test", question)
 AIME_SOURCE = DatasetSource("ChuGyouk/AIME-22-25", "train", question)
-MATH500 = Team("math500", agents(_BOX, 512), WORDING, stated, is_equal, SILENT, wrong)
-AIME = Team(
-    "aime", agents(f"{_BOX} It is a whole number from 0 to 999.", 2048), WORDING, stated, is_integer, SILENT, wrong
-)
+MATH500 = Team("math500", agents(_BOX, 512, pick=_PICK), WORDING, stated, is_equal, SILENT, wrong)
+_AIME_BOX = f"{_BOX} It is a whole number from 0 to 999."
+AIME = Team("aime", agents(_AIME_BOX, 2048, pick=_PICK), WORDING, stated, is_integer, SILENT, wrong)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kedge.decisions import spelled
 from kedge.workloads.base import Question, Team
 from kedge.workloads.math_team import SILENT, WORDING, agents
-from kedge.workloads.reading import number, other_number, spelled
+from kedge.workloads.reading import number, other_number
 from kedge.workloads.rows import DatasetSource, Row
 
 
@@ -24,7 +25,7 @@ def accepts(stated: str | None, asked: Question) -> bool:
 SOURCE = DatasetSource("openai/gsm8k", "test", question, "main")
 TEAM = Team(
     "gsm8k",
-    agents("End with a line that says: The answer is <number>.", 512),
+    agents("End with a line that says: The answer is <number>.", 512, pick="answer is <number>"),
     WORDING,
     stated=number,
     accepts=accepts,

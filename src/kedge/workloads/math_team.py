@@ -64,8 +64,10 @@ _CAST = (
 )
 
 
-def agents(ending: str, max_tokens: int) -> tuple[Agent, ...]:
-    """Return the five agents; `ending` says how to state an answer. It is a template, so braces are doubled."""
+def agents(ending: str, max_tokens: int, *, pick: str) -> tuple[Agent, ...]:
+    """Return the five agents; `ending` says how to state an answer. It is a template, so braces are doubled. `pick` is
+    where the last one's stands.
+    """
     endings = {name: "" if AgentId(name) in SILENT else f" {ending}" for name, _, _ in _CAST}
     return tuple(
         Agent(
@@ -75,6 +77,7 @@ def agents(ending: str, max_tokens: int) -> tuple[Agent, ...]:
             run_program if name == "programmer" else None,
             title,
             max_tokens,
+            pick=pick if name == "final" else "",
             tool_seconds=30.0,
         )
         for name, title, system in _CAST

@@ -106,11 +106,13 @@ _CAST = (
         f"in two sentences which option is right. {_END}",
     ),
 )
+_PICKS = {"final": "answer is <letter>"}
 SOURCE = DatasetSource("cais/mmlu", "test", question, "all")
 TEAM = Team(
     "mmlu",
     tuple(
-        Agent(name, system, "", LookUp() if name == "searcher" else None, title, 512) for name, title, system in _CAST
+        Agent(name, system, "", LookUp() if name == "searcher" else None, title, 512, pick=_PICKS.get(name, ""))
+        for name, title, system in _CAST
     ),
     Wording(
         header="The question:\n{user_question}",

@@ -7,9 +7,10 @@ import random
 import re
 from decimal import Decimal
 
-_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
-_STATED = re.compile(rf"(?:answer is|####)[^\d\n-]{{0,12}}({_NUMBER})", re.IGNORECASE)
-_ANY = re.compile(_NUMBER)
+from kedge.decisions import NUMBER, braced, spelled
+
+_STATED = re.compile(rf"(?:answer is|####)[^\d\n-]{{0,12}}({NUMBER})", re.IGNORECASE)
+_ANY = re.compile(NUMBER)
 _FENCE = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PROGRAM = re.compile(r"^(?:def |class |import |from |@)", re.MULTILINE)
 
@@ -18,12 +19,6 @@ def number(text: str) -> str | None:
     """Return the number after the last `answer is` (or `####`), else the last number, normalized; None without one."""
     found = _STATED.findall(text) or _ANY.findall(text)
     return None if not found else spelled(found[-1])
-
-
-def spelled(digits: str) -> str:
-    """Normalize a decimal number: `1,200.50` becomes `1200.5`."""
-    value = Decimal(digits.replace(",", ""))
-    return f"{value.normalize():f}" if value else "0"
 
 
 def other_number(rng: random.Random, text: str) -> str:
@@ -56,9 +51,4 @@ def _is_python(block: str) -> bool:
 def boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{…}`, inner braces included; None where none is closed."""
     start = text.rfind(r"\boxed{")
-    depth = 0
-    for at in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return text[start + len(r"\boxed{") : at].strip()
-    return None
+    return braced(text[start + len(r"\boxed") :]) if start >= 0 else None

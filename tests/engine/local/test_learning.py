@@ -244,11 +244,11 @@ def test_no_more_than_so_much_is_saved_up() -> None:
 
 
 @pytest.mark.parametrize(("seen", "is_translated"), [(3, False), (4, True)])
-def test_the_first_reader_translates_a_value_once_its_agent_has_seen_enough_of_them(
+def test_the_first_reader_translates_a_value_once_its_agents_estimates_are_calibrated(
     seen: int, is_translated: bool
 ) -> None:
     """What it gets wrong all others read, so that the few values that make a pool shareable are not enough."""
-    engine = engine_of(0.5, anchors=AnchorSettings(**{**OPEN, "capacity": 4}))
+    engine = engine_of(0.5, anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     for seed in range(seen):
         engine.serve(reader(seed, run=f"run-{seed}"))
         engine.core.inspection.cache.clear_all()

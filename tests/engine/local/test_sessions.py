@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,27 @@ def test_a_session_that_comes_back_soon_is_kept_while_others_pass(policy: str) -
         for other in range(3):
             replay.serve(prompt(1000 + 10 * turn + other, 40))
     assert all(kept[-6:]) if policy == "sessions" else not any(kept[-6:])
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_hashes_that_collide_mix_up_sessions_and_no_answers(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Every block of every prompt has one of a few hashes, so anybody's prompt seems to go on with anybody's."""
+
+    def few_hashes(tokens: Sequence[int], size: int, *_: object) -> list[int]:
+        return [tokens[at * size] % block for at in range(len(tokens) // size)]
+
+    monkeypatch.setattr(sessions, "chain_of", few_hashes)
+    with engine_with(num_blocks=AMPLE) as engine:
+        texts = {(tenant, number): prompt(10 * number + 7, 40) for tenant in "ab" for number in range(3)}
+        for _ in range(3):
+            asked = {
+                key: engine.submit(replace(plain(tokens), tenant=TenantId(key[0]))) for key, tokens in texts.items()
+            }
+            for key, stream in asked.items():
+                done = stream.result(60)
+                assert done.tokens == expected(texts[key], 4)
+                assert done.receipt.exact <= len(texts[key]), "equal prompts of two tenants share nothing"
+            texts = {key: grown(tokens, asked[key].result(60).tokens, 8, 5) for key, tokens in texts.items()}
 
 
 def test_a_cache_follows_the_guard() -> None:

@@ -41,20 +41,6 @@ SHAPE = {
 }  # fmt: skip
 
 
-NEED_LANES = ("test_lanes", "test_answer_tails", "test_base_jobs", "test_lessons", "test_first_answers")
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the tests of lanes where vLLM has none. (Nothing here imports vLLM before a test does, as what imports
-    this module may still choose how vLLM runs.)
-    """
-    if not collection_path.name.startswith(NEED_LANES) or not importlib.util.find_spec("vllm"):
-        return None
-    from kedge.integrations.vllm.plugin.adapters import installed
-
-    return None if installed().admits_apart else True
-
-
 def save_tiny_llama(folder: Path, **other: Any) -> Path:
     """A random Llama that answers differently to different prompts; `other` changes its shape."""
     import torch

@@ -183,9 +183,9 @@ class Recorder:
         self.finished |= output.finished_req_ids
         return output
 
-    def finish(self, request: Any, blocks: Any) -> Any:
-        self.blocks = list(blocks[0])
-        return self._finish(request, blocks)
+    def finish(self, request: Any, main: list[int], others: list[int]) -> Any:
+        self.blocks = list(main)
+        return self._finish(request, main, others)
 
     def write(self, order: Any) -> None:
         self._write(order)

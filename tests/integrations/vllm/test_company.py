@@ -1,7 +1,8 @@
-"""Kedge beside other connectors (vLLM's `MultiConnector`), and beside speculative decoding."""
+"""Kedge beside other connectors, in vLLM's `MultiConnector`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.idle_nixl import use_idle_nixl  # noqa: E402
 from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, tokens  # noqa: E402
 
 AGENTS = 6
@@ -42,16 +45,46 @@ def stock(tiny_llama: Path) -> tuple[list[list[int]], list[list[int]]]:
         return cycle(plain), [plain.answer(tokens(value), count=8) for value in VALUES]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+def example(folder: Path) -> dict[str, Any]:
+    """It saves the blocks of every request by its tokens, and loads them for the next one with these."""
+    return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+
+
+def offloading(_: Path) -> dict[str, Any]:
+    """vLLM's own host tier, with copies by PyTorch."""
+    worker = {"spec_name": "PlainOffloading", "spec_module_path": "tests.integrations.vllm.plain_offloading"}
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24, **worker}}
+
+
+def nixl(_: Path) -> dict[str, Any]:
+    """Transfers between engines, none of which is known."""
+    return {"kv_connector": "NixlConnector"}
+
+
+def has_worked(other: Any, folder: Path) -> bool:
+    """Whether another connector has done something."""
+    from tests.integrations.vllm.idle_nixl import IdleNixl
+    from tests.integrations.vllm.plain_offloading import PlainWorker
+
+    return {example: any(folder.iterdir()), offloading: PlainWorker.stored > 0, nixl: IdleNixl.registered > 0}[other]
+
+
+@pytest.mark.skipif(not installed().admits_apart, reason="the other connectors are those of the newest vLLM")
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize("other", [example, offloading, nixl])
 def test_beside_another_connector_kv_is_cached_and_not_translated(
-    tiny_llama: Path, stock: tuple[list[list[int]], list[list[int]]], is_first: bool, tmp_path: Path
+    tiny_llama: Path,
+    stock: tuple[list[list[int]], list[list[int]]],
+    other: Callable[[Path], dict[str, Any]],
+    is_first: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one saves the blocks of every request by its tokens, and loads them for the next one with these."""
     from vllm.config import KVTransferConfig
 
-    extra = {"shared_storage_path": str(tmp_path)}
-    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    both = {"connectors": [KEDGE, other] if is_first else [other, KEDGE]}
+    use_idle_nixl(monkeypatch)
+    company = {"kv_role": "kv_both", **other(tmp_path)}
+    both = {"connectors": [KEDGE, company] if is_first else [company, KEDGE]}
     config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=both)
     with driver(tiny_llama, plugged=False, kv_transfer_config=config, **SIZE) as built:
         assert cycle(built) == stock[0]
@@ -63,18 +96,5 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
             assert found["tokens"]["translated"] == 0 and "another KV connector" in found["misses"][0]["reason"]
         connector = built.connector.sub_connectors[0 if is_first else 1]
         assert connector._scheduler.totals()["blocks_loaded"] > 0, "the host tier goes on"
-        assert any(tmp_path.iterdir()), "and so does the other connector"
-        assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1
-
-
-def test_speculative_decoding_gives_stocks_answers(tiny_llama: Path) -> None:
-    """By n-grams of the prompt, over KV that comes back from the host."""
-    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with driver(tiny_llama, plugged=False, speculative_config=ngrams, **SIZE) as plain:
-        expected = cycle(plain)
-    with driver(tiny_llama, extra={"tiers": {"host_blocks": 40}}, speculative_config=ngrams, **SIZE) as built:
-        assert cycle(built) == expected
-        assert built.side.totals()["blocks_loaded"] > 0
-        output = built.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]))
-        assert "speculative decoding" in receipt(output)["misses"][0]["reason"]
+        assert has_worked(other, tmp_path), "and so does the other connector"
         assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1

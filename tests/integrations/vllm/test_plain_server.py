@@ -82,6 +82,26 @@ def test_a_team_of_openais_client_is_translated(server: Server) -> None:
     assert "Kedge: plain traffic" in server.get("/kedge")
 
 
+def test_what_is_said_of_sessions_between_requests_is_answered_by_the_scheduler(server: Server) -> None:
+    def advised(**kedge: Any) -> dict[tuple[str, str], str]:
+        actions = server.post("/v1/hints", {"kedge": kedge}, {})["actions"]
+        return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
+
+    said: dict[str, Any] = {"session": "mine", "keep_for": 7200, "expects": {"nobody": 3}, "mood": 1}
+    answers = {("keep_for", ""): "deferred", ("expects", "nobody"): "rejected", ("mood", ""): "rejected"}
+    assert advised(**said) == answers, "the engine is idle, and takes a step for it"
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    headers = {"x-session-id": "mine"}
+    client.completions.create(model=MODEL, prompt="Hello", max_tokens=2, extra_headers=headers)
+    assert advised(**said) == {**answers, ("keep_for", ""): "clipped"}
+    assert advised(expects={"mine": None}) == {("expects", "mine"): "applied"}
+    assert advised(run="r", steps={"a": 1}, seq=3) == {("steps", ""): "applied"}
+    assert advised(run="r", steps={"a": 1}, seq=3) == {("steps", ""): "rejected"}
+    assert advised(run="r", final=True) == {("final", ""): "applied"}
+    assert advised(session="mine", final=True) == {("final", ""): "applied"}
+    assert advised(expects={"mine": 1}) == {("expects", "mine"): "rejected"}
+
+
 def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key="none")
     known = reported(server, lambda page: len(page["agents"]) == 5)["known_agents"]

@@ -74,6 +74,25 @@ def test_the_bundled_model_answers_as_in_transformers(client: openai.OpenAI, ser
     assert found.choices[0].text == served.engine.tokenizer.decode(tuple(out.tolist()))
 
 
+def test_what_is_said_of_sessions_between_requests_is_answered(http: httpx.Client) -> None:
+    def advised(**kedge: Any) -> dict[tuple[str, str], str]:
+        actions = http.post("/v1/hints", json={"kedge": kedge}).json()["actions"]
+        return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
+
+    assert advised(session="mine", keep_for=60) == {("keep_for", ""): "deferred"}
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "kedge": {"session": "mine"}}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert advised(session="mine", keep_for=7200, returns_in=2) == {
+        ("keep_for", ""): "clipped",
+        ("returns_in", ""): "applied",
+    }
+    assert advised(expects={"mine": 1, "nobody": 1}) == {
+        ("expects", "mine"): "applied",
+        ("expects", "nobody"): "rejected",
+    }
+    assert advised(session="mine", final=True) == {("final", ""): "applied"}
+
+
 def test_a_team_is_translated_once_it_has_been_learned_from(http: httpx.Client, served: Served) -> None:
     """The engine sends the base prefills itself, those of a question while its first agent answers. Answers are moved
     to their readers before anything is learned, so the agent that reads only the question tells when something is.

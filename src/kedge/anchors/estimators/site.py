@@ -87,6 +87,13 @@ class SiteOffsets(Offloadable):
         return self.value, self.prefix
 
     @property
+    def anchors(self) -> tuple[AnchorId, ...]:
+        """The anchors that it has offsets of, ascending: agents that have observed the same values in another order
+        share their matches.
+        """
+        return tuple(sorted(self.holders))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its tables."""
         return sum(table.nbytes for table in self.tables)

@@ -40,7 +40,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
+from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.plan import ReusePlan, spans_of
 from kedge.types import GenerateRequest, Namespace, RunKey, SampleId, Source, Tokens
 
@@ -74,9 +74,9 @@ class RelayedAnswers(NoAnchors):
             return OffsetEstimate(False, "no agent of this run has decoded it", learnable=False)
         return super().estimate(slot, sample)
 
-    def is_saturated(self, slot: PlaceholderSite, pool: PoolKey) -> bool:  # noqa: ARG002
-        """Return True: there is nothing to learn from dense prompts."""
-        return True
+    def experience(self, slot: PlaceholderSite, pool: PoolKey) -> Experience:  # noqa: ARG002
+        """Return that there is nothing to learn from dense prompts."""
+        return Experience(0, is_calibrated=True, is_saturated=True)
 
 
 @dataclass(frozen=True, slots=True)

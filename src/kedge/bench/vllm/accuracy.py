@@ -1,8 +1,8 @@
 """How well the bundled model's teams answer on vLLM with the plug-in and on the embedded engine (KVCOMM, Table 1).
 
 Each team answers all questions by itself, with translated KV and by dense prefill: every agent reads the real answers
-of the agents before it. Pools fill from empty. Both engines translate whatever it costs, so that they are compared by
-what they translate.
+of the agents before it. Pools fill from empty. Both engines translate whatever it costs, and without a guard, so that
+they are compared by what they translate.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ ARGUMENTS = {
     "max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 64,
 }  # fmt: skip
 """vLLM's: room for a team, and rows for the parts of a prompt that are computed side by side."""
+COMPARED: Mapping[str, Any] = {"planner": {"by_cost": False}, "guard": {"mode": "off"}}
+"""What vLLM has in common with the lab's engines."""
 SETTLE_S = 300.0
 """Seconds after which base prefills count as stuck."""
 Progress = Callable[[str], None]
@@ -86,7 +88,7 @@ def measure_accuracy(settings: AccuracySettings, progress: Progress) -> Accuracy
 
 def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
     progress("accuracy: starting vLLM")
-    with VLLMEngine(config=EngineSettings(backend="vllm", planner={"by_cost": False}, vllm=ARGUMENTS)) as engine:
+    with VLLMEngine(config=EngineSettings(backend="vllm", **COMPARED, vllm=ARGUMENTS)) as engine:
         return scores(engine, lambda: settle(engine), settings, lambda what: progress(f"accuracy: vLLM, {what}"))
 
 

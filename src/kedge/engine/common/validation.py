@@ -52,6 +52,15 @@ def require_sensible(request: GenerateRequest, vocab_size: int | None = None) ->
         raise EmptyPrompt("prompt", "", "it has no tokens")
 
 
+def require_advice(namespace: Namespace, hints: TurnHints) -> None:
+    """Raise a `RequestError` that names key, value and what is accepted where no engine could take such hints."""
+    if not isinstance(namespace, Namespace):
+        raise RequestError("namespace", brief(namespace), "must be a Namespace")
+    require_text("tenant", namespace.tenant)
+    require_text("partition", namespace.partition, may_be_empty=True)
+    _require_turn(hints)
+
+
 def require_new_id(request_id: RequestId, in_flight: Container[RequestId]) -> None:
     """Raise `RequestError` where a request with this id is among those `in_flight`."""
     if request_id in in_flight:

@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from kedge.engine.base import Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
+from kedge.engine.base import Advisable, Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
 from kedge.engine.common.validation import sensible_hints
+from kedge.hints.actions import ActionOutcome
+from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.types import (
     Completion,
     FinishReason,
     GenerateRequest,
+    Namespace,
     RequestId,
     RunKey,
     TenantId,
     TokenDelta,
     Tokens,
+    TurnHints,
 )
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -73,6 +77,12 @@ class WatchedEngine:
         """Forward a hint. The watcher gets no report: the request itself will come."""
         if isinstance(self._engine, Preparing):
             self._engine.prepare(request)
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Forward what a client says of its sessions; an engine that takes no such hints refuses all of them."""
+        if isinstance(self._engine, Advisable):
+            return self._engine.advise(namespace, hints)
+        return refused(hints, NO_SESSIONS)
 
     def cancel(self, request_id: RequestId) -> bool:
         was_known = self._engine.cancel(request_id)

@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from kedge.engine.base import Engine, Preparing
-from kedge.engine.conformance.harness import Harness, fresh, fresh_id, fresh_text
-from kedge.types import AgentId, Namespace, RequestId, ReuseMode, RunId, RunKey, SamplingParams, Segment, TenantId
+from kedge.engine.base import Advisable, Engine, Preparing
+from kedge.engine.conformance.harness import Harness, expect, fresh, fresh_id, fresh_text
+from kedge.errors import RequestError
+from kedge.types import (
+    AgentId,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunId,
+    RunKey,
+    SamplingParams,
+    Segment,
+    TenantId,
+    TurnHints,
+)
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
@@ -71,6 +84,32 @@ class HintTests(Harness):
                 engine.prepare(replace(request, **{"request_id": fresh_id(), **changes}))
             assert self.again(engine, request).tokens == plain
 
+    def test_advice_on_sessions_changes_no_token_and_is_answered(self, engine: Engine) -> None:
+        """Check advice on sessions that are known, unknown, or another tenant's. An engine may take none."""
+        if not isinstance(engine, Advisable):
+            return
+        text, name = fresh_text("advice"), fresh_id()
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), turn=TurnHints(name))
+        plain = self.run(engine, request).tokens
+        for namespace in (request.namespace, Namespace(TenantId("others"))):
+            for said in (TurnHints(name, keep_for=9.0, returns_in=1.0), TurnHints(expects={name: math.inf, "x": 1.0})):
+                outcomes = engine.advise(namespace, said)
+                assert len(outcomes) == 2 and all(one.reason for one in outcomes), outcomes
+                assert self.again(engine, request).tokens == plain
+        assert {one.action_id for one in engine.advise(request.namespace, TurnHints(name, is_last=True))} == {"final"}
+        assert engine.advise(request.namespace, TurnHints()) == ()
+        assert self.again(engine, request).tokens == plain
+
+    def test_impossible_advice_is_refused(self, engine: Engine) -> None:
+        if not isinstance(engine, Advisable):
+            return
+        space = Namespace(TenantId("conformance"))
+        for said in IMPOSSIBLE_ADVICE:
+            expect(RequestError, partial(engine.advise, space, said))
+        for namespace in IMPOSSIBLE_NAMESPACES:
+            expect(RequestError, partial(engine.advise, namespace, TurnHints("s", keep_for=1.0)))
+        self.serves(engine)
+
     def test_the_end_of_a_run_ends_no_request(self, engine: Engine) -> None:
         """Check the end of another run, of another tenant's run, and of the request's own run."""
         request = replace(self.request(engine, fresh_text("runs"), reuse=ReuseMode.TRANSLATE), run=RunId("run"))
@@ -81,6 +120,21 @@ class HintTests(Harness):
             assert stream.result(self.timeout_s).tokens == plain
 
 
+IMPOSSIBLE_ADVICE: tuple[Any, ...] = (
+    None,
+    "keep it",
+    TurnHints(5),  # type: ignore[arg-type]
+    TurnHints("\ud800"),
+    TurnHints("s", keep_for=math.nan),
+    TurnHints("s", keep_for=-1.0),
+    TurnHints("s", returns_in="soon"),  # type: ignore[arg-type]
+    TurnHints(expects={"": 1.0}),
+    TurnHints(expects={"s": -1.0}),
+    TurnHints(expects={"s": None}),  # type: ignore[dict-item]
+    TurnHints(expects=dict.fromkeys(map(str, range(65)), 1.0)),
+    TurnHints(expects=["s"]),  # type: ignore[arg-type]
+)
+IMPOSSIBLE_NAMESPACES: tuple[Any, ...] = (None, "conformance", Namespace(TenantId("")), Namespace(TenantId("a"), 5))  # type: ignore[arg-type]
 IMPOSSIBLE_PREPARATIONS: tuple[dict[str, Any], ...] = (
     {"segments": ()},
     {"segments": (Segment((-1, 2**70), "p0"),)},

@@ -38,12 +38,13 @@ from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
 from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import EngineClosed, OutOfBlocks
+from kedge.hints.actions import ActionOutcome
 from kedge.kv.copy import TorchCopier
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, RunKey, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class EngineCore:
         self._runtime.on_forecast(changes)
         self._preassembly.forecast(changes)
         self._fixed.known(prompts)
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions without a request. Returns what becomes of each hint."""
+        return self._sessions.advise(namespace, hints)
 
     # steps ----------------------------------------------------------------------------------------------------
 

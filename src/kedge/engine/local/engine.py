@@ -25,7 +25,7 @@ from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_sensible, sensible_hints
+from kedge.engine.common.validation import require_advice, require_sensible, sensible_hints
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.inspection import Inspection
@@ -40,11 +40,12 @@ from kedge.errors import (
     PromptTooLong,
     RequestError,
 )
+from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class LocalEngine:
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
-        self._validate(request)
+        _validate(request, self.runner, self.capacity)
         request = self._with_trails(request)
         tokens = list(request.tokens)
         room = min(self.runner.max_positions, self.capacity) - len(tokens)
@@ -148,11 +149,6 @@ class LocalEngine:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
-    def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self.runner.vocab_size)
-        if (longest := min(self.runner.max_positions, self.capacity)) <= request.prompt_tokens:
-            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
-
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
         return self._mailbox.ask(lambda: self._core.requests.cancel(request_id))
@@ -169,8 +165,13 @@ class LocalEngine:
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
-            self._validate(request)
+            _validate(request, self.runner, self.capacity)
             self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions, see `kedge.engine.base.Advisable`."""
+        require_advice(namespace, hints)
+        return self._mailbox.ask(partial(self._core.advise, namespace, hints))
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
@@ -245,6 +246,12 @@ class LocalEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _validate(request: GenerateRequest, runner: ModelRunner, capacity: int) -> None:
+    require_sensible(request, runner.vocab_size)
+    if (longest := min(runner.max_positions, capacity)) <= request.prompt_tokens:
+        raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
 
 
 def _put_under(guard: GuardedCalls, sequence: RequestSequence) -> None:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kedge.cache import CacheManager, EvictionPolicy
+from kedge.hints.actions import ActionOutcome
 from kedge.policies.eviction import lru
-from kedge.policies.sessions import SessionHints, SessionLedger, StopReason, Turn, TurnEnd
+from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, StopReason, Turn, TurnEnd, refused
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode
+from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode, TurnHints
 
 
 class SessionCaching:
@@ -53,6 +54,14 @@ class SessionCaching:
         """Take the end of a turn without an answer."""
         self.ledger.cancelled(turn)
         self.advance()
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions without a request. Returns what becomes of each hint."""
+        if not self._is_on:
+            return refused(hints, NO_SESSIONS)
+        outcomes = self.ledger.advise(namespace, hints)
+        self.advance()
+        return outcomes
 
     def labelled(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
         """Take the fixed prompt of an agent, which the cache has labelled. `turn` is that of a prompt that begins with

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kedge.engine.base import Quota
 from kedge.engine.process.engine import ProcessEngine
 from kedge.errors import EngineClosed, RequestError
-from kedge.types import GenerateRequest, Namespace, TenantId, Tokens
+from kedge.hints.actions import ActionOutcome
+from kedge.types import GenerateRequest, Namespace, TenantId, Tokens, TurnHints
 
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
@@ -27,6 +28,10 @@ class LocalProcessEngine(ProcessEngine):
         """Pass a hint on, see `kedge.engine.base.Preparing`."""
         with suppress(EngineClosed, RequestError):
             self._tell("prepare", request)
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Pass hints on sessions on, see `kedge.engine.base.Advisable`."""
+        return tuple(self._ask("advise", namespace, hints))
 
     def inspect(self) -> dict[str, Any]:
         """Return the engine's figures, see `kedge.engine.base.Inspectable`."""

@@ -5,7 +5,8 @@
 Clients send what they send anyway, in headers and bodies (`kedge.hints`). A request's hints are put into the field of
 its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and a
 request without hints or with a body that cannot be read byte for byte. At `/kedge` it shows what the plug-in has found
-in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt.
+in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt. `POST /v1/hints` takes hints
+without a prompt, as `kedge serve` does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kedge.discovery.page import page
 from kedge.errors import RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.values import without_infinity
+from kedge.integrations.vllm import hint_route
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PAGE, DATA = "/kedge", "/kedge/report"
@@ -52,9 +54,14 @@ class KedgeMiddleware:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass a request on, with its hints where it has any; show the page of plain traffic."""
+        """Pass a request on, with its hints where it has any; take hints without a prompt; show the page of plain
+        traffic.
+        """
         if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in (PAGE, DATA):
             await _show(scope["path"], send)
+            return
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(hint_route.PATH):
+            await hint_route.answer(self._app, scope, receive, send, plugin_hints)
             return
         if _has_json_body(scope):
             scope, receive = await _with_hints(scope, receive)

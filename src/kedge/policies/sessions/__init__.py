@@ -1,5 +1,6 @@
 """Sessions that grow, pause and come back: found, and ranked by when they return."""
 
+from kedge.policies.sessions.advice import NO_SESSIONS, refused
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.ledger import LedgerChanges, SessionLedger, Turn
 from kedge.policies.sessions.links import Chain
@@ -8,6 +9,7 @@ from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import SessionHints, SessionKey, StopReason, TurnEnd
 
 __all__ = [
+    "NO_SESSIONS",
     "Chain",
     "Guard",
     "LedgerChanges",
@@ -20,4 +22,5 @@ __all__ = [
     "StopReason",
     "Turn",
     "TurnEnd",
+    "refused",
 ]

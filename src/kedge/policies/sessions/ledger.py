@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kedge.hints.actions import ActionOutcome
 from kedge.policies.forecast_record import ForecastRecord
 from kedge.policies.forecast_record import NextRuns as Forecasts
+from kedge.policies.sessions.advice import SessionAdvice
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.links import Chain
 from kedge.policies.sessions.steps import NextRuns, SessionSteps
 from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, SessionHints, SessionKey, TurnEnd
-from kedge.types import AgentKey, Namespace
+from kedge.types import AgentKey, Namespace, TurnHints
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class SessionLedger:
         """Begin without sessions, for a cache of `num_blocks` blocks. `clock` is in seconds."""
         self._clock, self._arrivals = clock, itertools.count()
         self.steps, self.guard = SessionSteps(), Guard(num_blocks)
+        self._advice = SessionAdvice(self.steps)
         self._record = ForecastRecord()
         self._swaps_policy = False
 
@@ -81,13 +84,18 @@ class SessionLedger:
         """End a turn with an answer; `chain` is what its session is found by next."""
         now, key = self._clock(), turn.session
         self.steps.observe_call(key, now - turn.began)
-        self.steps.answered(key, chain, now, turn.end(end))
+        self.steps.answered(key, chain, now, self._advice.completed(key, turn.end(end)))
         if len(chain) > len(turn.chain):
             self.guard.own(key, chain)
 
     def cancelled(self, turn: Turn) -> None:
         """End a turn without an answer."""
         self.steps.cancelled(turn.session, self._clock())
+        self._advice.cancelled(turn.session)
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions without a request. Returns what becomes of each hint."""
+        return tuple(self._advice.take(namespace, hints, self._clock()))
 
     # agents of workflows --------------------------------------------------------------------------------------
 

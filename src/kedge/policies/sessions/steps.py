@@ -119,6 +119,15 @@ class SessionSteps:
         """Return whether a session may return, as far as is known."""
         return self._next_run(key, self.tracker.rank(key)) is not None
 
+    def obstacle(self, key: SessionKey) -> str:
+        """Return why what is said of when an idle session returns does not count now; "" where it does."""
+        agent, flow = self._agents.get(key, (None, None))
+        if agent is None:
+            return ""
+        if not self.tracker.continues(flow):
+            return "counts once prompts of its agent are seen to continue one another"
+        return "counts once its agent's forecast is over" if agent in self._runs else ""
+
     def _forget(self, key: SessionKey) -> None:
         self._places.pop(key, None)
         agent, _ = self._agents.pop(key, (None, None))

@@ -9,6 +9,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from heapq import heappop, heappush
 
 from kedge.policies.sessions.links import Chain, SessionLinks
@@ -30,6 +31,14 @@ KEPT = 64.0
 are ordered by what was learned, and go before others that were idle for a while; new traffic still gets room."""
 SHRINK = 0.9
 """A session whose time of return is given is ranked again each time that this share of it is left."""
+
+
+class SessionState(StrEnum):
+    """What a session is doing."""
+
+    UNKNOWN = "unknown"
+    IDLE = "idle"
+    IN_FLIGHT = "in flight"
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +163,20 @@ class SessionTracker:
         if session and not session.in_flight:
             session.due = now + seconds
             self._look(session, now)
+
+    def keep(self, key: SessionKey, now: float, seconds: float) -> None:
+        """Set for how long an idle session's KV is kept, in seconds from `now`; 0: it may go first."""
+        session = self._sessions[key]
+        session.keep_for = now + seconds - session.idle_since if seconds else 0.0
+        if not seconds or session.due == math.inf:
+            session.due = None
+        self._look(session, now)
+
+    def state(self, key: SessionKey) -> SessionState:
+        """Return what a session is doing."""
+        if key not in self._sessions:
+            return SessionState.UNKNOWN
+        return SessionState.IN_FLIGHT if self._is_in_flight(key) else SessionState.IDLE
 
     def _of(self, namespace: Namespace, continued: Hashable, hints: SessionHints) -> _Session:
         self._numbers += 1

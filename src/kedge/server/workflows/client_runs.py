@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from kedge.engine.base import Engine
 from kedge.errors import LimitReached
-from kedge.hints import Hints
+from kedge.hints import ActionOutcome, Hints
+from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import fixed_prompts
 from kedge.server.workflows.lookahead import Lookahead
 from kedge.server.workflows.registry import Registered
@@ -53,6 +54,20 @@ class ClientRuns:
         self._forget_old(runs, now)
         self._take_forecast(run, hints, registered, now)
         return run
+
+    def hint(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> list[ActionOutcome]:
+        """Take hints without a prompt, and return what becomes of those on a run. Raises like `require_room`."""
+        self.require_room(namespace, hints)
+        before = self.board.forecast(_key(namespace, hints))
+        run, outcomes = self.touch(namespace, hints, registered), list[ActionOutcome]()
+        if hints.steps is not None:
+            is_newer = run is not None and self.board.forecast(run.key) is not before
+            outcomes.append(took_forecast(hints.run, is_newer))
+        if run and hints.final:
+            self.end(run)
+        elif run:
+            self.look_ahead(run)
+        return [*outcomes, run_ended()] if ends_run(hints) else outcomes
 
     def require_room(self, namespace: Namespace, hints: Hints) -> None:
         """Raise `LimitReached` if hints without a prompt begin a run, or bring a forecast, that exceeds the limits.

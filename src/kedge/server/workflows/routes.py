@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.errors import RequestError, SpecError
+from kedge.hints import Hints
+from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
 from kedge.server.http import media_types
 from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, answers
@@ -198,20 +200,23 @@ def _refuse_unknown(body: RunBody) -> None:
 async def hints(
     body: dict[str, Any], request: Request, service: TheService, known: TheWorkflows, tenant: TheTenant
 ) -> Response:
-    """Take hints without a prompt: a changed forecast, or the end of a run.
+    """Take hints without a prompt: a changed forecast, the end of a run, and what is said of sessions.
 
-    A call counts one against the tenant's hints per minute, and one more for each agent in its forecast.
+    The answer has what becomes of each. A call counts one against the tenant's hints per minute, and one more for each
+    agent in its forecast and each session that it expects.
     """
     allowed = service.meter(tenant).hints
     allowed.require()
     given = service.hints(tenant, body, request.headers)
-    allowed.use(1 + len(given.steps or ()))
-    known.client_runs.require_room(tenant.namespace(given.salt), given)
+    allowed.use(1 + len(given.steps or ()) + len(given.expects or ()))
+    namespace = tenant.namespace(given.salt)
     found = known.registry.find(tenant.id, given.workflow)
-    run = known.client_runs.touch(tenant.namespace(given.salt), given, found)
-    if run and given.final:
-        known.client_runs.end(run)
-    elif run:
-        known.client_runs.look_ahead(run)
-    accepted = replace(given, keep_for=None, expects=None)  # these go with a request
-    return JSONAnswer({"object": "hints", "hints": accepted.to_dict()})
+    taken = [] if _is_of_session_only(given) else known.client_runs.hint(namespace, given, found)
+    taken += await service.advise(namespace, given.turn)
+    data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
+    return JSONAnswer(data)
+
+
+def _is_of_session_only(hints: Hints) -> bool:
+    """Return whether the run that hints name is their session, of which they bring no forecast."""
+    return hints.run == hints.session and not (hints.workflow or hints.steps is not None or hints.final)

@@ -39,6 +39,9 @@ class Role:
     """(question, what it reads beside it, by placeholder) -> the reference answer, where that is more than the question
     decides."""
 
+    pick: str = ""
+    """Where its pick stands, see `Agent.pick`"""
+
     def answer(self, question: Question, read: Mapping[str, str]) -> str:
         """Return the reference answer to a question and to what the role reads beside it, by placeholder."""
         return self.reacts(question, read) if self.reacts else self.reference(question)

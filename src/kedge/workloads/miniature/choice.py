@@ -180,6 +180,7 @@ TASK = Task(
             "one option that you trust.",
             decide,
             states_answer,
+            pick="answer is <word>",
         ),
     ),
     generate=generate,

@@ -157,6 +157,7 @@ TASK = Task(
             "one answer that you trust.",
             decide,
             states_answer,
+            pick="answer is <number>",
         ),
     ),
     generate=generate,

@@ -72,7 +72,7 @@ def _named(topology: str, agents: Sequence[Agent]) -> Topology:
 
 def _agent(role: Role, user: str = "") -> Agent:
     tool = QuestionTool(role.tool) if role.tool else None
-    return Agent(role.id, role.system, user, tool, role.title, MAX_TOKENS)
+    return Agent(role.id, role.system, user, tool, role.title, MAX_TOKENS, pick=role.pick)
 
 
 def _user(roles: Mapping[str, Role], name: str, topology: Topology) -> str:

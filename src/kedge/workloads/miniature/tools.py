@@ -204,6 +204,7 @@ TASK = Task(
             lambda question: _decide(question, _full(question)),
             _sells_right,
             reacts=_decide,
+            pick="answer is <number>",
         ),
     ),
     generate=generate,

@@ -20,7 +20,7 @@ from tests.engine.common.state_helpers import DAMAGES, damage, listed, record_fi
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
     "planner": PlannerSettings(by_cost=False, recompute_head=0),

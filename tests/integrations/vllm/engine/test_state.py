@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kedge.engine.base import Limiting, Quota, SelfSaving  # noqa: E402
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.errors import ConfigError  # noqa: E402
+from kedge.guard import DecisionKind  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
 from kedge.integrations.vllm.engine.options import KeepingOptions  # noqa: E402
+from kedge.reuse.guard.comparison import DecisionComparison  # noqa: E402
 from kedge.settings import EngineSettings  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
@@ -37,6 +40,7 @@ PATIENCE = 120.0
 HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
 LEAD_IN, STAND_IN = tuple(prompt(5, 3)), tuple(prompt(4, 4))
 NANO_SHAPE = {"vocab_size": 1152, "bos_token_id": 0, "eos_token_id": 1}
+CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 1.0)
 ACME = TenantId("acme")
 
 
@@ -54,8 +58,12 @@ def engine(model: Path, state: Path) -> VLLMEngine:
 
 def ask(built: VLLMEngine, seed: int, run: str) -> Receipt:
     """Return the receipt of a call with this question."""
+    return built.submit(question(seed, run)).result(PATIENCE).receipt
+
+
+def question(seed: int, run: str) -> GenerateRequest:
     value = Segment(tuple(prompt(60, seed)), "q", SampleId(ValueKind.INPUT, "q"), LEAD_IN, STAND_IN)
-    request = GenerateRequest(
+    return GenerateRequest(
         (Segment(HEAD, "p0"), value, Segment(TAIL, "p1")),
         reuse=ReuseMode.TRANSLATE,
         workflow=WorkflowId("w"),
@@ -63,7 +71,12 @@ def ask(built: VLLMEngine, seed: int, run: str) -> Receipt:
         agent=AgentId("a"),
         sampling=SamplingParams(max_tokens=2, ignore_eos=True),
     )
-    return built.submit(request).result(PATIENCE).receipt
+
+
+def guard_of(built: VLLMEngine) -> list[dict[str, Any]]:
+    """Return the guard's records of all agents."""
+    guard: Any = built.inspect()["guard"]
+    return list(guard["agents"])
 
 
 def teach(built: VLLMEngine) -> None:
@@ -86,9 +99,14 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         teach(built)
         before = ask(built, 12, "before")
         assert before.translated > 100
+        for _ in range(40):
+            built._guard._guard.observe(question(12, "before"), ("q",), CHANGED)
+        known = guard_of(built)
+        assert known[0]["breaches"] > 0
     with engine(model, state) as built:
         after = ask(built, 12, "after")
         assert (after.computed, after.translated) == (before.computed, before.translated + before.exact)
+        assert guard_of(built) == known, "the evidence against an agent outlives a restart"
         assert isinstance(built, Limiting)
         built.limit(ACME, Quota(anchors=3))
         built.limit(TenantId("other"), Quota())

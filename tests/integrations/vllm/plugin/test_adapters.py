@@ -38,8 +38,10 @@ def test_the_adapter_is_right_about_the_installed_vllm() -> None:
     found = adapters.installed()
     assert found.binds_manager == hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
     assert found.watches_reuse == hasattr(BlockPool(1, True, 1), "_reuse_watchers")
-    assert found.admits_apart == (not missing_attributes(Scheduler, ["max_num_active_reqs"]))
-    assert found.admits_apart == (not missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES))
+    apart = missing_attributes(Scheduler, ["max_num_active_reqs"])
+    assert found.admission_limit == ("max_num_running_reqs" if apart else "max_num_active_reqs")
+    assert found.skips_apart == (not missing_attributes(Scheduler, ["skipped_waiting"]))
+    assert not missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
 
 
 def test_attributes_are_those_of_the_class_and_those_that_init_sets() -> None:

@@ -16,8 +16,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 
 from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.block_pools import (
-    GROUP,
-    KEY_END,
     cached_block,
     cached_prefix,
     free_blocks,
@@ -28,14 +26,24 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
     take_blocks,
 )
+from kedge.integrations.vllm.plugin.cache_groups import NeededBlocks
 from kedge.policies.eviction import steps_to_execution
 
-SIZE, BLOCKS = 16, 10
+SIZE, BLOCKS, GROUP = 16, 10, 0
 OWNERS = ("a", "b")
 
 
 def chain(name: str, length: int) -> list[BlockHash]:
     return [BlockHash(f"{name}-{at}".encode()) for at in range(length)]
+
+
+def needed(hashes: list[BlockHash], first: int = 0) -> NeededBlocks:
+    """Return blocks of the only group, as many as there are hashes, the first of them at a place in the prompt."""
+    return NeededBlocks([key(one) for one in hashes], range(first, first + len(hashes)))
+
+
+def key(one: BlockHash) -> bytes:
+    return make_block_hash_with_group_id(one, GROUP)
 
 
 def pool_of(events: bool = False) -> BlockPool:
@@ -113,7 +121,7 @@ class Twins(RuleBasedStateMachine):
             if at not in skipped and cached_block(self.vllms, one) is None:
                 insert(self.vllms, one, block, (first + at + 1) * SIZE)
                 named += 1
-        assert name_blocks(self.ours, hashes, self.blocks(self.ours, ids), first, skipped) == named
+        assert name_blocks(self.ours, needed(hashes, first), self.blocks(self.ours, ids), skipped) == named
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), name=st.sampled_from("xy"), at=st.integers(0, 5))
@@ -140,16 +148,12 @@ TestTwins = Twins.TestCase
 TestTwins.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
-def test_keys_are_those_of_vllm() -> None:
-    assert BlockHash(b"some hash") + KEY_END == make_block_hash_with_group_id(BlockHash(b"some hash"), GROUP)
-
-
 def test_a_prefix_is_that_of_the_pool_and_of_others() -> None:
     pool, hashes = pool_of(), chain("x", 8)
-    name_blocks(pool, hashes[:3], take_blocks(pool, 3), 0)
+    name_blocks(pool, needed(hashes[:3]), take_blocks(pool, 3))
     assert [block.block_hash_num_tokens for block in leading_blocks(pool, hashes)] == [SIZE, 2 * SIZE, 3 * SIZE]
     assert cached_prefix(pool, hashes) == 3
-    assert cached_prefix(pool, hashes, others=set(hashes[3:5])) == 5
+    assert cached_prefix(pool, hashes, others=set(map(key, hashes[3:5]))) == 5
     assert cached_prefix(pool, hashes, stop=2) == 2
     assert cached_prefix(pool, hashes, start=4) == 4
     assert [cached_prefix(pool, hashes, guess=guess) for guess in range(9)] == [3] * 9

@@ -56,15 +56,7 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 def test_everything_is_on_where_it_fits() -> None:
     found = compat.find_features(config(), ONE, 10, 32)
-    assert (found.eviction, found.host, found.translation) == (None, None, None)
-    assert (found.lanes is None) == adapters.installed().admits_apart
-
-
-def test_an_adapter_without_a_limit_on_admissions_has_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = replace(adapters.installed(), admits_apart=False)
-    monkeypatch.setattr(compat, "installed", lambda: one)
-    found = compat.find_features(config(), ONE, 10, 32)
-    assert found.lanes and "no limit on admissions" in found.lanes and found.translation is None
+    assert found == compat.Features(None, None, None, None)
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +112,17 @@ def test_where_vllm_can_recompute_that_policy_is_accepted() -> None:
     assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10, 32).translation is None
 
 
-def test_several_groups_keep_the_order_of_eviction_only() -> None:
+def test_several_groups_are_cached_and_not_translated() -> None:
     window = SlidingWindowSpec(**SPEC, sliding_window=64)
-    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC), window), 10, 32)
-    assert found.eviction is None and found.host and found.translation
+    both = groups(window, FullAttentionSpec(**SPEC))
+    found = compat.find_features(config(), both, 10, 32)
+    assert (found.eviction, found.host) == (None, None)
+    assert found.translation == "the model has 2 KV cache groups"
+    assert compat.cache_groups(config(), both).main.number == 1
+    assert compat.block_bytes(both) == compat.block_bytes(ONE), "a block is of one group at a time"
     alone = compat.find_features(config(), groups(window), 10, 32)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
+    assert alone.eviction is None and alone.host and "none has full attention" in alone.host
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
@@ -151,7 +148,7 @@ def test_too_old_a_version_switches_everything_off(
     assert found.lanes == compat.NO_TRANSLATION
 
 
-@pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM is not like the newest")
+@pytest.mark.skipif(adapters.installed() is not adapters.ADAPTERS[-1], reason="this vLLM is not like the newest")
 @pytest.mark.parametrize("version", ["0.34.0", "0.99.3+cpu", "1.2.0"])
 def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -213,17 +210,15 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 # lanes ----------------------------------------------------------------------------------------------------------------
 
-has_lanes = pytest.mark.skipif(not adapters.installed().admits_apart, reason="this vLLM has no lanes")
-
-
 def lanes(**changes: Any) -> str | None:
     found = compat.find_features(config(**changes), ONE, 10, 32)
     assert found.translation is None, "it goes on, up to the first hole"
     return found.lanes
 
 
-@has_lanes
-def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_lanes_need_kedges_scheduler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    one = replace(adapters.installed(), binds_manager=True)  # or else translation needs it, too
+    monkeypatch.setattr(compat, "installed", lambda: one)
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
     assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
@@ -235,7 +230,6 @@ def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"kedge: lanes is off: {reason}"]
 
 
-@has_lanes
 def test_lanes_are_off_where_a_pass_may_be_split() -> None:
     assert "microbatching" in (lanes(use_ubatching=True) or "")
 
@@ -244,7 +238,6 @@ def test_lanes_can_be_switched_off() -> None:
     assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
 
 
-@has_lanes
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class More(NewRequestData):
@@ -256,13 +249,11 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
     assert "block_ids, lora_request, mm_features" in (lanes() or "")
 
 
-@has_lanes
 def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "schedule", lambda self: self.max_num_scheduled_tokens)
-    assert lanes() == "vLLM's Scheduler.schedule does not read max_num_active_reqs"
+    assert lanes() == f"vLLM's Scheduler.schedule does not read {adapters.installed().admission_limit}"
 
 
-@has_lanes
 def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (), {"schedule": Scheduler.schedule, "__init__": lambda self: setattr(self, "running", [])})
     monkeypatch.setattr(compat, "Scheduler", bare)

@@ -37,11 +37,8 @@ class Tier:
     def busy(self) -> bool:
         return bool(self.under_way)
 
-    def holds(self, _: str) -> bool:
-        return True
-
-    def loading(self, block: str) -> Any:
-        return SimpleNamespace(demanded=False) if block in self.under_way else None
+    def next_load(self, hashes: list[str], block: int) -> tuple[Any, bool]:
+        return SimpleNamespace(demanded=False) if hashes[block] in self.under_way else None, True
 
     def extent(self, hashes: list[str]) -> tuple[int, int]:
         return 0, len(hashes)

@@ -133,6 +133,22 @@ TestCopies = Copies.TestCase
 TestCopies.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_the_next_load_is_of_what_the_device_lacks() -> None:
+    """A draft's head lets vLLM compute a block that the device has."""
+    world, prompt = Copies(), chain("a", 4)
+    world.compute("a", 4)
+    world.back_up("a", 4)
+    world.send()
+    world.tier.on_copied(world.sent.pop().copy_id, CopyResult(1, True, 0.1))
+    assert world.tier.next_load(prompt, 3) == (None, False)
+    world.empty_device()
+    assert world.tier.next_load(prompt, 3) == (None, True)
+    world.load("a", 4)
+    transfer, _ = world.tier.next_load(prompt, 3)
+    assert transfer and transfer.is_load
+    world.teardown()
+
+
 # quotas ---------------------------------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ class Engine:
             if block.block_hash is None and cached_block(self.pool, one) is None:
                 self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
         asked.status, asked.num_computed_tokens = status, SIZE * computed
-        self.sessions.finish(asked, ([block.block_id for block in blocks[:computed]],))
+        self.sessions.finish(asked, [block.block_id for block in blocks[:computed]])
         self.pool.free_blocks(reversed(blocks))
 
     def turn(self, hashes: list[BlockHash]) -> int:
@@ -146,14 +146,14 @@ def test_blocks_of_all_groups_are_owned() -> None:
     others = engine.pool.get_new_blocks(2)
     asked.num_computed_tokens, asked.status = 2 * SIZE, STOPPED
     _, blocks = engine.running.pop(asked.request_id)
-    engine.sessions.finish(asked, ([block.block_id for block in blocks], [0, *(block.block_id for block in others)]))
+    engine.sessions.finish(asked, [block.block_id for block in blocks], [block.block_id for block in others])
     assert engine.owned() == 4 and not engine.queue._owners.set_of[0].owners, "vLLM's null block has no owner"
 
 
 def test_before_it_is_bound_it_does_nothing() -> None:
     idle = SessionHistories()
     asked: Any = SimpleNamespace(request_id="r", cache_salt=None, block_hashes=[])
-    assert idle.arrive(asked, None) is None and idle.finish(asked, ()) is None
+    assert idle.arrive(asked, None) is None and idle.finish(asked, []) is None
 
 
 class Turns(RuleBasedStateMachine):
@@ -186,7 +186,7 @@ class Turns(RuleBasedStateMachine):
     def abort(self) -> None:
         asked = self.waiting.pop()
         asked.status = ABORTED
-        self.engine.sessions.finish(asked, ())
+        self.engine.sessions.finish(asked, [])
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 500.0, 1e6]))
     def pass_time(self, seconds: float) -> None:

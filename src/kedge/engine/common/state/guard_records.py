@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
 from kedge.anchors.saving.records import Record
+from kedge.engine.common.state.files import Entry, Name
+from kedge.engine.common.state.folder import StateFolder
 from kedge.errors import StateDamaged
 from kedge.reuse.guard.guard import Group
 from kedge.reuse.guard.record import GuardRecord
@@ -13,6 +16,8 @@ from kedge.reuse.guard.saving import from_data
 from kedge.types import Namespace, WorkflowId
 
 GUARD = "guard"
+Written = dict[Name, tuple[Hashable, Entry]]
+"""The entries in a folder, with what tells whether their content has changed"""
 Restored = dict[Group, dict[tuple[str, str], GuardRecord]]
 
 
@@ -30,6 +35,18 @@ def guard_records(guard: SavesRecords) -> list[Record]:
         Record((GUARD, str(namespace), workflow), {"records": held}, {})
         for (namespace, workflow), held in guard.saved().items()
     ]
+
+
+def write_guard(guard: SavesRecords, files: StateFolder, written: Mapping[Name, tuple[Hashable, Entry]]) -> Written:
+    """Write the guard's records as they are now, of those in `written` the changed ones only. Raises `OSError`."""
+    return {record.name: _put(record, files, written.get(record.name)) for record in guard_records(guard)}
+
+
+def _put(record: Record, files: StateFolder, before: tuple[Hashable, Entry] | None) -> tuple[Hashable, Entry]:
+    content = json.dumps(record.data)
+    if before and before[0] == content and files.has(before[1]):
+        return before
+    return content, files.put(record)
 
 
 class RestoredGuard:

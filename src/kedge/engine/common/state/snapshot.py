@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, Record, keys, name_of, view
+from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, keys, name_of, view
 from kedge.anchors.saving.restoring import Restored
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.damage import Damage
-from kedge.engine.common.state.files import Entry, Name
+from kedge.engine.common.state.files import Entry
 from kedge.engine.common.state.folder import StateFolder
-from kedge.engine.common.state.guard_records import RestoredGuard, SavesRecords, guard_records
+from kedge.engine.common.state.guard_records import RestoredGuard, SavesRecords, Written, write_guard
 from kedge.kv.segment import KVSegment
 
 logger = logging.getLogger(__name__)
@@ -69,8 +68,8 @@ class EngineState:
         self.folder = folder
         self._files = StateFolder(folder, identity)
         self._like, self._values, self._ask, self._guard, self._lock = like, values, ask, guard, threading.Lock()
-        self._written: dict[Name, tuple[Hashable, Entry]] = {}
-        """The entries in the folder, with the signatures of the views that they were made from"""
+        self._written: Written = {}
+        """By the signatures of the views that entries were made from; those of the guard by their content"""
 
     def save(self) -> SavedState:
         """Write a snapshot of what is learned now, see `LocalEngine.save`."""
@@ -78,11 +77,12 @@ class EngineState:
         with self._lock:
             found = self._ask(lambda anchors, bases: keys(anchors, bases, values=self._values))
             made = {name_of(key): self._saved(key) for key in found}
-            made |= {record.name: self._put(record) for record in (guard_records(self._guard) if self._guard else ())}
+            if self._guard:
+                made |= write_guard(self._guard, self._files, self._written)
             self._written = {name: one for name, one in made.items() if one}
             entries = [entry for _, entry in self._written.values()]
             self._files.commit(entries)
-        return _summary(entries, began)
+        return summary(entries, began)
 
     def load(self) -> SavedState:
         """Replace what the engine has learned by the sound content of the last snapshots, see `LocalEngine.load`."""
@@ -95,19 +95,12 @@ class EngineState:
             if self._guard:
                 self._guard.restore(guard.groups)
             self._written.clear()
-        return _summary(entries, began, damaged)
+        return summary(entries, began, damaged)
 
     def close(self) -> None:
         """Give the folder back."""
         with self._lock:
             self._files.close()
-
-    def _put(self, record: Record) -> tuple[Hashable, Entry]:
-        """Write a record without tensors if it has changed. Returns its content and its entry."""
-        content, before = json.dumps(record.data), self._written.get(record.name)
-        if before and before[0] == content and self._files.has(before[1]):
-            return before
-        return content, self._files.put(record)
 
     def _saved(self, key: Key) -> tuple[Hashable, Entry] | None:
         """Write what has this key if it has changed. Returns its signature and entry; None if it has gone."""
@@ -158,7 +151,8 @@ class StateKeeper:
             state.close()
 
 
-def _summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:
+def summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = ()) -> SavedState:
+    """Return what a snapshot holds that was begun at a time of the monotonic clock."""
     kinds = Counter(entry.name[0] for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     counts = kinds[POOL], kinds[TEMPLATE], kinds[VALUE]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from contextlib import aclosing
@@ -22,11 +21,13 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
+from kedge.hints.actions import ActionOutcome
 from kedge.integrations.vllm.engine.base_prefills import BasePrefills
 from kedge.integrations.vllm.engine.held_forecasts import HeldForecasts
 from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, REPORT
+from kedge.integrations.vllm.plugin.advice_calls import AdviceCalls, hinted_params, message
+from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
 
@@ -85,7 +86,7 @@ class Driver:
         self._numbers = itertools.count()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(MAX_AGENTS)
         """Whether an agent's last prompt was translated"""
-        self.bases = BasePrefills(self._prefill_base)
+        self.bases, self.advice = BasePrefills(self._prefill_base), AdviceCalls()
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
@@ -192,22 +193,29 @@ class Driver:
 
     def send(self, messages: Iterable[PluginMessage]) -> None:
         """Send messages to the plug-in in this order, unless vLLM has died."""
-        for message in messages if not self.is_dead else ():
-            self._outgoing.pass_on(message)
+        for one in messages if not self.is_dead else ():
+            self._outgoing.pass_on(one)
 
     async def _send_messages(self) -> None:
         """Send messages as `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt."""
         while True:
-            message = await self._messages.get()
+            sent = await self._messages.get()
             try:
-                await self.llm.engine_core.add_request_async(as_request(message, next(self._numbers)))
+                await self.llm.engine_core.add_request_async(as_request(sent, next(self._numbers)))
             except EngineDeadError:
                 return
+
+    async def advise(self, namespace: Namespace, hints: Mapping[str, Any]) -> list[ActionOutcome] | None:
+        """Send hints without a prompt, and return what becomes of them; None: vLLM has not reported it."""
+        try:
+            return await self.advice.ask(self.llm.engine_core, namespace, hints)
+        except EngineDeadError:
+            raise _died() from None
 
     async def _prefill_base(self, namespace: Namespace, tokens: Tokens) -> None:
         prompt, name = tokens_input(list(tokens), cache_salt=str(namespace)), f"kedge-base-{next(self._numbers)}"
         try:
-            async with aclosing(self.llm.generate(prompt, _params({"base": True}), name)) as outputs:
+            async with aclosing(self.llm.generate(prompt, hinted_params({"base": True}), name)) as outputs:
                 async for _ in outputs:
                     pass
         except (VLLMClientError, EngineGenerateError, EngineDeadError) as error:
@@ -243,6 +251,7 @@ class _StatsListener(StatLoggerBase):
             return
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
+        self._driver.advice.answered(plugin_stats.pop(ADVICE, {}))
         self._driver.on_base_needs(plugin_stats.pop(NEEDS, ()))
         figures.report = plugin_stats.pop(REPORT, None) or figures.report
         figures.plugin.update(plugin_stats)
@@ -255,25 +264,9 @@ class _StatsListener(StatLoggerBase):
         """Do nothing: vLLM has a log of its own."""
 
 
-def as_request(message: PluginMessage, number: int) -> EngineCoreRequest:
+def as_request(sent: PluginMessage, number: int) -> EngineCoreRequest:
     """Return a message as a request that vLLM aborts at once."""
-    return EngineCoreRequest(
-        request_id=f"kedge-message-{number}",
-        prompt_token_ids=list(message.tokens),
-        mm_features=None,
-        sampling_params=_params(message.hints),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=str(message.namespace),
-        data_parallel_rank=None,
-        abort_immediately=True,
-    )
-
-
-def _params(hints: Mapping[str, Any]) -> SamplingParams:
-    extra = {"kv_transfer_params": {"kedge": dict(hints)}}
-    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
+    return message(f"kedge-message-{number}", sent.namespace, sent.hints, sent.tokens)
 
 
 async def _within(future: asyncio.Future[ReceiptData], seconds: float) -> ReceiptData | None:
@@ -295,12 +288,16 @@ def _end(response: StreamedResponse, error: BaseException | None, receipt: Recei
         response.fail(_kedge_error(failure, response.request.request_id))
 
 
+def _died() -> EngineClosed:
+    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
+
+
 def _kedge_error(error: Exception, request_id: RequestId) -> KedgeError:
     """Return an error of vLLM's, or from handling its output, as one of Kedge's."""
     if isinstance(error, KedgeError):
         return error
     if isinstance(error, EngineDeadError):
-        return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
+        return _died()
     if isinstance(error, VLLMClientError):
         return RequestError("request", request_id, str(error))
     cause = error.__cause__ if isinstance(error, EngineGenerateError) else error

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,9 +26,12 @@ from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.common.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
+from kedge.hints.actions import ActionOutcome, ActionResult
+from kedge.hints.without_prompt import UNREPORTED
+from kedge.integrations.vllm.engine.guard_keeping import keep_guard
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -39,12 +43,14 @@ from kedge.integrations.vllm.engine.options import (
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
     PluginMessage,
+    advice_hints,
     end_of_run,
     expected_prompt,
     sampling_arguments,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.engine.warm_up import warm_up_checks
+from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
@@ -52,6 +58,7 @@ from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
     from kedge.integrations.vllm.engine.driver import Driver
+    from kedge.integrations.vllm.plugin.rank_state import RankState
 
 T = TypeVar("T")
 STATE_GRACE = 60
@@ -122,10 +129,17 @@ class VLLMEngine:
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
+        self._guard_state: RankState | None = None
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
             warm_up_checks(self._submit_check)
+        if self._is_guarded:
+            try:
+                self._guard_state = keep_guard(self._guard, config, self.config.anchors, self._keeping)
+            except ConfigError:
+                self.close()
+                raise
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -146,7 +160,7 @@ class VLLMEngine:
         try:
             response = self._response(request)
             response.stream.tap = tap
-            self._call(partial(self._begin, response))
+            self._call(partial(_begin, self._driver, response))
         except BaseException as error:
             if tap:
                 tap(error)
@@ -158,17 +172,11 @@ class VLLMEngine:
         if not self._is_guarded:
             return request, None
         request, tap = self._guard.begin(request)
-        return self._within_top(request), tap
+        return _within_top(request, self._max_logprobs), tap
 
     def _submit_check(self, check: GenerateRequest) -> TokenStream:
         """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
-        return self.submit(self._within_top(replace(check, turn=TurnHints(keep_for=0.0))))
-
-    def _within_top(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with no more log-probabilities than vLLM gives."""
-        if request.logprobs is None or not 0 <= self._max_logprobs < request.logprobs:
-            return request
-        return replace(request, logprobs=self._max_logprobs)
+        return self.submit(_within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
 
     def _response(self, request: GenerateRequest) -> StreamedResponse:
         room = self._max_model_len - request.prompt_tokens
@@ -202,10 +210,6 @@ class VLLMEngine:
                     key, getattr(request, key), f"must be at most {self._max_logprobs}, vLLM's max_logprobs"
                 )
 
-    def _begin(self, response: StreamedResponse) -> None:
-        require_new_id(response.request.request_id, self._driver.in_flight)
-        self._driver.begin(response)
-
     def cancel(self, request_id: RequestId) -> bool:
         return self._call(lambda: self._driver.cancel(request_id))
 
@@ -224,6 +228,17 @@ class VLLMEngine:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
         self._send(lambda: list(self._forecasts.messages(changes, prompts)))
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions, see `kedge.engine.base.Advisable`.
+
+        Where vLLM does not report within a few seconds what became of it, every hint is deferred.
+        """
+        require_advice(namespace, hints)
+        if not self._plugged:
+            return refused(hints, NO_SESSIONS)
+        outcomes = self._run(partial(self._driver.advise, namespace, advice_hints(hints)))
+        return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def inspect(self) -> dict[str, object]:
         """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
@@ -244,6 +259,8 @@ class VLLMEngine:
             self._end_loop()
         self._thread.join()
         self._guard.join()
+        if is_first and self._guard_state is not None:
+            self._guard_state.close()
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -261,15 +278,26 @@ class VLLMEngine:
         """Call a function on the loop's thread. Raises `EngineClosed` where the engine is closed, or vLLM has died."""
 
         async def call() -> T:
+            return function()
+
+        return self._run(call)
+
+    def _run(self, begin: Callable[[], Awaitable[T]]) -> T:
+        """Wait for what runs on the loop's thread. Raises as `_call` does."""
+
+        async def run() -> T:
             if self.failure is not None:
                 raise _died()
-            return function()
+            return await begin()
 
         with self._lock:  # so that nothing is called after the loop's end
             if self._is_closed:
                 raise EngineClosed("engine", "vllm", "it was closed")
-            called = asyncio.run_coroutine_threadsafe(call(), self._loop)
-        return called.result()
+            called = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return called.result()
+        except CancelledError:
+            raise EngineClosed("engine", "vllm", "it was closed") from None
 
     def _send(self, messages: Callable[[], list[PluginMessage]]) -> None:
         """Send messages to the plug-in, if there is one, without waiting. A closed engine ignores them."""
@@ -295,6 +323,18 @@ def _figures(driver: Driver) -> dict[str, object]:
         "base_prefills": len(driver.bases) + bases,
     }
     return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
+
+
+def _within_top(request: GenerateRequest, most: int) -> GenerateRequest:
+    """Return the request with no more log-probabilities than vLLM gives, its `max_logprobs`."""
+    if request.logprobs is None or not 0 <= most < request.logprobs:
+        return request
+    return replace(request, logprobs=most)
+
+
+def _begin(driver: Driver, response: StreamedResponse) -> None:
+    require_new_id(response.request.request_id, driver.in_flight)
+    driver.begin(response)
 
 
 def _died() -> EngineClosed:

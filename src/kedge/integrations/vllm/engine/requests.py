@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
-from kedge.integrations.vllm.plugin.hints import segment_hints
+from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
 from kedge.workflow.steps import NextRun
 
@@ -24,8 +24,6 @@ MAX_FIXED = 1024
 """Agents of which is remembered what fixed prompt was sent; the one that was sent longest ago is dropped"""
 RESENT = 64
 """Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
-NO_PROMPT: Tokens = (0,)
-"""The prompt of a message without one: vLLM accepts no empty prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +167,18 @@ class _SentPrompts:
 def expected_prompt(request: GenerateRequest) -> PluginMessage:
     """Return the message that such a request is expected; values that are not known yet have no tokens."""
     return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
+
+
+def advice_hints(hints: TurnHints) -> Hints:
+    """Return what a client says of its sessions between requests."""
+    said = {
+        "session": short(hints.session),
+        "keep_for": hints.keep_for,
+        "returns_in": hints.returns_in,
+        "expects": without_infinity({short(name): left for name, left in hints.expects.items()}) or None,
+        "final": hints.is_last or None,
+    }
+    return {name: value for name, value in said.items() if value not in (None, "")}
 
 
 def end_of_run(run: RunKey) -> PluginMessage:

@@ -23,15 +23,21 @@ class Adapter:
     since: tuple[int, int]
     binds_manager: bool = True
     """Whether vLLM shows a connector its KV cache manager. Otherwise Kedge's scheduler does"""
-    admits_apart: bool = True
-    """Whether `max_num_active_reqs` of the scheduler limits admissions apart from what runs, which lanes need"""
+    admission_limit: str = "max_num_active_reqs"
+    """The attribute of the scheduler with the most requests that may run, read before each admission"""
+    skips_apart: bool = False
+    """Whether waiting requests that were skipped in a step have a queue of their own, `skipped_waiting`, which is served
+    first. Otherwise they wait in the queue of all, and `deferred_waiting` has them too
+    """
     watches_reuse: bool = True
     """Whether a block pool may be asked to report that a block is handed out again (`_reuse_watchers`)"""
 
 
 ADAPTERS = (
-    Adapter((0, 28), binds_manager=False, admits_apart=False, watches_reuse=False),
-    Adapter((0, 30), admits_apart=False),
+    Adapter(
+        (0, 28), binds_manager=False, admission_limit="max_num_running_reqs", skips_apart=True, watches_reuse=False
+    ),
+    Adapter((0, 30), admission_limit="max_num_running_reqs", skips_apart=True),
     Adapter((0, 31)),
 )
 """Oldest first; each holds until the next one"""

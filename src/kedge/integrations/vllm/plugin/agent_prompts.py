@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -61,8 +61,11 @@ class AgentPrompts:
 
     # forecasts ------------------------------------------------------------------------------------------------
 
-    def forecast(self, hinted: HintedRequest, steps: Mapping[Any, NextRun]) -> None:
-        """Take the forecast of a run. One without a sequence number is newer than the one before it."""
+    def forecast(self, hinted: HintedRequest, steps: Mapping[Any, NextRun]) -> bool:
+        """Take the forecast of a run. One without a sequence number is newer than the one before it.
+
+        Returns whether it replaced the one before.
+        """
         known = self._board.forecast(hinted.run)
         newer = known.seq + 1 if known else 0
         seq = newer if hinted.seq is None else hinted.seq
@@ -71,6 +74,7 @@ class AgentPrompts:
             if key.run == hinted.run and key not in self._template_of:
                 self._template_of[key] = (*hinted.run[:2], hinted.request.workflow, key.agent)
         self._apply(changes)
+        return self._board.forecast(hinted.run) is not known
 
     def expect(self, changes: Changes, teams: Mapping[AgentKey, WorkflowId]) -> None:
         """Take changes of a forecast that was not given but found; `teams` are those of agents that are new in it."""
@@ -115,8 +119,11 @@ class AgentPrompts:
 
     # prompts --------------------------------------------------------------------------------------------------
 
-    def label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> AgentKey | None:
-        """Give the blocks of a finished request to its agent, while the request holds them.
+    def label(
+        self, hinted: HintedRequest, request: Request, block_ids: list[int], others: Sequence[int] = ()
+    ) -> AgentKey | None:
+        """Give the blocks of a finished request to its agent, while the request holds them; `others` are those of other
+        groups than the main one.
 
         Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
         was labelled.
@@ -136,7 +143,9 @@ class AgentPrompts:
             return None
         self.prompts[hinted.key], self._template_of[hinted.key] = hashes, template
         queue.own(block_ids[:fixed], hinted.key)
-        queue.mark_suffix(block_ids[fixed:])
+        if others:
+            own_prefix(self._pools[0], hashes, hinted.key)
+        queue.mark_suffix((*block_ids[fixed:], *others))
         self.changed = True
         return hinted.key
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from kedge.integrations.vllm.plugin.block_pools import cached_block, own_blocks, own_prefix
+from kedge.integrations.vllm.plugin.block_pools import own_known, own_prefix
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.eviction import StepView, distance
@@ -63,7 +63,7 @@ class HostBackups:
             self._leave(history.left, owner)
         held, owned = self._tier.prefixes(hashes, owner)
         if owned < held:
-            own_run(self._tier, hashes[owned:held], owner)
+            own_known(self._tier.host, self._tier.groups.needed(hashes[:held], owned).keys, owner)
         self._pending[owner] = (hashes, min(held, history.computed_from))
         self.go_on()
 
@@ -80,14 +80,8 @@ class HostBackups:
             if self._tier.queue.has_step(owner):
                 may_evict = partial(self._is_no_sooner, self._tier.queue.step_of(owner))
                 done = self._tier.back_up(hashes, owner, may_evict, start, room)
-                if done < len(hashes):
+                if done < self._tier.groups.count(len(hashes)):
                     self._pending[owner] = (hashes, done)
 
     def _is_no_sooner(self, step: float, victim: StepView) -> bool:
         return distance(victim, self._unlabelled_step) >= step
-
-
-def own_run(tier: HostTier, hashes: Sequence[BlockHash], owner: Owner) -> None:
-    """Mark the host's blocks of a part of a prompt as owned by `owner`."""
-    blocks = [block for one in hashes if (block := cached_block(tier.host, one))]
-    own_blocks(tier.host, blocks, owner)

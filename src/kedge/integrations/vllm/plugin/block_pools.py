@@ -10,73 +10,100 @@ from collections.abc import Container, Sequence
 from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
+from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups, NeededBlocks
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.eviction import StepPolicy
 from kedge.structures.prefixes import leading_count
 
-GROUP = 0
-"""The only KV cache group."""
-KEY_END = make_block_hash_with_group_id(BlockHash(b""), GROUP)
-"""What vLLM appends to a block's hash to make the key of the block in a pool."""
 
-
-def replace_queue(pool: BlockPool, policy: StepPolicy, whole_sets: bool = False) -> StepFreeQueue:
-    """Give a pool a queue with this policy. The pool must have handed out nothing but its null block."""
+def replace_queue(
+    pool: BlockPool, policy: StepPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
+) -> StepFreeQueue:
+    """Give a pool of blocks of `groups` a queue with this policy. It has handed out its null block alone."""
     queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, whole_sets)
     pool.free_block_queue = queue
+    queue.groups = groups
     return queue
+
+
+def groups_in(pool: BlockPool) -> CacheGroups:
+    """Return the KV cache groups whose blocks are in a pool."""
+    return getattr(pool.free_block_queue, "groups", ONE_GROUP)
 
 
 # look-ups -----------------------------------------------------------------------------------------------------
 
 
 def known_blocks(pool: BlockPool) -> dict[bytes, Any]:
-    """Return the blocks of `pool` by key, which is a hash and `KEY_END`: each a block, or several by id."""
+    """Return the blocks of `pool` by key, which is a hash and the end of a group: each a block, or several by id."""
     return cast("dict[bytes, Any]", pool.cached_block_hash_to_block._cache)
 
 
-def one_of(known: dict[int, KVCacheBlock]) -> KVCacheBlock:
-    """Return the first of several blocks that a pool knows by one key."""
-    return next(iter(known.values()))
+def any_of(known: Any) -> KVCacheBlock:
+    """Return a block, or the first of several, that a pool knows by one key."""
+    return next(iter(known.values())) if known.__class__ is dict else known
 
 
 def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
-    """Return a block of `pool` with this hash, if there is one."""
-    return pool.cached_block_hash_to_block.get_one_block(block_hash + KEY_END)
+    """Return a block of `pool` with this hash in the main group, if there is one."""
+    return pool.cached_block_hash_to_block.get_one_block(block_hash + groups_in(pool).main.key_end)
+
+
+def has_end(pool: BlockPool, hashes: Sequence[BlockHash]) -> bool:
+    """Return whether `pool` has the last block of a prompt in every group."""
+    known, groups = known_blocks(pool), groups_in(pool)
+    ends = ((group, group.places(len(hashes))) for group in groups)
+    return all(hashes[places[-1]] + group.key_end in known for group, places in ends if places)
 
 
 def leading_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
-    """Return the blocks of the longest prefix of `hashes` that `pool` has."""
-    known, blocks = known_blocks(pool), list[KVCacheBlock]()
+    """Return the blocks in the main group of the longest prefix of `hashes` that `pool` has."""
+    known, end, blocks = known_blocks(pool), groups_in(pool).main.key_end, list[KVCacheBlock]()
     for one in hashes:
-        block = known.get(one + KEY_END)
+        block = known.get(one + end)
         if block is None:
             break
-        blocks.append(one_of(block) if block.__class__ is dict else block)
+        blocks.append(any_of(block))
+    return blocks
+
+
+def hit_blocks(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
+    """Return what `pool` has of a prompt in all groups: its longest prefix, and what else the longest hit needs."""
+    blocks, known, groups = leading_blocks(pool, hashes), known_blocks(pool), groups_in(pool)
+    if groups.others:
+        hit = groups.fitted(hashes, len(blocks), known.__contains__)
+        blocks += [any_of(known[key]) for key in groups.needed(hashes[:hit], hit).keys]
     return blocks
 
 
 def cached_prefix(
     pool: BlockPool,
     hashes: Sequence[BlockHash],
-    others: Container[BlockHash] = (),
+    others: Container[bytes] = (),
     start: int = 0,
     stop: int | None = None,
     guess: int = -1,
 ) -> int:
-    """Return how many leading blocks of a prompt are in `pool`, or among `others`: `start` at least, `stop` at most.
+    """Return how many leading blocks of a prompt are in `pool`, or among `others` by their keys: `start` at least,
+    `stop` at most.
 
-    O(log n) look-ups, since prompts are evicted from their ends, and two where the answer is `guess`.
+    O(log n) look-ups, since prompts are evicted from their ends, and two where the answer is `guess`. Where there are
+    several groups, those that a hit needs of the others have to be there as well.
     """
-    known = known_blocks(pool)
+    known, groups = known_blocks(pool), groups_in(pool)
+    end = groups.main.key_end
 
     def is_cached(at: int) -> bool:
-        return hashes[at] + KEY_END in known or hashes[at] in others
+        key = hashes[at] + end
+        return key in known or key in others
 
-    return leading_count(is_cached, len(hashes) if stop is None else stop, start, guess)
+    length = leading_count(is_cached, len(hashes) if stop is None else stop, start, guess)
+    if not groups.others:
+        return length
+    return groups.fitted(hashes, length, lambda key: key in known or key in others)
 
 
 # many blocks at once ------------------------------------------------------------------------------------------
@@ -127,27 +154,29 @@ def _is_plain(pool: BlockPool) -> bool:
 
 
 def name_blocks(
-    pool: BlockPool,
-    hashes: Sequence[BlockHash],
-    blocks: Sequence[KVCacheBlock],
-    first: int,
-    skipped: Container[int] = (),
+    pool: BlockPool, needed: NeededBlocks, blocks: Sequence[KVCacheBlock], skipped: Container[int] = ()
 ) -> int:
-    """Make blocks without a hash known by theirs: all but those at the `skipped` places, and where the pool has a block
-    with this hash. `first` is the index in its prompt of the first one. Returns how many are known now.
+    """Make blocks without a key known by theirs: all but the `skipped` ones, by index, and where the pool has a block
+    with this key. Returns how many are known now.
     """
     known, size, named = known_blocks(pool), pool.hash_block_size, 0
-    for at, (one, block) in enumerate(zip(hashes, blocks, strict=True)):
-        key: Any = one + KEY_END
+    for at, (one, place, block) in enumerate(zip(needed.keys, needed.places, blocks, strict=True)):
+        key: Any = one
         if at not in skipped and known.setdefault(key, block) is block:
-            block._block_hash, block._block_hash_num_tokens = key, (first + at + 1) * size
+            block._block_hash, block._block_hash_num_tokens = key, (place + 1) * size
             named += 1
     return named
 
 
 def own_prefix(pool: BlockPool, hashes: Sequence[BlockHash], owner: Owner) -> None:
-    """Mark the longest prefix of `hashes` that `pool` has as owned by `owner`."""
-    own_blocks(pool, leading_blocks(pool, hashes), owner)
+    """Mark what `pool` has of a prompt, in all groups, as owned by `owner`."""
+    own_blocks(pool, hit_blocks(pool, hashes), owner)
+
+
+def own_known(pool: BlockPool, keys: Sequence[bytes], owner: Owner) -> None:
+    """Mark the blocks with these keys that `pool` has as owned by `owner`."""
+    known = known_blocks(pool)
+    own_blocks(pool, [any_of(known[one]) for one in keys if one in known], owner)
 
 
 def own_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:

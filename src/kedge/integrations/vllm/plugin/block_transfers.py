@@ -23,7 +23,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from kedge.cache import Copy, Direction
 from kedge.cache.copies import Purpose
-from kedge.integrations.vllm.plugin.block_pools import free_blocks, hold_blocks
+from kedge.integrations.vllm.plugin.block_pools import free_blocks, groups_in, hold_blocks
+from kedge.integrations.vllm.plugin.cache_groups import NeededBlocks
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 
@@ -34,9 +35,8 @@ class BlockTransfer:
 
     copy: Copy
     purpose: Purpose
-    hashes: tuple[BlockHash, ...]
-    first: int
-    """Index of the first block in its prompt"""
+    needed: NeededBlocks
+    """What its blocks hold"""
     sources: list[KVCacheBlock]
     targets: list[KVCacheBlock]
     owner: Owner | None
@@ -60,11 +60,11 @@ class BlockTransfers:
 
     def __init__(self, device: BlockPool, host: BlockPool) -> None:
         """Begin without copies between these pools."""
-        self.device, self.host = device, host
+        self.device, self.host, self.groups = device, host, groups_in(device)
         self._ids = itertools.count()
         self._transfers: dict[int, BlockTransfer] = {}
-        self._loading: dict[BlockHash, BlockTransfer] = {}
-        self._backing_up: dict[BlockHash, BlockTransfer] = {}
+        self._loading: dict[bytes, BlockTransfer] = {}
+        self._backing_up: dict[bytes, BlockTransfer] = {}
         self._new_copies: list[Copy] = []
 
     @property
@@ -85,7 +85,7 @@ class BlockTransfers:
     @property
     def blocks_loading(self) -> int:
         """Number of blocks that loads under way bring."""
-        return sum([len(one.hashes) for one in self._transfers.values() if one.is_load and not one.abandoned])
+        return sum([len(one.targets) for one in self._transfers.values() if one.is_load and not one.abandoned])
 
     @property
     def backing_up(self) -> int:
@@ -93,15 +93,14 @@ class BlockTransfers:
         return len(self._backing_up)
 
     def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
-        """Return the load that brings this block, if there is one."""
-        return self._loading.get(block_hash)
+        """Return the load that brings this block of the main group, if there is one."""
+        return self._loading.get(block_hash + self.groups.main.key_end)
 
     def _enqueue(
         self,
         direction: Direction,
         purpose: Purpose,
-        hashes: Sequence[BlockHash],
-        first: int,
+        needed: NeededBlocks,
         sources: list[KVCacheBlock],
         targets: list[KVCacheBlock],
         owner: Owner | None,
@@ -109,7 +108,7 @@ class BlockTransfers:
         hold_blocks(self._pools(direction)[0], sources)
         copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
         is_demand = purpose is Purpose.DEMAND
-        transfer = BlockTransfer(copy, purpose, tuple(hashes), first, sources, targets, owner, is_demand)
+        transfer = BlockTransfer(copy, purpose, needed, sources, targets, owner, is_demand)
         self._transfers[copy.copy_id] = transfer
         self._new_copies.append(copy)
         return transfer

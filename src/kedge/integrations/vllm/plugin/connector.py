@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, S
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kedge.integrations.vllm.plugin.feature_checks import block_bytes, find_features
+from kedge.integrations.vllm.plugin.feature_checks import block_bytes, cache_groups, find_features
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.plugin.scheduler_calls import SchedulerCalls
 from kedge.integrations.vllm.plugin.settings import PluginSettings
@@ -34,6 +34,7 @@ class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
         self._block_bytes = block_bytes(kv_cache_config)
         host_blocks = settings.tiers.host_pool_size(self._block_bytes)
         self._features = find_features(vllm_config, kv_cache_config, host_blocks, settings.max_lanes)
+        self._groups = cache_groups(vllm_config, kv_cache_config)
         self._host_blocks = 0 if self._features.host else host_blocks
         if role is KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, settings)

@@ -19,8 +19,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.adapters import (
     installed,
     missing_attributes,
@@ -28,9 +29,11 @@ from kedge.integrations.vllm.plugin.adapters import (
     untested,
     version_refusal,
 )
+from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups, groups_of, hash_size_of
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.integrations.vllm.plugin.speculation_checks import speculation_refusal
 from kedge.kv.spec import mixed_layers, translation_refusal
 
 logger = logging.getLogger(__name__)
@@ -66,11 +69,10 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int,
     """Return which parts can be on. Scheduler and workers find the same."""
     too_old = version_refusal(vllm.__version__)
     eviction = too_old or _queue_refusal() or _pool_refusal() or _prefix_cache_refusal(config)
-    groups = _groups_refusal(config, kv_cache)
-    host = (eviction or groups) if host_blocks else NOT_CONFIGURED
+    host = (eviction or _host_refusal(config, kv_cache)) if host_blocks else NOT_CONFIGURED
     translation = (
         too_old
-        or groups
+        or _groups_refusal(config, kv_cache)
         or _coordinator_refusal()
         or _manager_refusal(config)
         or _model_refusal(config)
@@ -82,7 +84,31 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int,
 
 def block_bytes(kv_cache: KVCacheConfig) -> int:
     """Return the bytes of one block on one rank, all layers together."""
-    return sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in kv_cache.kv_cache_groups)
+    return max(map(_group_bytes, kv_cache.kv_cache_groups), default=0)  # a block is of one group at a time
+
+
+def _group_bytes(group: KVCacheGroupSpec) -> int:
+    spec = group.kv_cache_spec
+    return spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names))
+
+
+def cache_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
+    """Return the KV cache groups of a model; without a host tier, those of kinds that are not known count as one."""
+    try:
+        return groups_of(config, kv_cache)
+    except LayoutUnknown:
+        return ONE_GROUP
+
+
+def _host_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
+    """Refuse groups of which it is not known what a hit needs."""
+    if getattr(config, "num_hash_lookahead_tokens", 0):  # since 0.33
+        return "hashes are of a block and tokens behind it"
+    try:
+        groups_of(config, kv_cache)
+    except LayoutUnknown as refusal:
+        return f"KV cache group {refusal.value}: {refusal.why}"
+    return None
 
 
 def _queue_refusal() -> str | None:
@@ -125,15 +151,17 @@ def _prefix_cache_refusal(config: VllmConfig) -> str | None:
 
 
 def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
+    """Refuse to translate where a request's KV is not all in one group: what a window or a state has left behind cannot
+    be learned from, and is in no block that could be written.
+    """
     if len(kv_cache.kv_cache_groups) != 1:
         return f"the model has {len(kv_cache.kv_cache_groups)} KV cache groups"
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         return f"its KV is a {type(spec).__name__}, not full attention"
-    hashed = getattr(config.cache_config, "hash_block_size", None)  # since 0.30
-    if hashed not in (None, spec.block_size):
+    if (hashed := hash_size_of(config, kv_cache)) != spec.block_size:
         return f"hashes are of {hashed} tokens, blocks of {spec.block_size}"
-    if getattr(config, "num_hash_lookahead_tokens", 0):  # since 0.33
+    if getattr(config, "num_hash_lookahead_tokens", 0):
         return "hashes are of a block and tokens behind it"
     return "sliding-window attention" if spec.sliding_window else None
 
@@ -169,8 +197,6 @@ def _request_data_refusal() -> str | None:
 
 
 def _schedule_refusal() -> str | None:
-    if not installed().admits_apart:
-        return f"vLLM {vllm.__version__} has no limit on admissions apart from that on running requests"
     if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
         return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
     missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
@@ -191,8 +217,8 @@ def _model_refusal(config: VllmConfig) -> str | None:
         return "pipeline parallelism: a rank does not see the first layer"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism: a rank does not see every token"
-    if config.speculative_config is not None:
-        return "speculative decoding: the draft's KV is not translated"
+    if reason := speculation_refusal(config):
+        return reason
     if config.cache_config.cache_dtype not in CACHE_DTYPES:
         return f"the KV cache is kept in {config.cache_config.cache_dtype}"
     if config.model_config.use_mla:

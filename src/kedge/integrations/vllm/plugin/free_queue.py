@@ -37,6 +37,8 @@ class StepFreeQueue:
         """Called with the owners of evicted blocks, unless these are more than `MAX_NAMED`: before the head that many
         prompts share, their ends are evicted"""
         self.num_free_blocks = 0
+        self.groups: Any = None
+        """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
         self._empty = OwnerSet()
         """Free blocks without KV worth keeping"""
         self._owners = BlockOwners(num_blocks, whole_sets)

@@ -40,6 +40,10 @@ MAX_WITHHELD = 1024
 """Most placeholders of one request that are withheld from translation"""
 
 
+NO_PROMPT: Tokens = (0,)
+"""The prompt of a message without one: vLLM accepts no empty prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class HintedRequest:
     """A request with what its hints say."""
@@ -54,6 +58,8 @@ class HintedRequest:
     """Whether it is a prefill of base KV that a verdict asked for"""
     is_ahead: bool = False
     """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
+    is_advice: bool = False
+    """Whether it is a message with what a client says between requests"""
     ignored: int = 0
     """Number of hints that were ignored"""
     actions: tuple[Mapping[str, str], ...] = ()
@@ -62,6 +68,11 @@ class HintedRequest:
     @property
     def run(self) -> RunKey:
         return self.request.run_key
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether a run ends that is more than its session."""
+        return self.final and bool(self.request.run) and self.request.run != self.request.turn.session
 
     @property
     def key(self) -> AgentKey:
@@ -94,6 +105,7 @@ def read_hints(
         final=final,
         is_base=is_base,
         is_ahead=is_ahead,
+        is_advice=reader.take("advice", _flag, False),
         actions=reader.take("actions", _actions, ()),
         ignored=reader.ignored + len(reader.left),
     )

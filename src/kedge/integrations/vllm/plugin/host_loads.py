@@ -14,7 +14,7 @@ from kedge.cache import Copy
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.backups import FinishedHistory, HostBackups
-from kedge.integrations.vllm.plugin.block_pools import cached_block
+from kedge.integrations.vllm.plugin.block_pools import has_end
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
@@ -82,9 +82,8 @@ class HostLoads:
         block = computed // self._block_size
         if block >= (request.num_tokens - 1) // self._block_size:
             return False
-        block_hash = request.block_hashes[block]
-        transfer = self.tier.loading(block_hash)
-        if transfer is None and (load.computes or not self.tier.holds(block_hash)):
+        transfer, is_held = self.tier.next_load(self._needed(load), block)
+        if transfer is None and (load.computes or not is_held):
             return False
         if transfer is None:
             self._wanting.append(load)
@@ -194,7 +193,7 @@ class HostLoads:
             if next_run is None or not is_within(next_run.steps, self.settings.prefetch_window):
                 continue
             # Tails are evicted first, so with its last block on the device all of a prompt is.
-            if hashes and cached_block(self.tier.device, hashes[-1]) is None:
+            if hashes and not has_end(self.tier.device, hashes):
                 first, stop = self.tier.extent(hashes)
                 yield Candidate(key, next_run.steps, next_run.probability, stop - first)
 

@@ -17,32 +17,26 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from kedge.cache import Direction
 from kedge.cache.copies import Outcome, Purpose
 from kedge.integrations.vllm.plugin.block_pools import (
-    KEY_END,
-    cached_block,
-    cached_prefix,
     free_blocks,
     hold_blocks,
-    known_blocks,
-    leading_blocks,
     name_blocks,
-    one_of,
-    own_prefix,
+    own_known,
     replace_queue,
     take_blocks,
 )
-from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer, BlockTransfers
+from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.kv_events import HOST_MEDIUM, TierEvents, are_possible
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
+from kedge.integrations.vllm.plugin.tier_lookups import TierLookups
 from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
-from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
 
 
-class HostTier(BlockTransfers):
+class HostTier(TierLookups):
     """Fixed prompts and histories of sessions in host memory. Owned by the scheduler."""
 
     def __init__(
@@ -60,38 +54,11 @@ class HostTier(BlockTransfers):
         host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
         super().__init__(device, host)
         self.events = TierEvents(device, host) if options else None
-        self.queue = replace_queue(self.host, policy, whole_sets=True)
+        self.queue = replace_queue(self.host, policy, whole_sets=True, groups=self.groups)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
         self.quotas = quotas
-
-    def holds(self, block_hash: BlockHash) -> bool:
-        """Return whether the host has this block."""
-        return block_hash + KEY_END in known_blocks(self.host)
-
-    def prefixes(self, hashes: Sequence[BlockHash], owner: Owner) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt the host has or is about to have, and how many of them `owner`
-        owns there. O(log n) look-ups, and O(1) where these are all that it owns.
-
-        What is in a tier is a prefix, since prompts are evicted from their ends.
-        """
-        guess = self.queue.members_of(owner)
-        held = cached_prefix(self.host, hashes, self._backing_up, guess=guess)
-
-        def is_owned(at: int) -> bool:
-            block = cached_block(self.host, hashes[at])
-            return block is not None and self.queue.owns(block.block_id, owner)
-
-        return held, leading_count(is_owned, held, guess=guess)
-
-    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
-        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
-
-        What is being loaded counts as being on the device. O(log n) look-ups.
-        """
-        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
-        return first, cached_prefix(self.host, hashes, (), first, stop)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
@@ -114,31 +81,30 @@ class HostTier(BlockTransfers):
         `may_evict` accepts, except for `reserve` of them, are too few.
         """
         first, stop = self.extent(hashes)
-        if first == stop or not self._has_room(self.device, stop - first + reserve, may_evict):
-            self.counters["denied_loads"] += first < stop
+        if first == stop:
             return None
-        wanted = hashes[first:stop]
-        sources = leading_blocks(self.host, wanted)
-        wanted = wanted[: len(sources)]
-        prefix, targets = self._load_targets(hashes[:first], len(wanted), may_evict, reserve)
+        above, needed, sources = self._split(hashes[:stop])
+        if not sources or not self._has_room(self.device, len(sources) + reserve, may_evict):
+            self.counters["denied_loads"] += 1
+            return None
+        targets = self._load_targets(above, len(sources), may_evict, reserve)
         if not targets:
             self.counters["denied_loads"] += 1
             return None
-        transfer = self._enqueue(Direction.LOAD, purpose, wanted, first, sources, targets, owner)
-        transfer.prefix = prefix
-        self._loading.update(dict.fromkeys(wanted, transfer))
+        transfer = self._enqueue(Direction.LOAD, purpose, needed, sources, targets, owner)
+        transfer.prefix = above
+        self._loading.update(dict.fromkeys(needed.keys, transfer))
         return transfer
 
     def _load_targets(
-        self, prefix: Sequence[BlockHash], blocks: int, may_evict: Callable[[StepView], bool], reserve: int
-    ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
-        """Take device blocks for a load, and hold those of the `prefix` before it; both are [] without room."""
-        above = leading_blocks(self.device, prefix)
+        self, above: Sequence[KVCacheBlock], blocks: int, may_evict: Callable[[StepView], bool], reserve: int
+    ) -> list[KVCacheBlock]:
+        """Take device blocks for a load, and hold those that it needs besides; [] without room."""
         hold_blocks(self.device, above)
         if self._has_room(self.device, blocks + reserve, may_evict):
-            return above, take_blocks(self.device, blocks)
+            return take_blocks(self.device, blocks)
         free_blocks(self.device, above)
-        return [], []
+        return []
 
     def back_up(
         self,
@@ -150,21 +116,22 @@ class HostTier(BlockTransfers):
     ) -> int:
         """Order the offload of blocks of a prompt, from `start` on, that the device has and the host lacks.
 
-        At most `limit` blocks, and as many as may evict others. Returns the index from which on it is not done.
+        At most `limit` blocks, and as many as may evict others. Returns the index from which on it is not done, among
+        the blocks that a hit needs (`CacheGroups.needed`).
         """
-        sources, places, done = self._lacking(hashes, start, limit)
+        sources, needed, done = self._lacking(hashes, start, limit)
         room = self._within_quota(owner, len(sources), may_evict)
         room = self._room(self.host, room, may_evict)
         if room < len(sources):
             self.counters["skipped_backups"] += 1
-            sources, done = sources[:room], len(hashes)
+            sources, done = sources[:room], self.groups.count(len(hashes))
         if sources:
-            wanted = [hashes[at] for at in places[:room]]
+            needed = needed.chosen(range(room))
             targets = take_blocks(self.host, room)
             if self.quotas:
                 self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
-            transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, wanted, places[0], sources, targets, owner)
-            self._backing_up.update(dict.fromkeys(wanted, transfer))
+            transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, needed, sources, targets, owner)
+            self._backing_up.update(dict.fromkeys(needed.keys, transfer))
         return done
 
     def _within_quota(self, owner: Owner, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
@@ -198,25 +165,6 @@ class HostTier(BlockTransfers):
         if self.quotas:
             self.quotas.take((block.block_id for block in blocks if block.block_hash is None), None)
 
-    def _lacking(
-        self, hashes: Sequence[BlockHash], start: int, limit: int | None
-    ) -> tuple[list[KVCacheBlock], list[int], int]:
-        """Return device blocks that the host lacks, their places in the prompt, and the place after the last look."""
-        blocks, places = list[KVCacheBlock](), list[int]()
-        on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
-        for at, one in enumerate(hashes[start:], start):
-            if len(blocks) == limit:
-                return blocks, places, at
-            key = one + KEY_END
-            if key in on_host or one in under_way:
-                continue
-            block = on_device.get(key)
-            if block is None:
-                break
-            blocks.append(one_of(block) if block.__class__ is dict else block)
-            places.append(at)
-        return blocks, places, len(hashes)
-
     @staticmethod
     def _room(pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         queue: StepFreeQueue = pool.free_block_queue
@@ -248,16 +196,16 @@ class HostTier(BlockTransfers):
         free_blocks(source, transfer.sources)
         self._release(transfer.sources if transfer.is_load else transfer.targets)
         under_way = self._loading if transfer.is_load else self._backing_up
-        for one in transfer.hashes:
+        for one in transfer.needed.keys:
             under_way.pop(one, None)
 
     def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
-        """Make the targets known by their hashes, except for corrupt ones and those that a request has computed
+        """Make the targets known by their keys, except for corrupt ones and those that a request has computed
         meanwhile, which are owned in their place.
         """
-        named = name_blocks(target, transfer.hashes, transfer.targets, transfer.first, corrupt)
+        named = name_blocks(target, transfer.needed, transfer.targets, corrupt)
         if self.events:
-            landed = (one for one, block in zip(transfer.hashes, transfer.targets, strict=True) if block.block_hash)
+            landed = (block.block_hash for block in transfer.targets if block.block_hash)
             self.events.stored(target, landed, transfer.owner)
         queue: StepFreeQueue = target.free_block_queue
         if transfer.owner is None or not queue.has_step(transfer.owner):
@@ -265,16 +213,16 @@ class HostTier(BlockTransfers):
         if named == len(transfer.targets):
             queue.own(transfer.copy.targets, transfer.owner)
         else:
-            own_prefix(target, transfer.hashes, transfer.owner)
+            own_known(target, transfer.needed.keys, transfer.owner)
 
     def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
-        blocks = len(transfer.hashes) - len(result.corrupt)
+        blocks = len(transfer.targets) - len(result.corrupt)
         self.counters["corrupt_blocks"] += len(result.corrupt)
         if not result.ok:
             self.counters["failed_copies"] += 1
         elif transfer.is_load:
             self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(len(transfer.hashes), result.seconds)
+            self.cost.load.observe(len(transfer.targets), result.seconds)
         else:
             self.counters["blocks_offloaded"] += blocks
         if transfer.purpose is Purpose.PREFETCH:

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kedge.cache.copies import Purpose
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin.block_pools import cached_block
+from kedge.integrations.vllm.plugin.block_pools import has_end
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.prefetch import is_within, may_replace
@@ -96,7 +96,7 @@ class IdleSessions:
         hashes = self._histories.get(session)
         if not hashes or self._tier.loading(hashes[-1]):
             return False
-        return cached_block(self._tier.device, hashes[-1]) is None
+        return not has_end(self._tier.device, hashes)
 
     # once per step --------------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ is not known any more, it has the hash alone, as those of vLLM's own offloading 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id, maybe_convert_block_hash
 
-from kedge.integrations.vllm.plugin.block_pools import GROUP, known_blocks
+from kedge.integrations.vllm.plugin.block_pools import known_blocks
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.sessions import SessionKey
 from kedge.structures.bounded import BoundedDict
@@ -38,10 +38,10 @@ class TierEvents:
         self._contents: BoundedDict[object, BlockStored] = BoundedDict(2 * (len(device.blocks) + len(host.blocks)))
         device.take_events = self._watch
 
-    def stored(self, pool: BlockPool, hashes: Iterable[BlockHash], owner: Owner | None) -> None:
+    def stored(self, pool: BlockPool, keys: Iterable[BlockHashWithGroupId], owner: Owner | None) -> None:
         """Publish that blocks are in `pool` now. The events name the session of `owner` if its client has named it."""
-        for one in map(maybe_convert_block_hash, hashes):
-            known = self._contents.get(one) or _placeholder(one)
+        for one in map(_published, keys):
+            known = self._contents.get(one) or _placeholder(*one)
             event = msgspec.structs.replace(known, medium=pool.medium)
             if "session_id" in event.__struct_fields__:
                 event.session_id = _session_id(owner)
@@ -49,10 +49,10 @@ class TierEvents:
 
     def clear(self) -> None:
         """Empty the host. Only its own blocks are published as removed: what vLLM says of a whole pool is of all."""
-        held = [maybe_convert_block_hash(get_block_hash(key)) for key in known_blocks(self._host)]
+        held = [_published(BlockHashWithGroupId(key)) for key in known_blocks(self._host)]
         self._host.reset_prefix_cache()
         events = [event for event in self._host.kv_event_queue if not isinstance(event, AllBlocksCleared)]
-        events += [BlockRemoved([one], medium=HOST_MEDIUM, group_idx=GROUP) for one in held]
+        events += [BlockRemoved([one], medium=HOST_MEDIUM, group_idx=group) for one, group in held]
         self._host.kv_event_queue = events
 
     def take(self) -> list[KVCacheEvent]:
@@ -67,10 +67,19 @@ class TierEvents:
         events = self._take()
         for event in events:
             if isinstance(event, BlockStored) and event.token_ids:
-                self._contents.update((one.block_hashes[0], one) for one in _by_block(event))
+                self._contents.update(((one.block_hashes[0], _group(one)), one) for one in _by_block(event))
             elif isinstance(event, AllBlocksCleared):
-                self.stored(self._host, map(get_block_hash, list(known_blocks(self._host))), None)
+                self.stored(self._host, map(BlockHashWithGroupId, list(known_blocks(self._host))), None)
         return events
+
+
+def _published(key: BlockHashWithGroupId) -> tuple[Any, int]:
+    """Return the hash and the group of a block as events have them."""
+    return maybe_convert_block_hash(get_block_hash(key)), get_group_id(key)
+
+
+def _group(event: BlockStored) -> int:
+    return getattr(event, "group_idx", None) or 0
 
 
 def _session_id(owner: Owner | None) -> str | None:
@@ -87,5 +96,6 @@ def _by_block(event: BlockStored) -> Iterator[BlockStored]:
         yield msgspec.structs.replace(event, **own, extra_keys=[keys[at]])
 
 
-def _placeholder(block_hash: object) -> BlockStored:
-    return BlockStored([block_hash], None, token_ids=[], block_size=0, lora_id=None, medium=None, lora_name=None)
+def _placeholder(block_hash: object, group: int) -> BlockStored:
+    plain = BlockStored([block_hash], None, token_ids=[], block_size=0, lora_id=None, medium=None, lora_name=None)
+    return msgspec.structs.replace(plain, group_idx=group) if group else plain

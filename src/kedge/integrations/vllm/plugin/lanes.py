@@ -15,17 +15,21 @@ Lanes of no running request compute the ends of answers that other agents read (
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import secrets
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.config import SchedulerConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
+from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.base_share import BaseShare
 from kedge.integrations.vllm.plugin.held_blocks import HeldLane
 from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
@@ -37,8 +41,11 @@ LANE_FIELDS = {
     "num_computed_tokens", "lora_request", "prefill_token_ids",
 }  # fmt: skip
 """Fields of `NewRequestData` that a lane sets"""
-LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
+LIMIT = installed().admission_limit
+LOWERED = ("max_num_scheduled_tokens", LIMIT)
 """Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
+SKIPPED = "skipped_waiting" if installed().skips_apart else "deferred_waiting"
+"""The attribute of vLLM's scheduler with the waiting requests that were not ready when last looked at"""
 
 
 class GapLanes:
@@ -49,13 +56,12 @@ class GapLanes:
     connector: Any
     connector_prefix_cache_stats: PrefixCacheStats | None
     defer_block_free: bool
-    deferred_waiting: set[Request]
     finished_req_ids: set[str]
     kv_cache_manager: Any
-    max_num_active_reqs: int
     max_num_scheduled_tokens: int
     num_waiting_for_streaming_input: int
     pause_state: PauseState
+    policy: SchedulingPolicy
     requests: dict[str, Request]
     running: list[Request]
     scheduler_config: SchedulerConfig
@@ -73,7 +79,25 @@ class GapLanes:
         self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
 
     def _hold_back(self) -> None:
-        self.max_num_active_reqs = 0
+        """Let no more requests run than run now: before 0.31, vLLM asserts that no more run than may."""
+        setattr(self, LIMIT, self._active)
+
+    @property
+    def _active(self) -> int:
+        return len(self.running) + self.num_waiting_for_streaming_input
+
+    @property
+    def _skipped(self) -> Collection[Request]:
+        return getattr(self, SKIPPED)
+
+    def _in_order(self) -> Iterable[Request]:
+        """Return the waiting requests in the order of service."""
+        waiting = self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
+        if not installed().skips_apart:
+            return waiting
+        if self.policy is SchedulingPolicy.PRIORITY:
+            return heapq.merge(self._skipped, waiting)
+        return itertools.chain(self._skipped, waiting)
 
     def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
         if self._lanes is None:
@@ -97,19 +121,18 @@ class GapLanes:
 
     def _reserve(self, lanes: LaneGrants) -> None:
         """Grant lanes, and leave their tokens and rows to them."""
-        running = len(self.running) + self.num_waiting_for_streaming_input
+        running = self._active
         rows = self.scheduler_config.max_num_seqs
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
         is_paused = self.pause_state is not PauseState.UNPAUSED
         tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
         budget = budget.less(*tails)
         demand = sum(max(0, _wanted(request) - 1) for request in self.running)
-        waiting = self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
-        taken = lanes.grant(waiting, self.deferred_waiting, budget, demand)
+        taken = lanes.grant(self._in_order(), set(self._skipped), budget, demand)
         left = budget.less(*taken)
         left = left.less(*self._grant_base(lanes, left, demand))
         self.max_num_scheduled_tokens = left.tokens + running
-        self.max_num_active_reqs = min(self.max_num_active_reqs, left.rows + running)
+        setattr(self, LIMIT, min(getattr(self, LIMIT), left.rows + running))
 
     def _grant_base(self, lanes: LaneGrants, left: LaneBudget, demand: int) -> LaneBudget:
         """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
@@ -119,9 +142,9 @@ class GapLanes:
             lanes.bases.stop()
         if not lanes.bases:
             return LaneBudget(0, 0)
-        first = next(iter(self.waiting), None) if self.waiting else None
+        first = next(iter(self._in_order()), None)
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if self.waiting and not lanes.bases.awaited else 0)
+        budget = left.less(demand, 1 if first and not lanes.bases.awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
@@ -179,7 +202,7 @@ class GapLanes:
                 by_source[source] -= tokens
 
 
-SCHEDULER_ATTRIBUTES = GapLanes.__annotations__.keys() - {"_times"}
+SCHEDULER_ATTRIBUTES = (GapLanes.__annotations__.keys() - {"_times"}) | {LIMIT, SKIPPED}
 """Attributes of vLLM's scheduler that lanes use"""
 
 

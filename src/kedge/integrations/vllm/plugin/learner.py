@@ -107,7 +107,8 @@ class Learner:
         if is_dense:
             self._balances.spend(query.request, time.monotonic() - began)
         is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
-        waits = verdict.is_lesson and is_dense  # nobody waits for lessons of an agent that is translated now
+        # nobody waits for lessons of an agent of which most is translated now
+        waits = verdict.is_lesson and 2 * verdict.tokens > query.request.prompt_tokens - query.exact
         lessons = self._runtime.lessons_missing(query.request, query.exact) if waits else 0
         return replace(verdict, is_losing=is_losing, lessons=lessons)
 

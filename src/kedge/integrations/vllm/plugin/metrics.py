@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from kedge.integrations.vllm.plugin.advice_calls import AdviceCalls
+
 COUNTERS = {
     "evictions_varying": "Device blocks evicted that followed a fixed prompt.",
     "evictions_labelled": "Device blocks of fixed prompts evicted.",
@@ -49,14 +51,18 @@ NEEDS = "needs"
 with the end of the answer, when the next agent already calls."""
 
 
+ADVICE = "advice"
+"""Key of what became of hints without a prompt, by the ids of their messages: those have no output either."""
 REPORT = "report"
 """Key of the report of plain traffic (`PlainRequests.report`)."""
+ADVICE_CALLS = AdviceCalls()
+"""Hints that were sent by the middleware in the process of vLLM's server."""
 REPORTS: dict[int, dict[str, Any]] = {}
 """Engine -> its last report, in the process of vLLM's server: `kedge.integrations.vllm.middleware` shows them."""
 
 
 class KedgeStats(KVConnectorStats):
-    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS`, `NEEDS` and `REPORT`."""
+    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS`, `ADVICE`, `NEEDS` and `REPORT`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -67,6 +73,7 @@ class KedgeStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         others = {
             RECEIPTS: {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})},
+            ADVICE: {**self.data.get(ADVICE, {}), **other.data.get(ADVICE, {})},
             NEEDS: [*self.data.get(NEEDS, ()), *other.data.get(NEEDS, ())],
             REPORT: other.data.get(REPORT) or self.data.get(REPORT),
         }
@@ -101,9 +108,10 @@ class KedgePromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if report := transfer_stats_data.get(REPORT):
             REPORTS[engine_idx] = report
+        ADVICE_CALLS.answered(transfer_stats_data.get(ADVICE, {}))
         for name, count in _counts(transfer_stats_data).items():
             self._series[name][engine_idx].inc(count)
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int | float]:
-    return {name: count for name, count in data.items() if name not in (RECEIPTS, NEEDS, REPORT)}
+    return {name: count for name, count in data.items() if name not in (RECEIPTS, ADVICE, NEEDS, REPORT)}

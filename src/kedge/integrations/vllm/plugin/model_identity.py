@@ -57,6 +57,11 @@ def rank_identity(config: VllmConfig, like: KVSegment, anchors: AnchorSettings) 
     )
 
 
+def guard_identity(config: VllmConfig, anchors: AnchorSettings) -> str:
+    """Return what saved records of the quality guard depend on. Raises `ConfigError` as `rank_identity` does."""
+    return identity_of({"backend": "vllm", "model": model_digest(config), "anchors": anchors.compared})
+
+
 def model_digest(config: VllmConfig) -> str:
     """Return a digest of the model's config and of samples of its weights. Raises `ConfigError` without files."""
     model, load = config.model_config, config.load_config

@@ -7,8 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from kedge.engine.common.state.snapshot import EngineState, SavedState
+from kedge.engine.common.state.snapshot import SavedState
 from kedge.errors import ConfigError, StateRefused
 
 logger = logging.getLogger(__name__)
@@ -16,13 +17,27 @@ OUTCOMES = ("saved", "failed", "refused", "damaged")
 """What is counted: snapshots that were written, or could not be; state of another model; damaged files"""
 
 
+class SavesState(Protocol):
+    """State in a folder, see `EngineState`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def save(self) -> SavedState: ...
+
+    def load(self) -> SavedState: ...
+
+    def close(self) -> None: ...
+
+
 class RankState:
-    """The saved state of one rank. Its thread holds up a step only while it looks at what there is to be written.
+    """The saved state of one rank, or of the guard beside them. Its thread holds up a step only while it looks at what
+    there is to be written.
 
     A snapshot that fails is logged and counted, and the one before stays.
     """
 
-    def __init__(self, state: EngineState, interval: float, is_trusted: Callable[[], bool]) -> None:
+    def __init__(self, state: SavesState, interval: float, is_trusted: Callable[[], bool]) -> None:
         """Write every `interval` seconds what `state` asks for, where `is_trusted` returns that it is worth keeping."""
         self._state, self._interval, self._is_trusted = state, interval, is_trusted
         self._outcomes: Counter[str] = Counter()

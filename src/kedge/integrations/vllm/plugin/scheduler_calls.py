@@ -9,12 +9,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kedge.integrations.vllm.plugin.base_jobs import PassLimits
+from kedge.integrations.vllm.plugin.cache_groups import CacheGroups
 from kedge.integrations.vllm.plugin.count_reports import CountReports
 from kedge.integrations.vllm.plugin.feature_checks import Features, tails_refusal
 from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
 from kedge.integrations.vllm.plugin.lane_grants import LaneGrants
 from kedge.integrations.vllm.plugin.messages import Reports
-from kedge.integrations.vllm.plugin.metrics import NEEDS, RECEIPTS, REPORT, KedgeStats
+from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT, KedgeStats
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
@@ -36,6 +37,7 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     _features: Features
     _block_bytes: int
+    _groups: CacheGroups
     _host_blocks: int
     _settings: PluginSettings
 
@@ -64,7 +66,7 @@ class SchedulerCalls(KVConnectorBase_V1):
         self._scheduler.translations.bind(gpu_block_pool)
         if self._features.eviction is None:
             quotas = HostQuotas.of(self._settings.quotas, self._block_bytes, self._host_blocks + 1)
-            self._scheduler.bind(gpu_block_pool, self._host_blocks, quotas)
+            self._scheduler.bind(gpu_block_pool, self._host_blocks, quotas, self._groups)
 
     # called by Kedge's scheduler ------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class SchedulerCalls(KVConnectorBase_V1):
         return self._scheduler.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:  # noqa: ARG002
-        self._scheduler.on_admission(request, tuple(blocks.get_block_ids()[0]))
+        self._scheduler.on_admission(request, tuple(blocks.get_block_ids()[self._groups.main.number]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.build_orders(scheduler_output)
@@ -130,7 +132,7 @@ class SchedulerCalls(KVConnectorBase_V1):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._counts.ended()
-        receipt = self._scheduler.on_finish(request, block_ids)
+        receipt = self._scheduler.on_finish(request, *self._groups.held_blocks(block_ids))
         return False, None if receipt is None else {"kedge": receipt}
 
     def has_pending_push_work(self) -> bool:
@@ -150,6 +152,8 @@ class SchedulerCalls(KVConnectorBase_V1):
             data[RECEIPTS] = unsent
         if needed := self._scheduler.translations.take_needed():
             data[NEEDS] = needed
+        if answers := self._scheduler.advice.answers():
+            data[ADVICE] = answers
         if report := self._scheduler.reports.take():
             data[REPORT] = report
         return KedgeStats(data=data) if data else None

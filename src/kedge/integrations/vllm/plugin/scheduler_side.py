@@ -7,7 +7,7 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.discovery import PlainRequests, Served
+from kedge.integrations.vllm.plugin.advice import Advice
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.answer_tails import answer_of
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
+from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
@@ -38,7 +40,7 @@ from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedR
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
 
 
 class SchedulerSide:
@@ -50,6 +52,7 @@ class SchedulerSide:
         self.translations = translations
         self.sessions = SessionHistories()
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
+        self.advice = Advice(self.sessions, self.prompts, self._end_run)
         self.plain = PlainRequests(settings.discovery)
         self.reports = PlainReports(self.plain)
         self.queue: StepFreeQueue | None = None
@@ -63,12 +66,14 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
-    def bind(self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None) -> None:
+    def bind(
+        self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
+    ) -> None:
         """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
-        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions)
+        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions, groups=groups)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
@@ -87,6 +92,9 @@ class SchedulerSide:
         tokens, default = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
+        if hinted is not None and hinted.is_advice and request.abort_immediately:
+            self.advice.take(hinted)
+            return
         if hinted is not None:
             request.sampling_params = without_hints(request.sampling_params)
             self._on_hints(hinted, request)
@@ -120,8 +128,7 @@ class SchedulerSide:
     def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
-            tracked = self._requests.get(request.request_id)
-            load = tracked.load if tracked else RequestLoad(request)
+            load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
             load.owner = session
             self._loads[request.request_id] = load
             self.loads.look_again()
@@ -151,31 +158,32 @@ class SchedulerSide:
         if tracked := self._requests.get(request.request_id):
             tracked.translated = self.translations.on_admission(request, blocks)
 
-    def on_finish(self, request: Request, blocks: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """Give the blocks that a request leaves behind (by KV cache group) to its agent and its session.
+    def on_finish(self, request: Request, main: list[int], others: list[int]) -> dict[str, Any] | None:
+        """Give the blocks that a request leaves behind, in the main group and in others, to its agent and its session.
 
         Returns its receipt, None for one without hints.
         """
-        block_ids = blocks[0] if blocks else []
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
-            self._label(tracked.hinted, request, block_ids)
-        history = self.sessions.finish(request, blocks)
+            self._label(tracked.hinted, request, main, others)
+        history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        receipt = self._end_hinted(tracked, block_ids) if tracked else None
-        self._end_plain(request, receipt)
+        self._end_plain(request, receipt := self._end_hinted(tracked, main) if tracked else None)
         return receipt
 
     def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
         hinted = tracked.hinted
         self.translations.on_finish(hinted, tracked.request, block_ids)
         if hinted.final:
-            self.prompts.end_run(hinted.run)
-            self.translations.end_run(hinted.run)
+            self._end_run(hinted.run)
         return self._receipt(tracked)
+
+    def _end_run(self, run: RunKey) -> None:
+        self.prompts.end_run(run)
+        self.translations.end_run(run)
 
     def _end_plain(self, request: Request, receipt: dict[str, Any] | None) -> None:
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
@@ -183,9 +191,9 @@ class SchedulerSide:
         served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
         self.plain.ended(namespace, request_id, answer, served)
 
-    def _label(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
+    def _label(self, hinted: HintedRequest, request: Request, main: list[int], others: list[int]) -> None:
         if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
-            key = self.prompts.label(hinted, request, block_ids)
+            key = self.prompts.label(hinted, request, main, others)
             if key is None:
                 return
             self.sessions.ledger.own(key, self.prompts.prompts[key])
@@ -260,7 +268,8 @@ class SchedulerSide:
         hold is given up, unless a request holds a block as well.
         """
         assert self._pool and self.queue
-        if not self._is_held_by_plugin_only(self._pool):
+        copying = self.loads.tier.held_on_device() if self.loads else ()
+        if not _is_held_by_plugin_only(self._pool, (*self.translations.held_blocks, *copying)):
             return reset()
         self.translations.give_up_captures()
         with self.loads.tier.without_copies() if self.loads else nullcontext():
@@ -269,12 +278,6 @@ class SchedulerSide:
         if self.loads:
             self.loads.idle.on_reset()
         return done
-
-    def _is_held_by_plugin_only(self, pool: BlockPool) -> bool:
-        held = Counter(self.translations.held_blocks)
-        held.update(self.loads.tier.held_on_device() if self.loads else ())
-        free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in held.items())
-        return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return vLLM's events of the host tier since the last call."""
@@ -298,6 +301,13 @@ def _with_trails(found: GenerateRequest, settings: PluginSettings, *, has_tails:
     """
     of_answers = has_tails and not settings.anchors.computes_weak_tokens
     return with_trails(found, settings.planner.trail, of_answers=of_answers)
+
+
+def _is_held_by_plugin_only(pool: BlockPool, held: Iterable[int]) -> bool:
+    """Return whether all blocks of a pool are free, or held by the plug-in alone, which has those `held`."""
+    ours = Counter(held)
+    free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in ours.items())
+    return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
 
 
 def _is_text(request: Request) -> bool:

@@ -7,22 +7,32 @@ its blocks, those of the answer included, for as long as its return is worth tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
+from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.eviction import StepPolicy, lru
-from kedge.policies.sessions import NextRuns, SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
+from kedge.policies.sessions import (
+    NO_SESSIONS,
+    NextRuns,
+    SessionHints,
+    SessionKey,
+    SessionLedger,
+    Turn,
+    TurnEnd,
+    refused,
+)
 from kedge.policies.sessions.turns import NO_HINTS
 from kedge.structures.prefixes import first_of
-from kedge.types import Namespace
+from kedge.types import Namespace, TurnHints
 from kedge.workflow.forecast import Changes
 from kedge.workflow.steps import NextRun
 
@@ -68,6 +78,14 @@ class SessionHistories:
         believed = self.ledger.on_forecast(changes)
         return {key: next_run and NextRun(*next_run) for key, next_run in believed.items()}
 
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says of its sessions between requests. Returns what becomes of each hint."""
+        if self._device is None:
+            return refused(hints, NO_SESSIONS)
+        outcomes = self.ledger.advise(namespace, hints)
+        self.advance()
+        return outcomes
+
     # turns ----------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, hinted: HintedRequest | None) -> SessionKey | None:
@@ -102,8 +120,8 @@ class SessionHistories:
         if turn := self._turns.get(request.request_id):
             turn.cached = cached
 
-    def finish(self, request: Request, blocks: tuple[list[int], ...]) -> FinishedHistory | None:
-        """Take the end of a turn, whose `blocks` (by KV cache group) hold KV and are still in use.
+    def finish(self, request: Request, main: list[int], others: Sequence[int] = ()) -> FinishedHistory | None:
+        """Take the end of a turn, whose blocks in the main group and in the others hold KV and are still in use.
 
         Returns the history that the session now owns, None where it owns none or the turn was not answered.
         """
@@ -112,11 +130,11 @@ class SessionHistories:
             return None
         is_answered = self._end(turn, request)
         self.advance()
-        if not self._queues[0].has_step(turn.session) or not blocks:
+        if not self._queues[0].has_step(turn.session) or not main:
             return None
         if is_answered:
-            return self._keep(turn, request, blocks)
-        self._queues[0].own(blocks[0], turn.session)
+            return self._keep(turn, request, main, others)
+        self._queues[0].own((*main, *others), turn.session)
         return None
 
     def _end(self, turn: SessionTurn, request: Request) -> bool:
@@ -142,12 +160,11 @@ class SessionHistories:
         befores = [queue.set_policy(self._other_policy) for queue in self._queues]
         self._other_policy = befores[0]
 
-    def _keep(self, turn: SessionTurn, request: Request, blocks: tuple[list[int], ...]) -> FinishedHistory:
+    def _keep(self, turn: SessionTurn, request: Request, main: list[int], others: Sequence[int]) -> FinishedHistory:
         """Give a session the blocks of its history."""
         queue, key = self._queues[0], turn.session
-        left = queue.own_history(blocks[0], key)
-        for others in blocks[1:]:
-            queue.own([block for block in others if block], key)
+        left = queue.own_history(main, key)
+        queue.own(others, key)
         size = self._block_size
         hashes = first_of(request.block_hashes, request.num_computed_tokens // size)
         return FinishedHistory(key, hashes, turn.cached // size, left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders
 from kedge.integrations.vllm.plugin.model_identity import rank_folder, rank_identity
+from kedge.integrations.vllm.plugin.page_views import pool_views
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule
 from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.integrations.vllm.plugin.settings import PluginSettings
@@ -55,7 +57,7 @@ class WorkerCalls(KVConnectorBase_V1):
         self._worker = WorkerSide(self._block_size, settings.tiers.throttle, LearningBudget(share))
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        is_synchronous = all(pages.device.type == "cpu" for pages in kv_caches.values())
+        is_synchronous = all(map(_is_on_cpu, kv_caches.values()))
         costs = EngineCosts(by_cost=self._settings.planner.by_cost and is_synchronous)
         if is_synchronous:
             self._worker.measure_passes(costs)
@@ -65,14 +67,14 @@ class WorkerCalls(KVConnectorBase_V1):
             self._open_translation(kv_caches, costs)
 
     def _open_host_tier(self, kv_caches: dict[str, Tensor]) -> None:
-        layers = self._layers(kv_caches)
+        config = self._vllm_config
+        known: dict[str, Any] = config.compilation_config.static_forward_context
         try:
-            axes = find_block_axes(layers, self._num_blocks, self._block_size)
+            views = pool_views(kv_caches, known, self._kv_cache_config, config.model_config.dtype)
         except LayoutUnknown as refusal:
             logger.warning("kedge: host is off on this rank: %s", refusal)
             return
-        blocks = [axis.blocks(layer.pages) for axis, layer in zip(axes, layers, strict=True)]
-        self._worker.open_host_tier(blocks, self._host_blocks)
+        self._worker.open_host_tier(views, self._host_blocks)
 
     @property
     def _num_blocks(self) -> int:
@@ -168,3 +170,8 @@ class WorkerCalls(KVConnectorBase_V1):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
+
+
+def _is_on_cpu(registered: Tensor | Sequence[Tensor]) -> bool:
+    parts = [registered] if isinstance(registered, Tensor) else registered
+    return all(part.device.type == "cpu" for part in parts)

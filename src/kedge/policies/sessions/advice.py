@@ -1,0 +1,194 @@
+"""What clients say of sessions between two requests: what becomes of each hint, and what stands for later turns."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kedge.hints.actions import ActionOutcome, ActionResult
+from kedge.hints.values import MAX_KEPT_SECONDS
+from kedge.policies.sessions.steps import SessionSteps
+from kedge.policies.sessions.tracker import SessionState
+from kedge.policies.sessions.turns import SessionKey, TurnEnd
+from kedge.structures.bounded import BoundedDict
+from kedge.types import Namespace, TenantId, TurnHints
+
+MAX_STANDING, MAX_STANDING_OF_TENANT = 8192, 1024
+"""Sessions with hints that stand, in all and of one tenant: the one whose hint came longest ago loses it first"""
+UNKNOWN = "no such session is known"
+NAMELESS = "needs the id of the session that it is said of"
+GIVEN_UP = "the session ends"
+NO_SESSIONS = "this engine's cache does not follow sessions"
+LATER = "counts from the session's next answer on"
+
+
+@dataclass(frozen=True, slots=True)
+class StandingHint:
+    """What was said of a session, and counts where its requests say nothing themselves."""
+
+    keep_for: float | None = None
+    """Seconds for which it is kept after each of its answers; 0: it may go first"""
+    returns_in: float | None = None
+    """Seconds from its next answer to the request after that"""
+    is_last: bool = False
+    """Whether it ends with its next answer"""
+
+
+class StandingHints:
+    """The hints that stand, by session. Bounded, and no tenant alone pushes out another's."""
+
+    def __init__(self) -> None:
+        self._hints: BoundedDict[SessionKey, StandingHint] = BoundedDict(MAX_STANDING, lambda key, _: self._left(key))
+        self._of: dict[TenantId, OrderedDict[SessionKey, None]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of sessions that a hint stands for."""
+        return len(self._hints)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        """Return whether a hint stands for a session."""
+        return key in self._hints
+
+    def get(self, key: SessionKey) -> StandingHint:
+        """Return what stands for a session."""
+        return self._hints.get(key, StandingHint())
+
+    def put(self, key: SessionKey, hint: StandingHint) -> None:
+        """Replace what stands for a session; an empty hint is none."""
+        self.drop(key)
+        if hint == StandingHint():
+            return
+        own = self._of.setdefault(key.namespace.tenant, OrderedDict())
+        if len(own) >= MAX_STANDING_OF_TENANT:
+            self.drop(next(iter(own)))
+        self._of.setdefault(key.namespace.tenant, own)[key] = None
+        self._hints[key] = hint
+
+    def drop(self, key: SessionKey) -> None:
+        """Forget what stands for a session."""
+        if self._hints.pop(key, None) is not None:
+            self._left(key)
+
+    def _left(self, key: SessionKey) -> None:
+        own = self._of[key.namespace.tenant]
+        del own[key]
+        if not own:
+            del self._of[key.namespace.tenant]
+
+
+class SessionAdvice:
+    """Takes what clients say of sessions between requests. One thread owns it, together with the sessions."""
+
+    def __init__(self, steps: SessionSteps) -> None:
+        self._steps, self._tracker = steps, steps.tracker
+        self.standing = StandingHints()
+
+    # between requests -----------------------------------------------------------------------------------------
+
+    def take(self, namespace: Namespace, hints: TurnHints, now: float) -> Iterator[ActionOutcome]:
+        """Take hints at `now`, and yield what becomes of each: of those on the session itself, then of `expects`."""
+        key, said = SessionKey(namespace, hints.session), _said(hints)
+        if said and not hints.session:
+            yield from (ActionOutcome(name, NAMELESS) for name in said)
+        elif hints.is_last:
+            yield from self._end(key, said)
+        else:
+            yield from self._own(key, hints, now)
+        for other, seconds in hints.expects.items():
+            yield self._expect(SessionKey(namespace, other), seconds, now)
+
+    def _end(self, key: SessionKey, said: list[str]) -> Iterator[ActionOutcome]:
+        yield from (ActionOutcome(name, GIVEN_UP) for name in said if name != "final")
+        state = self._tracker.state(key)
+        if state is SessionState.IN_FLIGHT:
+            self.standing.put(key, StandingHint(is_last=True))
+            yield ActionOutcome("final", "it is forgotten with the end of its request", ActionResult.DEFERRED)
+            return
+        self.standing.drop(key)
+        self._tracker.end(key)
+        is_known = state is SessionState.IDLE
+        yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED) if is_known else _rejected("final")
+
+    def _own(self, key: SessionKey, hints: TurnHints, now: float) -> Iterator[ActionOutcome]:
+        if hints.keep_for is not None:
+            yield self._keep(key, hints.keep_for, now)
+        if hints.returns_in is not None:
+            yield self._returns(key, hints.returns_in, now)
+
+    def _keep(self, key: SessionKey, wanted: float, now: float) -> ActionOutcome:
+        """Keep a session from now on, and after each of its answers."""
+        seconds = min(wanted, MAX_KEPT_SECONDS)
+        self.standing.put(key, replace(self.standing.get(key), keep_for=seconds))
+        limit = f"; {MAX_KEPT_SECONDS:g} s at most" if wanted > seconds else ""
+        if self._tracker.state(key) is not SessionState.IDLE:
+            return ActionOutcome("keep_for", LATER + limit, ActionResult.DEFERRED)
+        self._tracker.keep(key, now, seconds)
+        if obstacle := self._steps.obstacle(key):
+            return ActionOutcome("keep_for", obstacle + limit, ActionResult.DEFERRED)
+        what = "is kept" if seconds else "goes before other KV"
+        result = ActionResult.CLIPPED if limit else ActionResult.APPLIED
+        return ActionOutcome("keep_for", f"{what} from now on, and after each of its answers{limit}", result)
+
+    def _returns(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
+        state = self._tracker.state(key)
+        if state is SessionState.IN_FLIGHT:
+            self.standing.put(key, replace(self.standing.get(key), returns_in=seconds))
+            return ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
+        outcome = self._expect(key, seconds, now)
+        return outcome._replace(action_id="returns_in", session="")
+
+    def _expect(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
+        state, name = self._tracker.state(key), str(key.name)
+        if state is SessionState.UNKNOWN:
+            return _rejected("expects", name)
+        if state is SessionState.IN_FLIGHT:
+            return ActionOutcome("expects", "a request of it is in flight", session=name)
+        self._tracker.expect(key, now, seconds)
+        if obstacle := self._steps.obstacle(key):
+            return ActionOutcome("expects", obstacle, ActionResult.DEFERRED, name)
+        how = "is kept and loaded by that time" if math.isfinite(seconds) else "goes before other KV"
+        return ActionOutcome("expects", how, ActionResult.APPLIED, name)
+
+    # with the end of a turn -----------------------------------------------------------------------------------
+
+    def completed(self, key: SessionKey, end: TurnEnd) -> TurnEnd:
+        """Return the end of a turn with what stands where its request has said nothing."""
+        if key not in self.standing:
+            return end
+        hint = self.standing.get(key)
+        end = replace(
+            end,
+            keep_for=hint.keep_for if end.keep_for is None else end.keep_for,
+            returns_in=hint.returns_in if end.returns_in is None else end.returns_in,
+            is_last=end.is_last or hint.is_last,
+        )
+        self.standing.put(key, StandingHint(None if end.is_last else hint.keep_for))
+        return end
+
+    def cancelled(self, key: SessionKey) -> None:
+        """Take the end of a turn without an answer."""
+        if self.standing.get(key).is_last:
+            self.standing.drop(key)
+            self._tracker.end(key)
+
+
+def refused(hints: TurnHints, reason: str, outcome: ActionResult = ActionResult.REJECTED) -> tuple[ActionOutcome, ...]:
+    """Return the outcomes of hints none of which is taken, or known to be."""
+    others = (ActionOutcome("expects", reason, outcome, name) for name in hints.expects)
+    return (*(ActionOutcome(name, reason, outcome) for name in _said(hints)), *others)
+
+
+def _said(hints: TurnHints) -> list[str]:
+    """Return what is said of the session itself; the end of a call without a session is that of its run."""
+    given = {
+        "keep_for": hints.keep_for,
+        "returns_in": hints.returns_in,
+        "final": (hints.is_last and bool(hints.session)) or None,
+    }
+    return [name for name, value in given.items() if value is not None]
+
+
+def _rejected(name: str, session: str = "") -> ActionOutcome:
+    return ActionOutcome(name, UNKNOWN, session=session)

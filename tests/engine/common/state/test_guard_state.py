@@ -1,0 +1,105 @@
+"""The guard's records in a folder of their own: they outlive a process, and are taken by nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kedge.engine.common.state.files import SUFFIX
+from kedge.engine.common.state.folder import StateFolder
+from kedge.engine.common.state.guard_state import GuardFolder
+from kedge.errors import ConfigError, StateRefused
+from kedge.guard import GuardState
+from kedge.reuse.guard.guard import QualityGuard
+from kedge.settings import GuardSettings
+from tests.engine.common.state.test_guard_records import CHANGED, asked
+from tests.engine.common.state_helpers import record, saved
+
+MODEL = "a model"
+
+
+@contextmanager
+def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[GuardFolder]:
+    state = GuardFolder(folder, identity, guard)
+    try:
+        yield state
+    finally:
+        state.close()
+
+
+def guard(**settings: float) -> QualityGuard:
+    return QualityGuard(GuardSettings(**settings))
+
+
+def save(folder: Path, *workflows: str) -> QualityGuard:
+    """Save the records of a guard that has withheld the solver in these workflows, in the n-th after n + 1 changes."""
+    one = guard()
+    for number, workflow in enumerate(workflows):
+        for _ in range(number + 1):
+            one.observe(asked(workflow), ("question",), CHANGED)
+    with opened(folder, one) as state:
+        assert state.save().nbytes > 0
+    return one
+
+
+def test_all_that_evidence_has_cost_survives(tmp_path: Path) -> None:
+    before, after = save(tmp_path, "a", "b", "c"), guard()
+    with opened(tmp_path, after) as state:
+        assert not state.load().damaged
+    assert after.saved() == before.saved() and after.stats() == before.stats()
+    restarts = [after._records[key].progress[0] for key in after._records]
+    assert restarts and min(restarts) > 0, "the next test is one at a smaller alpha"
+    assert after._records.popitem()[1].state is GuardState.SHADOW
+
+
+def test_records_of_another_model_are_refused_and_moved_away_by_the_next_snapshot(tmp_path: Path) -> None:
+    save(tmp_path, "a")
+    other = guard()
+    with opened(tmp_path, other, "another model") as state:
+        with pytest.raises(StateRefused):
+            state.load()
+        assert not other.stats()
+        state.save()
+        assert not state.load().damaged and not other.stats()
+
+
+def test_damage_and_what_is_no_record_of_a_guard_lose_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, "flow-one", "flow-two")
+    (damaged,) = [path for path in tmp_path.glob(f"*{SUFFIX}") if b"flow-one" in path.read_bytes()]
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    after = guard()
+    with opened(tmp_path, after) as state:
+        (damage,) = state.load().damaged
+    assert damage.name[-1] == "flow-one" and [one["workflow"] for one in after.stats()] == ["flow-two"]
+    pools = tmp_path / "pools"
+    saved(pools, {"pool": 1}, identity=MODEL)
+    with opened(pools, guard()) as state:
+        assert [damage.name for damage in state.load().damaged] == [record("pool", 1).name]
+
+
+def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path) -> None:
+    save(tmp_path, "a", "b")
+    small = guard(max_agents=1)
+    with opened(tmp_path, small) as state:
+        state.load()
+    assert [one["workflow"] for one in small.stats()] == ["b"]
+
+
+def test_unchanged_records_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, put = save(tmp_path, "a"), StateFolder.put
+    writes: list[str] = []
+    monkeypatch.setattr(StateFolder, "put", lambda folder, what: (writes.append(what.name[-1]), put(folder, what))[1])
+    with opened(tmp_path, one) as state:
+        for _ in range(3):
+            state.save()
+        one.observe(asked("b"), ("question",), CHANGED)
+        state.save()
+    assert writes == ["a", "b"]
+
+
+def test_one_process_has_the_folder(tmp_path: Path) -> None:
+    with opened(tmp_path, guard()), pytest.raises(ConfigError), opened(tmp_path, guard()):
+        pass

@@ -1,0 +1,207 @@
+"""What a hit of several KV cache groups needs, against vLLM's own look-up of the longest hit."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kedge.cache.copies import Purpose
+from kedge.errors import LayoutUnknown
+from kedge.integrations.vllm.plugin.adapters import installed
+from kedge.integrations.vllm.plugin.block_pools import cached_prefix, has_end, replace_queue
+from kedge.integrations.vllm.plugin.cache_groups import CacheGroup, CacheGroups, groups_of
+from kedge.integrations.vllm.plugin.host_tier import HostTier
+from kedge.integrations.vllm.plugin.messages import CopyResult
+from kedge.policies.eviction import steps_to_execution
+
+SIZE, BLOCKS, LENGTH = 16, 100, 9
+SPEC = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+POLICY = steps_to_execution(math.inf)
+HASHES = [BlockHash(f"hash-{at}".encode()) for at in range(LENGTH)]
+FULL = FullAttentionSpec(block_size=SIZE, **SPEC)
+STATE = MambaSpec(block_size=SIZE, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def window(tokens: int, block_size: int = SIZE) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block_size, sliding_window=tokens, **SPEC)
+
+
+MODELS = {
+    "window": (window(2 * SIZE), FULL),
+    "two windows": (window(SIZE + 1), window(3 * SIZE), FULL),
+    "wider blocks": (FULL, window(2 * SIZE, 2 * SIZE)),
+    "state": (STATE, FULL),
+    "full attention twice": (FULL, FullAttentionSpec(block_size=SIZE, **{**SPEC, "num_kv_heads": 2})),
+}
+
+
+def kv_config(specs: Any) -> KVCacheConfig:
+    listed = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=listed)
+
+
+def config(hash_size: int | None = None, drafts: bool = False) -> Any:
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(hash_block_size=hash_size), speculative_config=object() if drafts else None
+    )
+
+
+def groups(specs: Any) -> CacheGroups:
+    return groups_of(config(), kv_config(specs))
+
+
+def cached(pool: BlockPool, found: CacheGroups, kept: Any) -> None:
+    """Put blocks into a pool: those of a group at the indices of hashes that `kept` has for it."""
+    for group in found:
+        for at in kept[group.number]:
+            (block,) = pool.get_new_blocks(1)
+            key = make_block_hash_with_group_id(HASHES[at], group.number)
+            pool._insert_block_hash(key, block, num_tokens=(at + 1) * SIZE)
+            pool.free_blocks([block])
+
+
+def coordinator(specs: Any, drafts: bool = False) -> HybridKVCacheCoordinator:
+    align = math.lcm(*(spec.block_size for spec in specs))
+    return HybridKVCacheCoordinator(
+        kv_cache_config=kv_config(specs),
+        max_model_len=1024,
+        max_in_flight_tokens=1024,
+        use_eagle=drafts,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=align,
+        hash_block_size=SIZE,
+    )
+
+
+def draw_kept(data: st.DataObject, found: CacheGroups) -> dict[int, set[int]]:
+    """Of the main group a prefix, of the others whatever."""
+    kept = {found.main.number: set(range(data.draw(st.integers(0, LENGTH))))}
+    for group in found.others:
+        places = range(group.hashes - 1, LENGTH, group.hashes)
+        kept[group.number] = data.draw(st.sets(st.sampled_from(places)))
+        if group.window is None:
+            kept[group.number] = set(sorted(places)[: len(kept[group.number])])
+    return kept
+
+
+@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_longest_hit_is_vllms(name: str, data: st.DataObject) -> None:
+    specs = MODELS[name]
+    found, vllm = groups(specs), coordinator(specs)
+    pool = vllm.block_pool
+    replace_queue(pool, POLICY, groups=found)
+    kept = draw_kept(data, found)
+    cached(pool, found, kept)
+    _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
+    assert cached_prefix(pool, HASHES) == tokens // SIZE
+    keys = pool.cached_block_hash_to_block._cache
+    assert found.reach(HASHES, None, keys.__contains__) == tokens // SIZE
+    assert set(found.needed(HASHES[: tokens // SIZE]).keys) <= keys.keys()
+    assert has_end(pool, HASHES[: tokens // SIZE])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_what_comes_back_from_the_host_is_a_hit(name: str, data: st.DataObject) -> None:
+    """Of what was backed up, whatever the device has lost is loaded, and nothing twice."""
+    found = groups(MODELS[name])
+    device = BlockPool(BLOCKS, True, SIZE)
+    replace_queue(device, POLICY, groups=found).on_forecast({"owner": (1.0, 1.0)})
+    tier = HostTier(device, BLOCKS, POLICY, 1)
+    tier.queue.on_forecast({"owner": (1.0, 1.0)})
+    length = data.draw(st.integers(1, LENGTH))
+    length -= length % found.align
+    prompt = HASHES[:length]
+    needed = dict(zip(*found.needed(prompt), strict=True))
+    cached(device, found, {group.number: group.places(length) for group in found})
+    start = 0
+    while (done := tier.back_up(prompt, "owner", lambda _: True, start, data.draw(st.integers(1, 4)))) < len(needed):
+        assert done > start
+        start = done
+    land(tier)
+    assert set(tier.host.cached_block_hash_to_block._cache) == needed.keys()
+    lost = data.draw(st.sets(st.sampled_from(sorted(needed)))) if needed else set()
+    ends = [needed[key] for key in lost if key.endswith(found.main.key_end)]  # a prompt is lost from its end
+    lost |= {key for key, at in needed.items() if ends and at >= min(ends) and key.endswith(found.main.key_end)}
+    device.evict_blocks({device.cached_block_hash_to_block.get_one_block(key).block_id for key in lost})
+    first = cached_prefix(device, prompt)
+    transfer = tier.load(prompt, Purpose.DEMAND, "owner", lambda _: True) if first < length else None
+    if first < length:
+        assert transfer and set(transfer.needed.keys) == lost
+        assert tier.next_load(prompt, first) == (transfer, False)
+    land(tier)
+    assert cached_prefix(device, prompt) == length and tier.extent(prompt) == (length, length)
+    places = {block.block_hash: block.block_hash_num_tokens for block in device.blocks if block.block_hash}
+    assert places == {key: (at + 1) * SIZE for key, at in needed.items()}
+    assert device.get_num_free_blocks() == BLOCKS - 1 and tier.host.get_num_free_blocks() == BLOCKS
+    device.free_block_queue.check_integrity()
+    tier.queue.check_integrity()
+
+
+def land(tier: HostTier) -> None:
+    for copy in tier.take_copies():
+        tier.on_copied(copy.copy_id, CopyResult(1, True, 0.1))
+
+
+def test_the_blocks_of_a_request_are_those_of_the_main_group_and_others() -> None:
+    found = groups(MODELS["two windows"])
+    assert found.held_blocks(([0, 0, 3], [0, 4, 5], [6, 7, 8])) == ([6, 7, 8], [3, 4, 5])
+    assert found.held_blocks(()) == ([], [])
+
+
+@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
+@pytest.mark.parametrize("name", ["window", "two windows", "wider blocks", "full attention twice"])
+@pytest.mark.parametrize("length", [2, 4, 6, 8])
+def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, length: int) -> None:
+    specs = MODELS[name]
+    found, vllm = groups_of(config(drafts=True), kv_config(specs)), coordinator(specs, drafts=True)
+    replace_queue(vllm.block_pool, POLICY, groups=found)
+    cached(vllm.block_pool, found, {group.number: group.places(length) for group in found})
+    _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
+    assert tokens // SIZE == length - found.align
+
+
+def test_a_hit_with_drafts_needs_a_block_more_of_a_window() -> None:
+    assert groups_of(config(drafts=True), kv_config(MODELS["window"])).others == (CacheGroup.of(0, 1, 3),)
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        ((window(32), window(64)), "none has full attention"),
+        ((FULL, ChunkedLocalAttentionSpec(block_size=SIZE, attention_chunk_size=32, **SPEC)), "no kind that is known"),
+        ((FULL, MambaSpec(block_size=SIZE, shapes=((4,),), dtypes=(torch.float32,))), "must be align"),
+        ((window(64, 64), window(64, 32), FULL), "two sizes"),
+        ((window(64, 24), FULL), "none has full attention in blocks of 8"),
+    ],
+)
+def test_groups_that_are_not_known_are_refused(specs: Any, why: str) -> None:
+    with pytest.raises(LayoutUnknown, match=why):
+        groups(specs)

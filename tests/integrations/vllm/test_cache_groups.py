@@ -1,0 +1,177 @@
+"""Models with several KV cache groups: sliding windows or linear state beside full attention.
+
+Agents take turns that do not fit the device, so that their prompts come back from the host; every answer is stock's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.integrations.vllm.conftest import SHAPE, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.test_translation import VALUES, hints, tokens  # noqa: E402
+
+AGENTS = 6
+LAYERS = {"tie_word_embeddings": False, "pad_token_id": 0}
+
+
+def gemma3() -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
+    shape = {**SHAPE, **LAYERS, "num_hidden_layers": 6, "layer_types": kinds}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**shape, sliding_window=64, query_pre_attn_scalar=32))
+
+
+def gpt_oss() -> Any:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    shape = {**SHAPE, **LAYERS, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return GptOssForCausalLM(GptOssConfig(**shape, sliding_window=64, num_local_experts=4, num_experts_per_tok=2))
+
+
+def gemma4() -> Any:
+    """Its windows have blocks of 512 tokens, and full attention has blocks of 32."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    shape = {**SHAPE, **LAYERS, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**shape, sliding_window=64))
+
+
+def qwen3_next() -> Any:
+    """Blocks are of 544 tokens: as many as have the size of a state. vLLM computes it in bfloat16 only."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    shape = {**SHAPE, **LAYERS, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+    linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3NextConfig(**shape, **linear, **experts, shared_expert_intermediate_size=32)
+    return Qwen3NextForCausalLM(config)
+
+
+MODELS: dict[Callable[[], Any], dict[str, Any]] = {
+    gemma3: {"block": 32, "num_gpu_blocks_override": 48, "max_model_len": 384},
+    gpt_oss: {"block": 32, "num_gpu_blocks_override": 36, "max_model_len": 384},
+    gemma4: {"block": 512, "num_gpu_blocks_override": 120, "max_model_len": 2048},
+    qwen3_next: {"block": 544, "num_gpu_blocks_override": 14, "max_model_len": 2048, "dtype": "bfloat16"},
+}
+"""With room for half of what the agents' prompts need"""
+
+
+def fixed_prompts(block: int) -> list[list[int]]:
+    blocks = 4 if block == 32 else 2
+    return [prompt(blocks * block + 8, 700 + agent) for agent in range(AGENTS)]
+
+
+def cycle(built: Driver, block: int) -> list[list[int]]:
+    """Answers of agents that do not fit the device at once, in three turns: fixed prompts, each with a new end."""
+    answers = []
+    for turn in range(3):
+        for agent, fixed in enumerate(fixed_prompts(block)):
+            steps = {f"a{other}": (other - agent) % AGENTS for other in range(AGENTS)}
+            given = {"run": "r", "agent": f"a{agent}", "fixed_tokens": len(fixed) - 8, "steps": steps}
+            answers.append(built.answer([*fixed, *prompt(20, turn)], count=8, kedge=given))
+    return answers
+
+
+def conversation(built: Driver, block: int) -> list[list[int]]:
+    """Answers of sessions that grow turn by turn, without hints."""
+    histories, answers = fixed_prompts(block)[:4], []
+    for turn in range(3):
+        for number, history in enumerate(histories):
+            answers.append(built.answer(history, count=40))
+            histories[number] = [*history, *answers[-1], *prompt(12, turn)]
+    return answers
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda build: build.__name__)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A random model, and with what vLLM is started."""
+    import torch
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param.__name__)
+    request.param().eval().save_pretrained(folder)
+    return folder, MODELS[request.param]
+
+
+def check_rest(built: Driver) -> None:
+    """Nothing is held, and the order of free blocks is sound."""
+    assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1
+    built.side.queue.check_integrity()
+    if built.side.loads:
+        built.side.loads.tier.queue.check_integrity()
+
+
+def test_groups_are_cached_and_answers_are_stocks(model: tuple[Path, dict[str, Any]]) -> None:
+    folder, given = model
+    size = {**given, "enable_prefix_caching": True}
+    block = size.pop("block")
+    with driver(folder, plugged=False, **size) as plain:
+        assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
+        expected = cycle(plain, block), conversation(plain, block)
+    with driver(folder, extra={"tiers": {"host_blocks": 400}}, **size) as built:
+        assert cycle(built, block) == expected[0]
+        loaded = built.side.totals()["blocks_loaded"]
+        assert loaded > 0, "fixed prompts come back from the host"
+        assert conversation(built, block) == expected[1]
+        assert built.side.totals()["blocks_loaded"] > loaded, "and histories do"
+        assert built.side.totals().get("failed_copies", 0) == 0
+        output = built.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]))
+        assert "KV cache groups" in receipt(output)["misses"][0]["reason"]
+        check_rest(built)
+
+
+def test_what_the_host_has_is_found(model: tuple[Path, dict[str, Any]]) -> None:
+    """After vLLM's own cache was emptied, all but the end of a prompt comes from the host."""
+    folder, given = model
+    size = {**given, "enable_prefix_caching": True}
+    block = size.pop("block")
+    fixed = fixed_prompts(block)[0]
+    asked = {"run": "r", "agent": "a", "fixed_tokens": len(fixed) - 8, "steps": {"a": 1}}
+    with driver(folder, extra={"tiers": {"host_blocks": 400}}, **size) as built:
+        first = built.answer([*fixed, *prompt(20, 1)], count=8, kedge=asked)
+        assert built.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+        output = built.ask([*fixed, *prompt(20, 1)], count=8, kedge={**asked, "run": "s"})
+        assert list(output.outputs[0].token_ids) == first
+        assert receipt(output)["tokens"]["host"] == (len(fixed) // block) * block
+        check_rest(built)
+
+
+def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: tuple[Path, dict[str, Any]]) -> None:
+    """Requests at once, some of which are aborted in the middle, with a host tier that is too small for them."""
+    folder, given = model
+    size = {**given, "enable_prefix_caching": True}
+    block = size.pop("block")
+    if block > 32:
+        pytest.skip("prompts of such blocks take long")
+    prompts = [[*fixed, *prompt(5 + number, number)] for number, fixed in enumerate(fixed_prompts(block))]
+    with driver(folder, plugged=False, **size) as plain:
+        expected = [plain.answer(one, count=6) for one in prompts]
+    with driver(folder, extra={"tiers": {"host_blocks": 20}}, **size) as built:
+        for turn in range(4):
+            names = [built.add(one, count=6) for one in prompts]
+            for _ in range(turn):
+                built.step()
+            left = names[turn % AGENTS]
+            built.engine.abort_request([left])
+            built.run()
+            for name, answer in zip(names, expected, strict=True):
+                if name != left:
+                    assert list(built.finished[name].outputs[0].token_ids) == answer
+            check_rest(built)
+        built.reset()
+        assert built.answer(prompts[0], count=6) == expected[0]
+        check_rest(built)
+
+
+def test_words_are_different() -> None:
+    """The prompts differ in their first block."""
+    assert len({tuple(one[:32]) for one in fixed_prompts(32)}) == AGENTS
+    assert max(map(max, fixed_prompts(32))) < VOCABULARY
