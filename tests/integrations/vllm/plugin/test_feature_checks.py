@@ -210,6 +210,7 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 # lanes ----------------------------------------------------------------------------------------------------------------
 
+
 def lanes(**changes: Any) -> str | None:
     found = compat.find_features(config(**changes), ONE, 10, 32)
     assert found.translation is None, "it goes on, up to the first hole"

@@ -26,8 +26,8 @@ class Adapter:
     admission_limit: str = "max_num_active_reqs"
     """The attribute of the scheduler with the most requests that may run, read before each admission"""
     skips_apart: bool = False
-    """Whether waiting requests that were skipped in a step have a queue of their own, `skipped_waiting`, which is served
-    first. Otherwise they wait in the queue of all, and `deferred_waiting` has them too
+    """Whether waiting requests that were skipped in a step have a queue of their own, `skipped_waiting`, which is
+    served first. Otherwise they wait in the queue of all, and `deferred_waiting` has them too
     """
     watches_reuse: bool = True
     """Whether a block pool may be asked to report that a block is handed out again (`_reuse_watchers`)"""
