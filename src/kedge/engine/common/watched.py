@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 
 from kedge.engine.base import Advisable, Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
-from kedge.engine.common.validation import sensible_hints
+from kedge.engine.common.validation import require_advice, sensible_hints
 from kedge.hints.actions import ActionOutcome
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.types import (
@@ -82,6 +82,7 @@ class WatchedEngine:
         """Forward what a client says of its sessions; an engine that takes no such hints refuses all of them."""
         if isinstance(self._engine, Advisable):
             return self._engine.advise(namespace, hints)
+        require_advice(namespace, hints)
         return refused(hints, NO_SESSIONS)
 
     def cancel(self, request_id: RequestId) -> bool:
