@@ -170,7 +170,8 @@ class Recorder:
         hits = stats.hits
         output = self._schedule(*args, **more)
         self.hits += stats.hits - hits
-        assert stats.hits == sum(stats.hits_by_source.values())
+        by_source = getattr(stats, "hits_by_source", {"all": stats.hits})  # since 0.32
+        assert stats.hits == sum(by_source.values())
         assert output.kv_connector_metadata.scheduled == output.total_num_scheduled_tokens
         assert output.kv_connector_metadata.rows == len(output.num_scheduled_tokens)
         cached = output.scheduled_cached_reqs

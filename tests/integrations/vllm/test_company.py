@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
+from kedge.integrations.vllm.plugin.adapters import ADAPTERS, installed  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.idle_nixl import use_idle_nixl  # noqa: E402
 from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, tokens  # noqa: E402
@@ -69,7 +69,7 @@ def has_worked(other: Any, folder: Path) -> bool:
     return {example: any(folder.iterdir()), offloading: PlainWorker.stored > 0, nixl: IdleNixl.registered > 0}[other]
 
 
-@pytest.mark.skipif(not installed().admits_apart, reason="the other connectors are those of the newest vLLM")
+@pytest.mark.skipif(installed() is not ADAPTERS[-1], reason="the other connectors are those of the newest vLLM")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("other", [example, offloading, nixl])
 def test_beside_another_connector_kv_is_cached_and_not_translated(
