@@ -1,4 +1,4 @@
-"""Whether reuse has saved a workflow more time than it has taken.
+"""Whether reuse saves a workflow clearly more time than it takes.
 
 Whether one segment pays is decided by its own costs. Beside them stand others, which no segment has to itself: matching
 what is then computed, reading answers that are then not used, base KV for few readers. So what translation takes and

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RunKey, WorkflowId
 
-LOSING = "translating this workflow takes more time than it saves"
+LOSING = "translating this workflow saves too little time for what it takes"
 TRIED, MAX_TRIED = 16, 256
 """Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
 shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
