@@ -1,4 +1,4 @@
-"""Workflows that translation makes slower. Most of their runs are left alone."""
+"""Workflows of which translation saves too little time. Most of their runs are left alone."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class TranslationVerdict:
     lessons: int = 0
     """Number of prompts of its agent that have to be learned from before one can be translated"""
     is_losing: bool = False
-    """Whether translating its workflow takes more time than it saves"""
+    """Whether translating its workflow saves too little time for what it takes"""
     is_declined: bool = False
     """Whether all of it is computed because that takes less time than translating it"""
 
