@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from kedge.engine.local.model.loading import require_buildable
@@ -29,6 +31,10 @@ FEWEST_RIGHT = 65
 ANSWER = 8
 CLOSE = 1e-3
 """By how much of the logits' range a token may miss the largest one: rounding decides between such"""
+
+COUNTED = "5.19"
+"""The minor of Transformers of which `docs/limits.md` has the counts"""
+LIMITS = Path(__file__).parents[3] / "docs" / "limits.md"
 
 STEMS = {0: prompt(0, 40), 1: prompt(1, 21)}
 PROMPTS = [STEMS[0], STEMS[1], STEMS[0] + prompt(2, 9), STEMS[0][:32] + prompt(3, 30)]
@@ -101,6 +107,16 @@ def test_so_many_were_tried_that_it_means_something() -> None:
     counts = Counter(outcomes.values())
     assert counts["unbuilt"] <= MOST_UNBUILT, [kind for kind, was in outcomes.items() if was == "unbuilt"]
     assert counts["right"] >= FEWEST_RIGHT
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith(f"{COUNTED}."), reason=f"the counts are of {COUNTED}")
+def test_the_limits_have_these_counts() -> None:
+    counts = Counter(map(outcome, KINDS))
+    assert (
+        f"Of the {len(KINDS)} causal models of Transformers {COUNTED}, each tiny and with random weights, "
+        f"{counts['right']} run correctly and {counts['refused']} are refused; "
+        f"{counts['unbuilt']} cannot be built tiny."
+    ) in " ".join(LIMITS.read_text(encoding="utf-8").split())
 
 
 def test_the_comparison_sees_an_answer_that_is_wrong() -> None:

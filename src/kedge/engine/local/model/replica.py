@@ -75,13 +75,30 @@ def trial(config: PretrainedConfig) -> Trial:
     except Exception as error:  # whatever a family raises for sizes that do not go together
         logger.info("no small copy of this %s can be built: %s", config.model_type, error)
         return Trial(False, translation_refusal(config))
-    return Trial(True, translation_refusal(config) or checked_runner(model).refusal)
+    runner = checked_runner(model)
+    return Trial(True, translation_refusal(config) or runner.refusal)
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a config of the same kind with sizes cut down."""
+    """Return a config of the same kind with sizes cut down, and with layers of every type that it has.
+
+    Raises `ValueError` where that needs more than `MOST_LAYERS`, and whatever a family raises for its sizes.
+    """
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    return type(config).from_dict(_small(values))
+    kind, types = type(config), _layer_types(config)
+    cut = _small(values)
+    small = kind.from_dict(cut)
+    if set(_layer_types(small)) == set(types):
+        return small
+    # The family computes a layer's type from its number (Jamba): the first layers are what they were.
+    layers = 1 + max(types.index(one) for one in set(types))
+    if layers > MOST_LAYERS:
+        raise ValueError(f"it has layers of every type only from layer {layers} on")
+    return kind.from_dict({**cut, **{name: layers for name in LAYERS if name in cut}})
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    return list(getattr(config, "layer_types", None) or ())
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
