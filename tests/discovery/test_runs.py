@@ -25,10 +25,10 @@ def circle(found: FoundRuns, size: int, rounds: int, now: float = 0.0, prefix: s
     return run
 
 
-def test_a_circle_is_one_run_with_known_steps() -> None:
+def test_a_circle_is_one_flow_with_known_steps() -> None:
     found = FoundRuns()
     run = circle(found, 5, 4)
-    assert len(found) == 1
+    assert run.flow == "found-1"
     assert found.forecast(run) == {agent(f"a{step}"): NextRun(float(step), 1.0) for step in range(5)}
     found.arrive(agent("a0"), 21.0)
     assert found.forecast(run)[agent("a0")] == NextRun(0.0)
@@ -41,7 +41,7 @@ def test_what_was_seen_once_is_not_expected() -> None:
     assert found.forecast(run) == {}
 
 
-def test_interleaved_runs_are_told_apart_by_who_follows_whom() -> None:
+def test_interleaved_flows_are_told_apart_by_who_follows_whom() -> None:
     found, rng, flows = FoundRuns(), Random(0), 16
     turns, last, now, right = [0] * flows, [RunId("")] * flows, 0.0, 0
     open_calls: list[tuple[float, int, FoundRun]] = []
@@ -53,8 +53,8 @@ def test_interleaved_runs_are_told_apart_by_who_follows_whom() -> None:
         open_calls = [one for one in open_calls if one[0] > now]
         run = found.arrive(agent(f"{flow}/{turns[flow] % 5}"), now)
         if call >= flows * 30:
-            right += run.id == last[flow]
-        last[flow], turns[flow] = run.id, turns[flow] + 1
+            right += run.flow == last[flow]
+        last[flow], turns[flow] = run.flow, turns[flow] + 1
         seconds = rng.uniform(0.5, 1.5)
         open_calls.append((now + seconds, flow, run))
         starts[starts.index((now, flow))] = (now + seconds + 0.01, flow)
@@ -71,6 +71,34 @@ def test_a_call_belongs_to_the_run_that_it_reads_from() -> None:
     found.ended(two, 2)
     assert found.arrive(agent("b"), 3, one.id) is one
     assert found.arrive(agent("b"), 3, RunId("forgotten")).id not in (one.id, two.id)
+
+
+def test_a_run_that_reads_nothing_is_another_one_that_takes_over_a_flow_until_that_is_read_from() -> None:
+    found = FoundRuns()
+    one = found.arrive(agent("a"), 0)
+    found.ended(one, 1)
+    two = found.arrive(agent("a"), 1.1)
+    assert two is not one and two.flow == one.flow
+    found.ended(two, 2)
+    assert found.arrive(agent("b"), 2.1, one.id) is one and one.flow != two.flow
+    assert found.forecast(one) == {agent("b"): NextRun(0.0)}
+
+
+def test_a_run_whose_texts_are_usually_read_next_is_not_taken_over() -> None:
+    found = FoundRuns()
+    for start in range(0, 30, 10):
+        run = found.arrive(agent("a"), start)
+        found.ended(run, start + 1)
+        found.ended(found.arrive(agent("b"), start + 2, run.id), start + 3)
+    waits = found.arrive(agent("a"), 40)
+    found.ended(waits, 41)
+    assert found.arrive(agent("a"), 41.1).flow != waits.flow
+    session = found.arrive(agent("s"), 50)
+    found.ended(session, 51)
+    assert found.resume(session.id) is session and session.running == 1
+    found.ended(session, 52)
+    assert found.arrive(agent("s"), 53).flow != session.flow
+    assert found.resume(RunId("forgotten")) is None
 
 
 def test_a_run_that_nobody_goes_on_with_is_over_and_that_is_learned() -> None:

@@ -12,12 +12,14 @@ from kedge.discovery import token_bytes
 from kedge.discovery.found_agents import LEAST_SHARE, MAX_AGENTS, FoundAgent, FoundAgents, grouped
 from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
 from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.prompt_ends import PromptEnds
 from kedge.discovery.runs import FoundRun, FoundRuns
 from kedge.discovery.templates import Example, Filled, PromptTemplate, Slot, learn
+from kedge.discovery.texts_of_runs import TextsOfRuns
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
-from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 EXAMPLES = 3
 """Prompts that a template is learned from"""
@@ -29,8 +31,6 @@ LEAST_LONGER = 32
 """Tokens by which prompts have to begin alike for longer than an agent's do so that another is looked for"""
 MAX_LABELS = 1 << 16
 """Kinds of values that are remembered"""
-MAX_ENDS = 8192
-"""Prompts that another may continue"""
 MAX_ASKED = 4096
 """Requests without an answer yet"""
 MAX_VALUES = 8192
@@ -96,13 +96,12 @@ class Discovery:
         self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
         self._totals = [one for one in (self.totals, overall) if one is not None]
         self._agents = FoundAgents()
-        self._runs_of: BoundedDict[SampleId, RunId] = BoundedDict(MAX_ASKED)
+        self._ends = PromptEnds()
+        self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
         self._examples: deque[_Asker] = deque()
         self._example_bytes = 0
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
-        self._ends: BoundedDict[Hashable, bool] = BoundedDict(MAX_ENDS)
-        """Last blocks of prompts, and whether others went on from there"""
         self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
@@ -129,9 +128,9 @@ class Discovery:
     def _find(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         chain = tuple(chain_of(tokens, BLOCK_TOKENS))
         asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
-        if not chain or self._continues(chain):
+        if not chain or self._continues(asked):
             return None
-        self._ends[chain[-1]] = False
+        self._ends.put(chain[-1])
         self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
         filled = self._fill(asked)
         ends = grouped(self._heads.find(chain))
@@ -156,9 +155,10 @@ class Discovery:
             self._count(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
-            self.texts.put(KnownText(token_bytes.pack(answer), partial(self._label_of, asked), sample))
+            text = token_bytes.pack(answer)
             if asked.run is not None:
-                self._runs_of[sample] = asked.run.id
+                self._texts_of_runs.answered(sample, asked.run.id, self.texts.equal(text))
+            self.texts.put(KnownText(text, partial(self._label_of, asked), sample))
         if asked.run is not None:
             self.runs.ended(asked.run, now)
         return asked.run
@@ -175,15 +175,16 @@ class Discovery:
 
     # agents ---------------------------------------------------------------------------------------------------
 
-    def _continues(self, chain: Sequence[Hashable]) -> bool:
-        """Return whether a prompt goes on where an earlier one ended, and count it then."""
-        for block in chain[:-1]:
-            if block in self._ends and not self._heads.is_head(block):
-                for totals in self._totals:
-                    totals.continued(is_first=not self._ends[block])
-                self._ends[block] = True
-                return True
-        return False
+    def _continues(self, asked: _Asker) -> bool:
+        """Return whether a prompt goes on where an earlier one ended, and count it then, as a call of the same run."""
+        end = self._ends.find(asked.chain, self._heads.is_head)
+        if end is None:
+            return False
+        for totals in self._totals:
+            totals.continued(is_first=not end.is_continued)
+        end.is_continued = True
+        asked.run = self.runs.resume(end.run) if end.run else None
+        return True
 
     def _count(self, served: Served) -> None:
         self.why_not.count(served.reasons)
@@ -282,8 +283,10 @@ class Discovery:
         agent.prompt_tokens += token_bytes.size(asked.prompt)
         agent.shared_tokens += shared
         segments = self._segments(asked.prompt, filled)
-        read_from = (self._runs_of.get(one.sample) for one in reversed(segments) if one.sample)
-        asked.run = self.runs.arrive(agent.id, now, next(filter(None, read_from), None))
+        read_from = self._texts_of_runs.find(agent.id, segments, self.texts.answers_in(asked.prompt))
+        asked.run = self.runs.arrive(agent.id, now, read_from)
+        self._texts_of_runs.read(agent.id, asked.run.id, segments)
+        self._ends.belongs(asked.chain[-1], asked.run.id)
         trail = self._labels[self._answers_of(agent)].trail if asked.produces else ()
         return Found(agent.id, agent.team, asked.run, segments, asked.produces, trail, shared)
 

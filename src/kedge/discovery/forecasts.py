@@ -34,10 +34,10 @@ class FoundForecasts:
 
     def follow(self, namespace: Namespace, discovery: Discovery, run: FoundRun, now: float) -> None:
         """Take the progress of a run, and the ends of others, at `now` in seconds."""
-        key = RunKey(namespace, "", run.id)
+        key = RunKey(namespace, "", run.flow)
         changes = dict(self._board.update(key, next(self._numbers), discovery.runs.forecast(run), now))
         for over in discovery.runs.over(now):
-            changes.update(self._board.done(RunKey(namespace, "", over.id), now))
+            changes.update(self._board.done(RunKey(namespace, "", over.flow), now))
         for agent, next_run in changes.items():
             self._changes.next_runs[agent] = next_run
             if next_run is None:

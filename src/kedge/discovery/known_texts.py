@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kedge.discovery import token_bytes
+from kedge.discovery.answer_index import LOOSE_HEAD, LOOSE_TAIL, AnswerIndex
 from kedge.discovery.templates import Occurrence
 from kedge.structures.bounded import BoundedDict
 from kedge.types import SampleId
@@ -16,8 +17,6 @@ MAX_TEXT_BYTES = 1 << 22
 """Bytes of texts that are remembered"""
 LEAST = 8
 """Tokens of a text that is looked for in prompts"""
-LOOSE_HEAD, LOOSE_TAIL = 1, 2
-"""Tokens at a text's two ends that a tokenizer may have joined with what is around it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,7 @@ class KnownTexts:
     def __init__(self) -> None:
         self._texts: BoundedDict[bytes, KnownText] = BoundedDict(MAX_TEXTS, lambda _, text: self._drop(text))
         self._answers: dict[bytes, SampleId] = {}
+        self._index = AnswerIndex()
         self.nbytes = 0
         """Bytes of the texts"""
 
@@ -52,14 +52,23 @@ class KnownTexts:
             self.nbytes += len(text.tokens)
         if text.sample or text.tokens not in self._texts:
             self._texts[text.tokens] = text
-        for head in _beginnings(text):
-            self._answers[head] = text.sample  # type: ignore[assignment] # only answers have beginnings
+        if text.sample:
+            self._index.put(text.tokens, text.sample)
+            self._answers.update(dict.fromkeys(_beginnings(text), text.sample))
         while self.nbytes > MAX_TEXT_BYTES:
             self._drop(self._texts.popitem(last=False)[1])
 
     def answer(self, tokens: bytes) -> SampleId | None:
         """Return the answer that these tokens are, but for the last few."""
         return self._answers.get(tokens)
+
+    def equal(self, answer: bytes) -> SampleId | None:
+        """Return the answer that is equal to this one, but for what a tokenizer may have joined with other text."""
+        return self._index.equal(answer) if token_bytes.size(answer) >= LEAST else None
+
+    def answers_in(self, prompt: bytes) -> Iterator[SampleId]:
+        """Yield the answers in a packed prompt, the last one first."""
+        return self._index.find(prompt)
 
     def is_whole(self, tokens: bytes) -> bool:
         """Return whether these tokens are all of a text that is known."""
@@ -86,6 +95,8 @@ class KnownTexts:
 
     def _drop(self, text: KnownText) -> None:
         self.nbytes -= len(text.tokens)
+        if text.sample:
+            self._index.drop(text.tokens, text.sample)
         for head in _beginnings(text):
             if self._answers.get(head) == text.sample:
                 del self._answers[head]

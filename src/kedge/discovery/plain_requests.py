@@ -125,7 +125,7 @@ class PlainRequests:
         named = replace(
             request,
             workflow=request.workflow or found.team,
-            run=request.run or found.run.id,
+            run=request.run or found.run.flow,
             agent=request.agent or found.agent,
             fixed=len(found.segments[0].tokens) if request.fixed is None else request.fixed,
         )

@@ -14,6 +14,8 @@ MAX_AGENTS, MAX_SUCCESSORS = 1024, 16
 """Agents, and successors of one of them, that are remembered"""
 MEMORY = 32
 """Calls after which old ones count for a third"""
+USUAL = 0.5
+"""Share of an agent's calls after which texts of its run were read, from which on that is expected"""
 LEAST_CALLS, LEAST_SHARE = 2.0, 0.15
 """Calls of an agent, and share of them that went on to another, from which on that is expected again"""
 HORIZON, LEAST_ODDS = 16, 0.02
@@ -34,6 +36,10 @@ class _After:
     """Seconds from its answer to the next call, as a moving mean"""
     likely: dict[AgentId, float] | None = None
     """What is expected to follow it, None where that has to be found out again"""
+    calls: int = 0
+    """Calls of which it is known whether texts of their run were read next"""
+    is_read: float = 0.0
+    """Share of them after which some were, as a moving mean"""
 
 
 class Successors:
@@ -53,6 +59,17 @@ class Successors:
         known.total, known.likely = sum(known.weights.values()), None
         if gap is not None:
             known.gap += (gap - known.gap) / min(known.total, MEMORY)
+
+    def followed(self, before: AgentId, *, reads: bool) -> None:
+        """Take note of whether the next call after `before` read texts of its run."""
+        known = self._after.use(before, _After)
+        known.calls = min(known.calls + 1, MEMORY)
+        known.is_read += (reads - known.is_read) / known.calls
+
+    def is_read(self, before: AgentId) -> bool:
+        """Return whether the next call usually reads texts of the run that an agent has called in."""
+        known = self._after.get(before)
+        return known is not None and known.is_read >= USUAL
 
     def probability(self, before: AgentId, after: AgentId) -> float | None:
         """Return how likely `after` calls next; None where too little is known."""

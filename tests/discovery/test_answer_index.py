@@ -1,0 +1,56 @@
+"""Answers are found wherever a text quotes them, and forgotten one by one."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kedge.discovery.answer_index import AnswerIndex
+from kedge.discovery.token_bytes import pack
+from kedge.types import SampleId, Tokens, ValueKind
+from tests.discovery.teams import words
+
+
+def sample(name: str) -> SampleId:
+    return SampleId(ValueKind.AGENT, name)
+
+
+def test_quoted_answers_come_last_first_whatever_is_joined_with_their_ends() -> None:
+    index, one, two = AnswerIndex(), words("one", 20), words("two", 9)
+    index.put(pack(one), sample("one"))
+    index.put(pack(two), sample("two"))
+    text = (*words("before", 30), 7, *one[1:-2], 7, *words("between", 5), *two, *words("after", 30))
+    assert [*index.find(pack(text))] == [sample("two"), sample("one")]
+    assert [*index.find(pack((*one[:9], *words("other", 30))))] == []
+
+
+def test_of_answers_that_are_equal_but_for_their_ends_the_latest_is_known() -> None:
+    index, answer = AnswerIndex(), words("answer", 20)
+    like = (1, *answer[1:-2], 2, 3)
+    assert index.equal(pack(answer)) is None
+    index.put(pack(answer), sample("first"))
+    assert index.equal(pack(like)) == sample("first")
+    index.put(pack(like), sample("second"))
+    index.drop(pack(answer), sample("first"))
+    assert index.equal(pack(answer)) == sample("second")
+
+
+def test_against_a_search_of_every_place() -> None:
+    rng, index, known = Random(0), AnswerIndex(), dict[SampleId, Tokens]()
+    for number in range(300):
+        answer = tuple(rng.randrange(3) for _ in range(rng.randrange(8, 12)))
+        if number % 3 == 0 and known:
+            gone = rng.choice([*known])
+            index.drop(pack(known[gone]), gone)
+            del known[gone]
+        for other in [one for one, tokens in known.items() if tokens[1:-2] == answer[1:-2]]:
+            del known[other]
+        known[sample(str(number))] = answer
+        index.put(pack(answer), sample(str(number)))
+        text = tuple(rng.randrange(3) for _ in range(40))
+        places = ((at, one, tokens[1:-2]) for one, tokens in known.items() for at in range(40))
+        true = [(at, one) for at, one, inner in places if text[at : at + len(inner)] == inner]
+        found = [*index.find(pack(text))]
+        assert sorted(found) == sorted(one for _, one in true)
+    for one, tokens in known.items():
+        index.drop(pack(tokens), one)
+    assert not index._answers and not index._firsts
