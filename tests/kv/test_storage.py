@@ -41,3 +41,18 @@ def test_a_segment_written_elsewhere_is_read_back_unrotated_with_its_offsets() -
         got, base, offset = (getattr(segment, name) for segment in (again, kv, offsets))
         torch.testing.assert_close(got[0], base[0], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(got[1:], base[1:] + offset, atol=1e-5, rtol=1e-4)
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 16), st.integers(0, 16))
+def test_a_copy_has_the_same_kv_and_leaves_the_rest(mine: list[int], theirs: list[int], a: int, b: int) -> None:
+    start, stop = min(a, b), max(a, b)
+    storage = PagedStorage(SPEC, 16, 4, torch.device("cpu"), ROTARY)
+    storage.keys.normal_()
+    storage.values.normal_()
+    here, there = SlotTable.of(mine, 4), SlotTable.of([8 + block for block in theirs], 4)
+    before = storage.keys.clone(), storage.values.clone()
+    storage.copy(here, there, start, stop)
+    source, target = here.slots[start:stop], there.slots[start:stop]
+    for now, then in zip((storage.keys, storage.values), before, strict=True):
+        then[:, target] = then[:, source]
+        assert torch.equal(now, then)

@@ -40,6 +40,17 @@ class SlotTable:
         first = slots[torch.tensor(edges[:-1])].tolist()
         return tuple(slice(slot, slot + b - a) for slot, (a, b) in zip(first, pairwise(edges), strict=True))
 
+    def runs_beside(self, other: SlotTable, start: int, stop: int) -> tuple[tuple[slice, slice], ...]:
+        """Return the slots of positions [start, stop) here and in another request, as contiguous slices of the same
+        lengths.
+        """
+        mine, theirs = self.slots[start:stop], other.slots[start:stop]
+        breaks = ((mine.diff() != 1) | (theirs.diff() != 1)).nonzero().flatten().tolist()
+        edges = [0, *(at + 1 for at in breaks), len(mine)] if len(mine) else []
+        firsts = mine[edges[:-1]].tolist(), theirs[edges[:-1]].tolist()
+        lengths = [b - a for a, b in pairwise(edges)]
+        return tuple((slice(a, a + size), slice(b, b + size)) for a, b, size in zip(*firsts, lengths, strict=True))
+
 
 class PagedStorage:
     """The keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one
@@ -91,6 +102,12 @@ class PagedStorage:
             self.rotary.rotate(total, slice(start + part.start, start + part.stop), out=self.keys[:, run])
             add_offsets(base.values[:, part], offsets.values[:, part], out=self.values[:, run])
             done = part.stop
+
+    def copy(self, source: SlotTable, target: SlotTable, start: int, stop: int) -> None:
+        """Copy positions [start, stop) of one request to the same positions of another one: keys stay as rotated."""
+        for there, here in source.runs_beside(target, start, stop):
+            for pool in (self.keys, self.values):
+                pool[:, here] = pool[:, there]
 
 
 def layer_pools(spec: KVSpec, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -12,10 +12,12 @@ from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.engine.local.shared_writes import SharedWrites
 from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
 
 
@@ -35,6 +37,7 @@ class Admission:
         learning: Learning,
         costs: EngineCosts,
         sentinels: Sentinels,
+        shared: SharedWrites,
         snapshots: StateSnapshots,
         preempt: Callable[[RequestSequence], bool],
         end: Callable[[RequestSequence, BaseException], None],
@@ -44,7 +47,7 @@ class Admission:
         """
         self._cache, self._runtime, self._loading, self._assembler = cache, runtime, loading, assembler
         self._preassembly, self._learning, self._costs = preassembly, learning, costs
-        self._sentinels, self._snapshots = sentinels, snapshots
+        self._sentinels, self._shared, self._snapshots = sentinels, shared, snapshots
         self._preempt, self._end = preempt, end
 
     def admit(self, sequence: Sequence) -> bool:
@@ -128,16 +131,24 @@ class Admission:
     def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
         """Plan and write the translated spans. Returns the time at which planning ended."""
         assert sequence.table is not None
-        began = time.monotonic()
+        began, copied = time.monotonic(), self._shared.copied_tokens
         plan = self._runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
-        sequence.plan = self._assembler.assemble(sequence.request, sequence.table, plan)
+        sequence.plan = self._write(sequence, sequence.table, plan)
         sequence.todo = sequence.plan.computed
         if sequence.plan.sentinels:
             sequence.sentinels = [self._sentinels.read(sequence.table, sequence.plan.sentinels)]
-        if plan.translations:
+        if plan.translations and self._shared.copied_tokens == copied:  # a copy would make it seem cheaper than it is
             self._costs.observe_translation(len(plan.translations), plan.translated_tokens, time.monotonic() - began)
         return matched
+
+    def _write(self, sequence: RequestSequence, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        """Write the translations of a plan. Returns the plan as carried out."""
+        if not self._assembler.works_ahead:  # it writes something else than translations
+            return self._assembler.assemble(sequence.request, table, plan)
+        self._assembler.assemble(sequence.request, table, self._shared.copy(table, plan))
+        sequence.written = plan.translations
+        return plan
 
     def _complete(self, sequence: RequestSequence) -> float:
         """Complete an adopted prompt. Returns the time at which this began."""

@@ -36,6 +36,7 @@ from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
+from kedge.engine.local.shared_writes import SharedWrites
 from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.hints.actions import ActionOutcome
@@ -77,7 +78,7 @@ class EngineCore:
         loading.reusable = states.reusable
         self.plain = PlainRequests(config.discovery)
         longest, translator = min(runner.max_positions, capacity), Translator(storage)
-        jobs, ahead = deque[BaseJob](), deque[PreparedPrompt]()
+        jobs, ahead, running = deque[BaseJob](), deque[PreparedPrompt](), list[RequestSequence]()
         self.sentinel_checks = SentinelChecks(sentinels := Sentinels(storage))
         writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs, sentinels)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
@@ -85,15 +86,15 @@ class EngineCore:
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
         self._admission = Admission(
             *(cache, runtime, loading, assembler, self._preassembly, self._learning, costs, sentinels),
-            *(states, requests.preempt, requests.end),
+            *(shared := SharedWrites(storage, running), states, requests.preempt, requests.end),
         )
-        limits = config.max_batch_tokens, config.max_running, config.learning.budget
+        limits, queues = (config.max_batch_tokens, config.max_running, config.learning.budget), (jobs, ahead, running)
         service = ServiceOrders(cache, self._sessions) if config.tiers.policy == "sessions" else None
-        self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, jobs, ahead, service)
+        self.scheduler = Scheduler(self._admission.admit, self._admission, costs, *limits, *queues, service)
         parts = cache, self._fixed, runtime, self._learning, self._preassembly
         self._answers = Answers(runner.eos_token_ids, self.scheduler, *parts, requests.end)
         requests.scheduler, requests.learning = self.scheduler, self._learning
-        figures = costs, runtime, storage, self.plain, states
+        figures = costs, runtime, storage, self.plain, states, shared
         self.inspection = Inspection(self.scheduler, cache, loading, self._preassembly, self._learning, *figures)
 
     # requests and hints ---------------------------------------------------------------------------------------

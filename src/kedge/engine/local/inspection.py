@@ -13,6 +13,7 @@ from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler
+from kedge.engine.local.shared_writes import SharedWrites
 from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.kv.storage import PagedStorage
 from kedge.reuse.costs import EngineCosts
@@ -34,6 +35,7 @@ class Inspection:
     storage: PagedStorage
     plain: PlainRequests
     snapshots: StateSnapshots
+    shared: SharedWrites
 
     @property
     def learned(self) -> tuple[AnchorStore, BaseStore]:
@@ -54,6 +56,7 @@ class Inspection:
             "costs": self.costs.stats(),
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
+            "copied_tokens": self.shared.copied_tokens,
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
             "states": asdict(self.snapshots.stats()),

@@ -67,7 +67,7 @@ class Requests:
             return False
         self.learning.forget(victim)
         self.release(victim)
-        victim.table, victim.todo = None, []
+        victim.table, victim.todo, victim.written = None, [], ()
         if victim.waits_for_first_token:
             victim.plan = None
             victim.sentinels.clear()

@@ -106,10 +106,11 @@ class Scheduler:
         learning_share: float,
         jobs: deque[BaseJob] | None = None,
         ahead: deque[PreparedPrompt] | None = None,
+        running: list[RequestSequence] | None = None,
         service: ServiceOrders | None = None,
     ) -> None:
         """Start with empty queues. `admit` returns False if a sequence has to wait for blocks. `jobs` and `ahead` are
-        filled by others.
+        filled by others, `running` is only looked at by them.
         """
         self._service = service
         self._admit, self._aside, self._costs = admit, aside, costs
@@ -121,7 +122,7 @@ class Scheduler:
         """Requests that stepped aside."""
         self.jobs: deque[BaseJob] = deque() if jobs is None else jobs
         self.ahead: deque[PreparedPrompt] = deque() if ahead is None else ahead
-        self.running: list[RequestSequence] = []
+        self.running: list[RequestSequence] = [] if running is None else running
         self.preempted: deque[RequestSequence] = deque()
         """Requests that lost their blocks to another tenant's, with their answers so far."""
 

@@ -51,6 +51,7 @@ class SentinelChecks:
     def _compute(sequence: RequestSequence) -> None:
         assert sequence.plan is not None
         sequence.plan = sequence.plan.without_translation(REFUTED)
+        sequence.written = ()
         behind = sequence.plan.spans[-1]
         sequence.todo = list(range(behind.start, behind.stop))
         sequence.preassembled = min(sequence.preassembled, sequence.todo[0])

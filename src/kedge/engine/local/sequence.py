@@ -15,7 +15,7 @@ from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
 from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, next_stop, template_key
-from kedge.reuse.plan import ReusePlan
+from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
 from kedge.types import (
@@ -181,6 +181,8 @@ class RequestSequence(Sequence):
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)
     plan: ReusePlan | None = None
+    written: tuple[Translation, ...] = ()
+    """The translations that were written to its slots, as long as nothing but computed positions replaces them"""
     preassembled: int = 0
     parts: dict[str, float] = field(default_factory=dict)
     """Parts of the time to first token, in seconds."""

@@ -1,0 +1,224 @@
+"""Requests of one agent that read the same value: written once, copied, and the same as if each had been written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kedge.engine.local.sequence import RequestSequence
+from kedge.guard import GuardOrders
+from kedge.kv.segment import KVSegment
+from kedge.reuse.plan import Sentinel
+from kedge.settings import PlannerSettings
+from kedge.types import GenerateRequest, RequestId, Source
+from tests.engine.local.stepping import Stepped
+from tests.engine.local.test_translation import request, tokens
+
+QUESTIONS = [(tokens(seed, 30), tokens(seed + 1, 24)) for seed in (70, 80)]
+TRANSLATED = Source.TRANSLATED
+DENSE = PlannerSettings(by_cost=False, unknown="dense")
+_ids = (RequestId(f"shared-{number}") for number in count())
+
+
+def asked(of: int = 0, agent: str = "critic", run: str = "run", **sampling: object) -> GenerateRequest:
+    return replace(request(*QUESTIONS[of], agent=agent, run=run, **sampling), request_id=next(_ids))
+
+
+def taught(**given: object) -> Stepped:
+    """An engine with offsets for two agents, and base KV of both questions that the critic has not learned from."""
+    engine = Stepped(**{"planner": DENSE, **given})
+    for seed in (50, 60):
+        for agent in ("solver", "critic"):
+            engine.serve(replace(request(tokens(seed, 30), tokens(seed + 1, 24), agent=agent), request_id=next(_ids)))
+    for of in range(len(QUESTIONS)):
+        engine.serve(asked(of, agent="solver"))
+    engine.core.inspection.cache.clear_all()
+    return engine
+
+
+@pytest.fixture
+def engine() -> Iterator[Stepped]:
+    yield taught()
+
+
+def kv(engine: Stepped, sequence: RequestSequence) -> KVSegment:
+    """The translated KV of a prompt as it is in its slots; computed KV is rounded differently in another batch."""
+    assert sequence.table is not None and sequence.plan is not None
+    storage, spans = engine.core.inspection.storage, sequence.plan.spans
+    slots = torch.cat([sequence.table.slots[span.start : span.stop] for span in spans if span.source is TRANSLATED])
+    return KVSegment(storage.keys[:, slots], storage.values[:, slots])
+
+
+def admitted(engine: Stepped, *requests: GenerateRequest) -> list[RequestSequence]:
+    """Submit requests, and step until all have a first token."""
+    sequences = [engine.submit(one) for one in requests]
+    engine.until(lambda: all(one.first_token is not None for one in sequences))
+    return sequences
+
+
+def copied(engine: Stepped) -> int:
+    return engine.core.inspection.shared.copied_tokens
+
+
+def unshared(engine: Stepped, wanted: GenerateRequest) -> KVSegment:
+    """The prompt's KV where nothing else runs."""
+    engine.rest()
+    before = copied(engine)
+    (alone,) = admitted(engine, replace(wanted, request_id=next(_ids)))
+    result = kv(engine, alone)
+    engine.rest()
+    assert copied(engine) == before
+    return result
+
+
+def same(one: KVSegment, other: KVSegment) -> bool:
+    return torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+def test_copies_equal_what_would_have_been_written(engine: Stepped) -> None:
+    first, *others = admitted(engine, *(asked(max_tokens=20) for _ in range(4)))
+    assert first.plan is not None and first.plan.translates
+    assert copied(engine) == 3 * first.plan.translated_tokens
+    seen = [kv(engine, one) for one in (first, *others)]
+    engine.rest()
+    expected = unshared(engine, asked())
+    assert all(same(one, expected) for one in seen)
+    assert len({tuple(one.response) for one in (first, *others)}) == 1
+
+
+def test_receipts_are_those_of_plans(engine: Stepped) -> None:
+    first, second = admitted(engine, asked(), asked())
+    assert first.receipt().spans == second.receipt().spans
+    assert second.receipt().translated > 40
+
+
+def test_what_is_blended_for_the_first_is_not_blended_again(engine: Stepped) -> None:
+    storage = engine.core.inspection.storage
+    with mock.patch.object(storage, "write", wraps=storage.write) as write:
+        first, *_ = admitted(engine, *(asked(max_tokens=20) for _ in range(3)))
+        assert first.plan is not None
+        assert write.call_count == len(first.plan.translations)
+
+
+def test_other_agents_and_other_values_are_written(engine: Stepped) -> None:
+    admitted(engine, asked(0, max_tokens=20), asked(1, max_tokens=20), asked(0, agent="solver", max_tokens=20))
+    assert copied(engine) == 0
+
+
+def test_a_reader_in_a_later_pass_copies_from_one_that_still_runs(engine: Stepped) -> None:
+    admitted(engine, asked(max_tokens=40))
+    (second,) = admitted(engine, asked(max_tokens=4))
+    assert second.plan is not None and copied(engine) == second.plan.translated_tokens
+    seen = kv(engine, second)
+    assert same(seen, unshared(engine, asked()))
+
+
+def test_an_aborted_reader_is_not_copied_from(engine: Stepped) -> None:
+    (first,) = admitted(engine, asked(max_tokens=40))
+    engine.core.requests.end(first)
+    (second,) = admitted(engine, asked(max_tokens=40))
+    assert copied(engine) == 0
+    seen = kv(engine, second)
+    assert same(seen, unshared(engine, asked()))
+
+
+def test_a_preempted_reader_is_not_copied_from(engine: Stepped) -> None:
+    (first,) = admitted(engine, asked(max_tokens=40))
+    with mock.patch.object(engine.core.scheduler, "victim", return_value=first):
+        assert engine.core.requests.preempt(engine.sequence(asked()))
+    assert not first.written
+    engine.until(lambda: first.admitted)
+    (second,) = admitted(engine, asked(max_tokens=40))
+    assert copied(engine) == 0
+    seen = kv(engine, second)
+    assert same(seen, unshared(engine, asked()))
+
+
+def test_computed_positions_are_not_taken_for_translated_ones(engine: Stepped) -> None:
+    """The first reader has computed its sentinels; the second has others, and reads what translation wrote there."""
+    names = frozenset(("user_question", "condition_solver_current"))
+    guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=names))
+    first, second = (admitted(engine, replace(guarded, request_id=RequestId(name)))[0] for name in ("one", "two"))
+    assert first.plan is not None and second.plan is not None
+    assert {one.position for one in first.plan.sentinels}.isdisjoint(one.position for one in second.plan.sentinels)
+    assert copied(engine) == 9 + 5  # the template, which has no sentinels
+    seen = kv(engine, second)
+    engine.rest()
+    (alone,) = admitted(engine, replace(guarded, request_id=RequestId("two")))
+    assert same(seen, kv(engine, alone))
+
+
+def test_a_refuted_translation_is_not_copied_from(engine: Stepped) -> None:
+    engine.core.sentinel_checks.judge = lambda one, _: (one, one.request_id == "one")
+    guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=frozenset(("user_question",))))
+    (first,) = admitted(engine, replace(guarded, request_id=RequestId("one")))
+    assert first.plan is not None and not first.plan.translates
+    admitted(engine, replace(guarded, request_id=RequestId("two")))
+    assert copied(engine) == 0
+
+
+def test_sentinels_that_are_not_computed_yet_are_as_they_were_written(engine: Stepped) -> None:
+    read: list[Mapping[Sentinel, float]] = []
+
+    def judge(one: GenerateRequest, errors: Mapping[Sentinel, float]) -> tuple[GenerateRequest, bool]:
+        read.append(errors)
+        return one, False
+
+    engine.core.sentinel_checks.judge = judge
+    guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=frozenset(("user_question",))))
+    _, second = admitted(engine, *(replace(guarded, request_id=RequestId(name)) for name in ("one", "two")))
+    assert second.plan is not None and copied(engine) == second.plan.translated_tokens
+    engine.rest()
+    admitted(engine, replace(guarded, request_id=RequestId("two")))
+    assert read[1] == pytest.approx(read[2], rel=1e-3)
+
+
+def test_a_value_that_changed_its_base_kv_is_written(engine: Stepped) -> None:
+    (first,) = admitted(engine, asked(max_tokens=60))
+    _, bases = engine.core.inspection.learned
+    value = first.request.segments[1]
+    known = bases.find(first.request.run_key, value.sample, value.tokens, value.base_context)
+    assert known is not None
+    other = KVSegment(known.kv.keys + 1, known.kv.values + 1)
+    bases.put_content(first.request.namespace, value.tokens, value.base_context, other)
+    (second,) = admitted(engine, asked(max_tokens=60))
+    assert second.plan is not None
+    written = {one.start: one.tokens for one in second.plan.translations}
+    assert copied(engine) <= second.plan.translated_tokens - written[33]
+    assert not same(kv(engine, second), kv(engine, first))
+
+
+def test_32_readers_share_one_blend() -> None:
+    engine = taught(max_running=32)
+    readers = admitted(engine, *(asked(run=f"run-{i % 4}", max_tokens=20) for i in range(32)))
+    assert all(one.plan is not None and one.plan.translates for one in readers)
+    assert copied(engine) == sum(one.plan.translated_tokens for one in readers[1:] if one.plan)
+    engine.rest()
+    assert engine.leased == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["ask", "abort", "step"]), st.integers(0, 7)), min_size=4, max_size=24))
+def test_whatever_ends_in_between_answers_are_those_of_one_that_is_alone(steps: list[tuple[str, int]]) -> None:
+    engine = taught(num_blocks=96, planner=PlannerSettings(by_cost=False, unknown="dense", recompute_head=2))
+    alone = {(of, who): engine.serve(asked(of, who)).response for of in (0, 1) for who in ("critic", "solver")}
+    live: list[tuple[tuple[int, str], RequestSequence]] = []
+    for step, number in steps:
+        if step == "ask":
+            key = number % 2, ("critic", "solver")[number // 2 % 2]
+            live.append((key, engine.submit(asked(*key))))
+        elif step == "abort" and live:
+            engine.core.requests.end(live.pop(number % len(live))[1])
+        else:
+            engine.step()
+        engine.core.inspection.check_integrity()
+    engine.rest()
+    assert all(one.response == alone[key] for key, one in live)
+    assert engine.leased == 0
