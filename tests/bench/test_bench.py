@@ -50,6 +50,20 @@ def test_a_prompt_that_is_ready_lacks_its_last_token_only() -> None:
         assert {"no_hint_ms", "at_once_ms", "ahead_ms", "step_ms", "steps"} <= set(one.as_json())
 
 
+def test_readers_of_one_value_are_compared_with_one(tmp_path: Path) -> None:
+    file = tmp_path / "round.json"
+    sizes = ["--value", "40", "--prefix", "32", "--samples", "3", "--trials", "2", "--readers", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["bench", "round", "--model-size", "tiny", *sizes, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    rounds = json.loads(file.read_text())["rounds"]
+    assert [(row["readers"], row["of"]) for row in rounds] == [(1, "agents"), (2, "agents"), (2, "calls")]
+    assert rounds[0]["times_translating"] == rounds[0]["times_prefill"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+    for row in rounds:
+        assert [len(row[f"all_{part}_ms"]) for part in ("match", "write", "prefill")] == [2] * 3
+        pairs = zip(row["all_match_ms"], row["all_write_ms"], row["all_prefill_ms"], strict=True)
+        assert all(0 < match + write <= prefill for match, write, prefill in pairs)
+
+
 def test_nothing_grows_with_the_number_of_questions() -> None:
     first, *later = soak(SoakSettings(questions=60, every=10, capacity=3))
     last = later[-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -33,7 +34,7 @@ _FORGOTTEN = 1e-3
 """Sum of predicted errors below which a token id is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenErrors:
     """The ratios of observed to predicted errors by token id."""
 
@@ -50,8 +51,12 @@ class TokenErrors:
 
     def factors(self, tokens: Sequence[int]) -> Tensor:
         """Return float32 [tokens]: the factors on predicted errors."""
-        known = (self.sums.get(one, (0.0, 0.0)) for one in tokens)
-        return torch.tensor([(seen + _PRIOR) / (due + _PRIOR) for seen, due in known])
+        known = self._factors
+        return torch.tensor([known.get(one, 1.0) for one in tokens])
+
+    @cached_property
+    def _factors(self) -> dict[int, float]:
+        return {one: (seen + _PRIOR) / (due + _PRIOR) for one, (seen, due) in self.sums.items()}
 
 
 class Calibration:

@@ -13,6 +13,7 @@ from kedge.cli.bench_guard import guard
 from kedge.cli.bench_lab import add_to
 from kedge.cli.bench_load import load
 from kedge.cli.bench_plain import plain
+from kedge.cli.bench_round import reading_round
 from kedge.cli.bench_sessions import sessions
 from kedge.cli.bench_vllm import vllm
 from kedge.cli.bench_workflow import workflow
@@ -41,6 +42,7 @@ bench.command()(vllm)
 bench.command()(sessions)
 bench.command()(plain)
 bench.command()(guard)
+bench.command("round")(reading_round)
 
 
 @bench.command()

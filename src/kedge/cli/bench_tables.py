@@ -10,6 +10,7 @@ from kedge.cli.tables import FittingTable
 if TYPE_CHECKING:
     from kedge.bench.ttft.matching_cost import MatchingSettings
     from kedge.bench.ttft.measure import TtftSettings
+    from kedge.bench.ttft.round import RoundSettings
 
 Row = Mapping[str, Any]
 MIB = 2**20
@@ -47,6 +48,9 @@ CLOSED_COLUMNS = {
     "ttft_p99_s": "TTFT p99 s",
 }
 """Figure -> heading."""
+
+ROUND_PARTS = ("match", "write", "translating", "prefill")
+"""What is timed of a round."""
 
 
 def ttft(settings: TtftSettings, data: Row) -> FittingTable:
@@ -89,6 +93,20 @@ def matching_cost(settings: MatchingSettings, results: Mapping[str, Mapping[str,
     rows = [[name, *(f"{ms:.2f}" for ms in times.values())] for name, times in results.items()]
     headings = ("estimator", "match", "blend", "both", "both, p90")
     return FittingTable(title, headings, rows, left=frozenset({"estimator"}))
+
+
+def reading_round(settings: RoundSettings, rows: Sequence[Row]) -> FittingTable:
+    """Return the table of what several readers of one value take, against one."""
+    title = f"{settings.value} tokens read in one round, {settings.model_size}, {settings.estimator}, ms (quartiles)"
+    headings = ("readers", "of", "match", "write", "translating", "times one", "prefill", "times one")
+    return FittingTable(title, headings, [_round_row(row) for row in rows])
+
+
+def _round_row(row: Row) -> list[str]:
+    match, write, translating, prefill = (f"{row[f'{part}_ms']:.1f}" for part in ROUND_PARTS)
+    ratios = (row["times_translating"], row["times_prefill"])
+    times = [f"{ratio['median']:.2f} ({ratio['q1']:.2f}-{ratio['q3']:.2f})" for ratio in ratios]
+    return [str(row["readers"]), row["of"], match, write, translating, times[0], prefill, times[1]]
 
 
 def soak(looks: Sequence[Row]) -> FittingTable:
