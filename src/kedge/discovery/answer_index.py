@@ -13,7 +13,7 @@ LOOSE_HEAD, LOOSE_TAIL = 1, 2
 START = 4
 """Tokens of an answer that are looked up"""
 MAX_SEARCHED = 8192
-"""Tokens of a prompt, the last ones, that are searched"""
+"""Tokens of a text, the last ones, that are searched"""
 
 
 class AnswerIndex:
@@ -54,9 +54,9 @@ class AnswerIndex:
         inner = _inner(answer)
         return self._answers.get(inner[:START], {}).get(inner)
 
-    def find(self, prompt: bytes) -> Iterator[SampleId]:
-        """Yield the answers in a packed prompt, the last one first. O(tokens searched)."""
-        tokens = token_bytes.unpack(prompt)[-MAX_SEARCHED:]
+    def find(self, text: bytes) -> Iterator[SampleId]:
+        """Yield the answers in a packed text, the last one first. O(tokens searched)."""
+        tokens = token_bytes.unpack(text)[-MAX_SEARCHED:]
         firsts = self._firsts
         for at in [at for at, token in enumerate(tokens) if token in firsts][::-1]:
             for inner, sample in self._answers.get(tokens[at : at + START], {}).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -283,12 +283,21 @@ class Discovery:
         agent.prompt_tokens += token_bytes.size(asked.prompt)
         agent.shared_tokens += shared
         segments = self._segments(asked.prompt, filled)
-        read_from = self._texts_of_runs.find(agent.id, segments, self.texts.answers_in(asked.prompt))
+        read_from = self._texts_of_runs.find(agent.id, segments, self._quoted(asked, filled))
         asked.run = self.runs.arrive(agent.id, now, read_from)
         self._texts_of_runs.read(agent.id, asked.run.id, segments)
         self._ends.belongs(asked.chain[-1], asked.run.id)
         trail = self._labels[self._answers_of(agent)].trail if asked.produces else ()
         return Found(agent.id, agent.team, asked.run, segments, asked.produces, trail, shared)
+
+    def _quoted(self, asked: _Asker, filled: Sequence[Filled]) -> Iterator[SampleId]:
+        """Yield the answers inside of a prompt's values, the last one first, then those in the part of its fixed prompt
+        that is not fixed in prompts which begin like it.
+        """
+        for one in reversed(filled):
+            yield from self.texts.answers_in(token_bytes.cut(asked.prompt, one.start, one.stop))
+        common = (self._heads.find(asked.chain)[-1] + 1) * BLOCK_TOKENS
+        yield from self.texts.answers_in(token_bytes.cut(asked.prompt, common, filled[0].start))
 
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
         """Take note of a value that is read. Returns whether others had or read it before."""

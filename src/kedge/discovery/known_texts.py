@@ -66,9 +66,9 @@ class KnownTexts:
         """Return the answer that is equal to this one, but for what a tokenizer may have joined with other text."""
         return self._index.equal(answer) if token_bytes.size(answer) >= LEAST else None
 
-    def answers_in(self, prompt: bytes) -> Iterator[SampleId]:
-        """Yield the answers in a packed prompt, the last one first."""
-        return self._index.find(prompt)
+    def answers_in(self, text: bytes) -> Iterator[SampleId]:
+        """Yield the answers in a packed text, the last one first."""
+        return self._index.find(text)
 
     def is_whole(self, tokens: bytes) -> bool:
         """Return whether these tokens are all of a text that is known."""
