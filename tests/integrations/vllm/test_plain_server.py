@@ -17,6 +17,7 @@ from tests.integrations.vllm.test_server import MODEL, Server, serving
 pytest.importorskip("vllm", reason="vLLM is not installed")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
+agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
 pytestmark = pytest.mark.slow
 
 TRANSFER = {
@@ -25,13 +26,15 @@ TRANSFER = {
     "kv_connector_extra_config": {"discovery": {"mode": "translate"}, "planner": {"by_cost": False}},
 }
 MIDDLEWARE = ("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware")
+NAMES = ("--served-model-name", MODEL, agents.models.get_default_model())
+"""The last one is what the Agents SDK asks for where an application names no model"""
 SCHEDULER = ("--scheduler-cls", "kedge.integrations.vllm.plugin.scheduler.make_scheduler")
 TASK = TASKS["math"]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(*MIDDLEWARE, *SCHEDULER, "--num-gpu-blocks-override", "512", transfer=TRANSFER) as built:
+    with serving(*MIDDLEWARE, *SCHEDULER, *NAMES, "--num-gpu-blocks-override", "512", transfer=TRANSFER) as built:
         yield built
 
 
@@ -115,3 +118,22 @@ def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) 
 
     assert all(team(ask, number) for number in range(20, 23))
     assert reported(server, lambda page: page["known_agents"] >= known + 15)["failures"] == 0
+
+
+def test_agents_of_the_agents_sdk_are_found_by_its_default_model_and_protocol(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    agents.set_tracing_disabled(True)
+    known = reported(server, lambda _: True)["known_agents"]
+
+    def ask(system: str, user: str, count: int) -> str:
+        settings = agents.ModelSettings(temperature=0, max_tokens=count)
+        agent = agents.Agent("member", instructions=system, model_settings=settings)
+        return str(agents.Runner.run_sync(agent, user).final_output)
+
+    assert agents.Agent("any").model is None, "the SDK's default"
+    assert all(team(ask, number) for number in range(30, 35))
+    found = reported(server, lambda page: page["known_agents"] >= known + 10)
+    assert len(found["agents"]) == 5 and found["failures"] == 0
