@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from kedge.discovery.answer_index import AnswerIndex
 from kedge.discovery.token_bytes import pack
 from kedge.types import SampleId, Tokens, ValueKind
@@ -32,6 +34,16 @@ def test_of_answers_that_are_equal_but_for_their_ends_the_latest_is_known() -> N
     index.put(pack(like), sample("second"))
     index.drop(pack(answer), sample("first"))
     assert index.equal(pack(answer)) == sample("second")
+
+
+def test_a_common_opening_does_not_make_a_prompt_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, answers = AnswerIndex(), [(*words("opening", 6), *words(f"rest {number}", 6)) for number in range(8)]
+    for number, answer in enumerate(answers):
+        index.put(pack(answer), sample(str(number)))
+    text = pack((*answers[2], *answers[5]))
+    assert [*index.find(text)] == [sample("5"), sample("2")]
+    monkeypatch.setattr("kedge.discovery.answer_index.MAX_COMPARED", 4)
+    assert [*index.find(text)] == [sample("5")]
 
 
 def test_against_a_search_of_every_place() -> None:

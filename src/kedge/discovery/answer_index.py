@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from kedge.discovery import token_bytes
 from kedge.types import SampleId, Tokens
@@ -14,6 +15,8 @@ START = 4
 """Tokens of an answer that are looked up"""
 MAX_SEARCHED = 8192
 """Tokens of a text, the last ones, that are searched"""
+MAX_COMPARED = 2048
+"""Comparisons of a place in a prompt with an answer: many answers may begin alike"""
 
 
 class AnswerIndex:
@@ -54,14 +57,22 @@ class AnswerIndex:
         inner = _inner(answer)
         return self._answers.get(inner[:START], {}).get(inner)
 
-    def find(self, text: bytes) -> Iterator[SampleId]:
-        """Yield the answers in a packed text, the last one first. O(tokens searched)."""
-        tokens = token_bytes.unpack(text)[-MAX_SEARCHED:]
+    def find(self, prompt: bytes) -> Iterator[SampleId]:
+        """Yield the answers in a packed prompt, the last one first, of those that begin alike the latest. O(tokens
+        searched), and no more than `MAX_COMPARED` comparisons.
+        """
+        tokens = token_bytes.unpack(prompt)[-MAX_SEARCHED:]
+        for at, inner, sample in islice(self._candidates(tokens), MAX_COMPARED):
+            end = at + len(inner)
+            if end <= len(tokens) and tokens[end - 1] == inner[-1] and tokens[at:end] == inner:
+                yield sample
+
+    def _candidates(self, tokens: Tokens) -> Iterator[tuple[int, Tokens, SampleId]]:
+        """Yield the places at which a known answer may begin, with that answer."""
         firsts = self._firsts
         for at in [at for at, token in enumerate(tokens) if token in firsts][::-1]:
-            for inner, sample in self._answers.get(tokens[at : at + START], {}).items():
-                if tokens[at : at + len(inner)] == inner:
-                    yield sample
+            for inner, sample in reversed(self._answers.get(tokens[at : at + START], {}).items()):
+                yield at, inner, sample
 
 
 def _inner(answer: bytes) -> Tokens:
