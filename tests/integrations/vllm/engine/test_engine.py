@@ -183,15 +183,15 @@ def test_a_forecast_prefetches_before_the_request(engine: VLLMEngine) -> None:
     tokens = tuple(prompt(FIXED + 40, 30))
     key = AgentKey(Namespace(TENANT), "", RunId("flow"), AgentId("reader"))
     whose = {"run": key.run_id, "agent": key.agent, "fixed": FIXED}
-    offloaded = counted(engine).get("blocks_offloaded", 0)  # by the tests before
+    offloaded, evicted = (counted(engine).get(name, 0) for name in ("blocks_offloaded", "evictions_labelled"))
     engine.forecast({key: NextRun(0.0)}, {key: tokens[:FIXED]})
     first = ask(engine, tokens, 4, **whose)
     wait_until(lambda: counted(engine).get("blocks_offloaded", 0) >= offloaded + FIXED // BLOCK)
     engine.forecast({key: NextRun(50.0)})
     for seed in (31, 32, 33):
         ask(engine, tuple(prompt(1100, seed)), 1)
+    wait_until(lambda: counted(engine).get("evictions_labelled", 0) >= evicted + FIXED // BLOCK)  # counts follow answers
     before = counted(engine)
-    assert before["evictions_labelled"] >= FIXED // BLOCK
     engine.forecast({key: NextRun(0.0)})  # sooner than the prompts of other tests tend to return
     wait_until(lambda: counted(engine).get("prefetches_completed", 0) > before.get("prefetches_completed", 0))
     again = ask(engine, tokens, 4, **whose)
