@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from kedge.discovery import discovery, heads, known_texts, runs
+from kedge.discovery import discovery, heads, known_texts, prompt_ends, runs, texts_of_runs
 from scripts import discovery_crowd
 from scripts.discovery_crowd import crowd
 
@@ -16,7 +16,9 @@ def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) ->
     for module, name, limit in (
         (heads, "MAX_NODES", 256),
         (discovery, "MAX_EXAMPLES", 32),
-        (discovery, "MAX_ENDS", 64),
+        (prompt_ends, "MAX_ENDS", 64),
+        (texts_of_runs, "MAX_SAMPLES", 64),
+        (texts_of_runs, "MAX_KINDS", 64),
         (discovery, "MAX_VALUES", 64),
         (discovery, "MAX_LABELS", 64),
         (discovery, "MAX_ASKED", 64),

@@ -187,7 +187,11 @@ def driver(
             kv_load_failure_policy=policy,
             kv_connector_extra_config={"planner": {"by_cost": False}, **(extra or {})},
         )
-    llm = LLM(str(model), **{**settings, **more})
+    try:
+        llm = LLM(str(model), **{**settings, **more})
+    except BaseException:
+        forget_globals()  # else a model with experts does not start in this process any more
+        raise
     try:
         yield Driver(llm)
     finally:
@@ -195,11 +199,15 @@ def driver(
 
 
 def close(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    forget_globals()
+
+
+def forget_globals() -> None:
     """vLLM keeps its connector and its process groups in globals: one engine at a time."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
 
