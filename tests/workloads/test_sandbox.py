@@ -71,6 +71,10 @@ def test_output_is_cut() -> None:
     assert outcome == SandboxResult("x" * 2048, "OutputTooLong")
 
 
+def test_a_program_that_has_to_wait_for_a_core_is_not_stopped() -> None:
+    assert run_python("import time; time.sleep(0.9); print('done')", SHORT).summary == "done"
+
+
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])
 def test_endless_code_is_killed(code: str) -> None:
     assert run_python(f"print('on', flush=True)\n{code}", SHORT) == SandboxResult("on\n", "TimeoutError")
