@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -75,10 +75,6 @@ class ReusePlan:
         kept = tuple(span for span in self.spans if span.stop <= self.exact_tokens)
         spans = (*kept, Span(self.exact_tokens, self.spans[-1].stop, Source.COMPUTED))
         return ReusePlan(spans, misses=(*self.misses, miss))
-
-    def with_translations(self, translations: tuple[Translation, ...]) -> ReusePlan:
-        """Return the plan with these translations to be written."""
-        return replace(self, translations=translations)
 
     @property
     def translates(self) -> bool:

@@ -6,6 +6,8 @@ same offsets. While the first of them runs, its slots have what the others would
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kedge.anchors.offsets import Blend
@@ -30,7 +32,7 @@ class SharedWrites:
         left to be written.
         """
         left = tuple(one for one in plan.translations if not self._copy(table, plan, one))
-        return plan if len(left) == len(plan.translations) else plan.with_translations(left)
+        return plan if len(left) == len(plan.translations) else replace(plan, translations=left)
 
     def _copy(self, table: SlotTable, plan: ReusePlan, item: Translation) -> bool:
         stop = item.start + item.tokens
