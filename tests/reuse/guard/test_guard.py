@@ -205,12 +205,23 @@ def test_what_is_usual_is_not_learned_from_a_refuted_call() -> None:
     assert [entry["sentinel_error"] for entry in one.stats()] == [0.1, 0.1]
 
 
-def test_a_second_refutation_before_it_is_trusted_discards_the_anchors() -> None:
+def test_refutations_in_a_row_discard_the_anchors() -> None:
     one, asked = QualityGuard(NONE), request("a")
+    for _ in range(2):
+        one.sentinels_read(asked, {"a": [0.9]})
+        assert one.orders(asked).epoch == 0
     one.sentinels_read(asked, {"a": [0.9]})
-    assert one.orders(asked).epoch == 0
-    one.sentinels_read(asked, {"a": [0.9]})
-    assert one.orders(asked).epoch == 1 and (one.suspicions, one.breaches) == (1, 1)
+    assert one.orders(asked).epoch == 1 and (one.suspicions, one.breaches) == (2, 1)
+
+
+def test_rare_refutations_discard_nothing() -> None:
+    """As seen in 10,000 calls without a fault: two of them, of 0.58 and 0.51."""
+    one, asked = QualityGuard(NONE), request("a")
+    for _ in range(6):
+        for _ in range(200):
+            one.sentinels_read(asked, {"a": [0.1]})
+        assert one.sentinels_read(asked, {"a": [0.9]}) is SentinelFinding.REFUTED
+    assert one.orders(asked).epoch == 0 and (one.suspicions, one.breaches) == (6, 0)
 
 
 def test_weak_tokens_refute_only_by_a_multiple_of_what_is_usual_of_them() -> None:

@@ -29,7 +29,7 @@ def go_on(record: GuardRecord, events: list[DecisionComparison | None]) -> None:
     for one in events:
         record.translated()
         if one is None:
-            record.refute(SETTINGS)
+            record.read_sentinels(SETTINGS, refuted=True)
         else:
             record.observe(one, SETTINGS)
 

@@ -63,16 +63,22 @@ def enlarge_scales(parts: Inspection, agent: AgentId) -> None:
 
 
 def poison_anchor(parts: Inspection, agent: AgentId) -> None:
-    """Make the offsets of one anchor random: the one that was used most."""
+    """Make the offsets of one anchor random, wherever the agent holds it: the one that was used most."""
     sites = [(pool, pool.sites[site]) for pool, site in agent_sites(parts, agent)]
-    held = [(pool.anchors[one], offsets) for pool, offsets in sites for one in offsets.holders]
+    held = [pool.anchors[one] for pool, offsets in sites for one in offsets.holders]
     _require("anchors", agent, held)
-    anchor, offsets = max(held, key=lambda one: (one[0].hits, one[0].id))
-    for table in offsets.tables:
-        rows = table.rows_of_anchors([anchor.id])
-        right = table.arena[rows].float()
-        noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
-        table.arena[rows] = (noise.to(right.device) * LOUD * right.abs().max()).to(table.arena.dtype)
+    worst = max(held, key=lambda anchor: (anchor.hits, anchor.id))
+    for pool, offsets in sites:
+        if pool.anchors.get(worst.id) is worst and worst.id in offsets.holders:
+            for table in offsets.tables:
+                _randomize(table, worst.id)
+
+
+def _randomize(table: OffsetTable, anchor: int) -> None:
+    rows = table.rows_of_anchors([anchor])
+    right = table.arena[rows].float()
+    noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
+    table.arena[rows] = (noise.to(right.device) * LOUD * right.abs().max()).to(table.arena.dtype)
 
 
 def corrupt_host(parts: Inspection) -> AgentId:

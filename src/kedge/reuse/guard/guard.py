@@ -162,19 +162,19 @@ class QualityGuard:
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
             usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
             verdict = (judge_weak if weak else judge_drawn)(errors, usual, self._settings.max_sentinel_error)
-            if verdict.finding is not SentinelFinding.REFUTED:
-                for name, found in errors.items():
+            for name, found in sorted(errors.items()):
+                if verdict.finding is not SentinelFinding.REFUTED:
                     usual[name].observe(fmean(found))
-            for name in sorted(verdict.blamed):
-                self._refute(keys[name], records[name], fmean(errors[name]))
+                self._read(keys[name], records[name], fmean(found), refuted=name in verdict.blamed)
         return verdict.finding
 
-    def _refute(self, key: GuardKey, record: GuardRecord, error: float) -> None:
+    def _read(self, key: GuardKey, record: GuardRecord, error: float, *, refuted: bool) -> None:
         before, suspicions, epoch = record.state, record.suspicions, record.epoch
-        record.refute(self._settings)
+        record.read_sentinels(self._settings, refuted=refuted)
         self.suspicions += record.suspicions - suspicions
         self.breaches += record.epoch - epoch
-        logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
+        if refuted:
+            logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""

@@ -51,8 +51,8 @@ class GuardRecord:
     _needed: int = 0
     _streak: int = 0
     """Trials in a row without a change"""
-    refuted: bool = False
-    """Whether sentinel tokens have refuted a translation since it was trusted"""
+    refutations: ChangeEvidence = field(default_factory=ChangeEvidence)
+    """Readings of sentinel tokens since the last breach, and those of them that refuted a translation"""
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -87,20 +87,20 @@ class GuardRecord:
         elif seen.changed or seen.kl > settings.max_kl:
             self._suspect(settings, seen.kl)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
-            self.state, self.refuted = GuardState.ON, False
+            self.state = GuardState.ON
 
-    def refute(self, settings: GuardSettings) -> None:
-        """Note that sentinel tokens have refuted a translation: the placeholder is suspect, and after another time
-        before it is trusted its anchors are discarded.
+    def read_sentinels(self, settings: GuardSettings, *, refuted: bool) -> None:
+        """Take a reading of sentinel tokens. One that refutes a translation makes the placeholder suspect. Its anchors
+        are discarded once more readings do than answers may change: two by chance are far apart.
         """
-        if self.refuted:
+        self.refutations.observe(refuted)
+        if refuted and self.refutations.exceeds(settings.max_changed, _spent(settings.alpha, self.epoch)):
             self._breach(settings)
-        else:
+        elif refuted:
             self._suspect(settings)
-        self.refuted = True
 
     def _alpha(self, settings: GuardSettings) -> float:
-        return settings.alpha / ((self._restarts + 1) * (self._restarts + 2))
+        return _spent(settings.alpha, self._restarts)
 
     def _tried(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         clean = not seen.changed and seen.kl <= settings.max_kl
@@ -116,10 +116,15 @@ class GuardRecord:
     def _breach(self, settings: GuardSettings) -> None:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
-        self.withheld = True
+        self.withheld, self.refutations = True, ChangeEvidence()
         self._needed = min(MAX_TRIALS, settings.trials * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
 
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False
         self.kl, self._streak, self._calls = 0.0, 0, 0
         self._restarts += 1
+
+
+def _spent(alpha: float, restarts: int) -> float:
+    """Return the part of `alpha` for the evidence after so many restarts; all parts add up to it."""
+    return alpha / ((restarts + 1) * (restarts + 2))

@@ -53,7 +53,7 @@ class SavedRecord(_Saved):
     suspicions: Count
     kl: FiniteFloat
     progress: Progress
-    refuted: bool
+    refutations: SavedEvidence
 
     @classmethod
     def of(cls, agent: str, placeholder: str, record: GuardRecord) -> SavedRecord:
@@ -70,7 +70,7 @@ class SavedRecord(_Saved):
             suspicions=record.suspicions,
             kl=record.kl,
             progress=record.progress,
-            refuted=record.refuted,
+            refutations=_counts(record.refutations),
         )
 
     def record(self) -> GuardRecord:
@@ -78,7 +78,7 @@ class SavedRecord(_Saved):
         record = GuardRecord(self.state, self.evidence.evidence())
         record.by_kind = {kind: one.evidence() for kind, one in self.by_kind.items()}
         record.withheld, record.epoch, record.suspicions = self.withheld, self.epoch, self.suspicions
-        record.kl, record.progress, record.refuted = self.kl, self.progress, self.refuted
+        record.kl, record.progress, record.refutations = self.kl, self.progress, self.refutations.evidence()
         return record
 
 
