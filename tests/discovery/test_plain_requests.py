@@ -134,6 +134,33 @@ def test_a_tenant_learns_nothing_from_another() -> None:
     assert run(requests, 5)[1].agent
 
 
+def test_the_log_has_a_line_every_five_minutes_in_which_requests_came(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    requests = PlainRequests(DiscoverySettings(mode=DiscoveryMode.OBSERVE), lambda: now)
+    caplog.set_level("INFO")
+
+    def lines() -> list[str]:
+        requests.log()
+        found = [one.getMessage() for one in caplog.records]
+        caplog.clear()
+        return found
+
+    for number in range(4):
+        run(requests, number)
+    now = 299.0
+    assert lines() == []
+    now = 300.0
+    assert lines() == [line(requests.report())]
+    run(requests, 4)
+    now = 599.0
+    assert lines() == []
+    now = 601.0
+    (said,) = lines()
+    assert said.startswith("plain traffic (observe): 10 requests, 2 agents known in ") and "were cached" in said
+    now = 2000.0
+    assert lines() == [], "nobody has asked since"
+
+
 def test_an_error_costs_a_request_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     requests = learned(DiscoveryMode.TRANSLATE)
 

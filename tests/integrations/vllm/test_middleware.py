@@ -17,36 +17,9 @@ from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.settings import DiscoverySettings
 from kedge.types import ReuseMode, TurnHints
+from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
 
 CHAT = PATHS[0]
-CLAUDE_CODE = {
-    "user-agent": "claude-cli/2.1.0 (external, cli)",
-    "anthropic-version": "2023-06-01",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
-    "x-app": "cli",
-    "x-claude-code-session-id": "3f6c2a9e-0b57-4a3d-9b1e-6a1f7f0c2d11",
-    "x-claude-code-agent-id": "agent-7",
-}
-SESSION = CLAUDE_CODE["x-claude-code-session-id"]
-CLAUDE_CODE_BODY = {
-    "model": "claude-sonnet",
-    "max_tokens": 32000,
-    "stream": True,
-    "system": [{"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}}],
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "Fix the test."}]}],
-    "tools": [{"name": "Bash", "description": "Run a command", "input_schema": {"type": "object"}}],
-    "metadata": {"user_id": "user_1_account__session_2"},
-}
-CODEX = {"user-agent": "codex_cli_rs/0.50.0", "thread-id": "t-1", "x-codex-parent-thread-id": "t-0"}
-CODEX_BODY = {
-    "model": "gpt-5-codex",
-    "instructions": "You are Codex.",
-    "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix the test."}]}],
-    "store": False,
-    "stream": True,
-    "prompt_cache_key": "t-1",
-}
-"""Both written by hand, in the form of these clients' public protocols"""
 
 
 class Upstream:
@@ -101,12 +74,18 @@ def hints_of(upstream: Upstream) -> Any:
 @pytest.mark.parametrize(
     ("path", "body", "headers", "expected"),
     [
-        (PATHS[3], CLAUDE_CODE_BODY, CLAUDE_CODE, TurnHints(f"{SESSION}/agent-7", SESSION, keep_for=300)),
-        (PATHS[2], CODEX_BODY, CODEX, TurnHints("t-1", "t-0")),
+        (PATHS[3], claude_code("any", 32000), CLAUDE_CODE, TurnHints(SESSION, keep_for=300)),
+        (
+            PATHS[3],
+            claude_code("any", 32000),
+            SUBAGENT,
+            TurnHints(f"{SESSION}/agent-7", f"{SESSION}/main", keep_for=300),
+        ),
+        (PATHS[2], codex("any"), CODEX, TurnHints(CODEX["thread-id"], CODEX["x-codex-parent-thread-id"])),
         (CHAT, {"session_id": "s"}, {"x-dynamo-session-final": "true"}, TurnHints("s", is_last=True)),
         (CHAT, {"agent_hints": {"agent_id": "a", "expected_tool_duration_ms": 900}}, {}, TurnHints(returns_in=0.9)),
     ],
-    ids=["claude code", "codex", "dynamo", "sglang"],
+    ids=["claude code", "its subagent", "codex", "dynamo", "sglang"],
 )
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_the_plugin_reads_what_clients_send(
