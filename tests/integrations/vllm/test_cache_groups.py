@@ -183,6 +183,31 @@ def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: tuple[
         check_rest(built)
 
 
+def left_behind(built: Driver, tokens: list[int]) -> list[int]:
+    """How many blocks of a request are null once its prompt is computed, by group."""
+    name = built.add(tokens, count=2)
+    (request,) = built.scheduler.requests.values()
+    built.run(until=lambda: request.num_computed_tokens >= len(tokens))
+    blocks = built.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    built.run()
+    assert name in built.finished
+    return [group.count(built.pool.null_block.block_id) for group in blocks]
+
+
+def test_what_windows_leave_behind_is_in_no_block(tmp_path: Path) -> None:
+    """So nothing can be learned from it, and holes in the middle have neither KV to read nor room for their own."""
+    import torch
+
+    torch.manual_seed(0)
+    gemma3().eval().save_pretrained(tmp_path)
+    asked = prompt(300, 5)
+    with driver(tmp_path, plugged=False, max_num_batched_tokens=128, enable_prefix_caching=True) as built:
+        specs = [group.kv_cache_spec for group in built.scheduler.kv_cache_config.kv_cache_groups]
+        slides = [bool(getattr(spec, "sliding_window", None)) for spec in specs]
+        assert left_behind(built, asked) == [6 if one else 0 for one in slides], "the last chunk begins at 256"
+        assert left_behind(built, asked) == [7 if one else 0 for one in slides], "288 tokens were cached"
+
+
 def test_words_are_different() -> None:
     """The prompts differ in their first block."""
     assert len({tuple(one[:32]) for one in fixed_prompts(32)}) == AGENTS

@@ -52,6 +52,7 @@ MODELS = {
     "gemma3": gemma3,
     "gemma3, a window longer than prompts": partial(gemma3, 512),
     "gpt_oss": gpt_oss,
+    "gpt_oss, asynchronous": gpt_oss,
 }
 
 
@@ -72,8 +73,13 @@ def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     prompts: dict[Any, list[int]] = {number: tokens(number) for number in (ONE, OTHER)}
     prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
     with driver(folder, plugged=False) as plain:
-        stock = {name: plain.answer(one, count=40) for name, one in prompts.items()}
-    with lane_engine(folder, asynchronous=False, disable_hybrid_kv_cache_manager=True) as built:
+        try:
+            stock = {name: plain.answer(one, count=40) for name, one in prompts.items()}
+        except RuntimeError as failure:
+            if "expected scalar type BFloat16" not in str(failure):
+                raise
+            pytest.skip("this vLLM has attention sinks in bfloat16 only")
+    with lane_engine(folder, asynchronous="async" in request.param, disable_hybrid_kv_cache_manager=True) as built:
         assert len(built.scheduler.kv_cache_config.kv_cache_groups) == 1
         yield Taught(built, Reference(folder), stock)
 

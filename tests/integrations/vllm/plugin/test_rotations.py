@@ -33,8 +33,16 @@ def rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply_rotary_pos_emb(keys, keys, cos, sin, unsqueeze_dim=2)[1]
 
 
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+"""Those of Gemma 3 from 4 billion parameters on"""
+
+
 def test_every_layer_is_rotated_as_its_kind() -> None:
-    text = Gemma3TextConfig(**SIZE, layer_types=["sliding_attention"] * 2 + ["full_attention"], num_hidden_layers=3)
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    text = Gemma3TextConfig(**SIZE, layer_types=kinds, num_hidden_layers=3, rope_parameters=ROPES)
     keys, module = torch.randn(3, len(POSITIONS), 2, 32), Gemma3RotaryEmbedding(text)
     expected = torch.cat(
         [
