@@ -20,12 +20,19 @@ AGENTS = 6
 LAYERS = {"tie_word_embeddings": False, "pad_token_id": 0}
 
 
-def gemma3() -> Any:
+def gemma2() -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0}
+    return Gemma2ForCausalLM(Gemma2Config(**shape, sliding_window=64, query_pre_attn_scalar=32))
+
+
+def gemma3(window: int = 64) -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
     shape = {**SHAPE, **LAYERS, "num_hidden_layers": 6, "layer_types": kinds}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**shape, sliding_window=64, query_pre_attn_scalar=32))
+    return Gemma3ForCausalLM(Gemma3TextConfig(**shape, sliding_window=window, query_pre_attn_scalar=32))
 
 
 def gpt_oss() -> Any:
@@ -56,6 +63,7 @@ def qwen3_next() -> Any:
 
 
 MODELS: dict[Callable[[], Any], dict[str, Any]] = {
+    gemma2: {"block": 32, "num_gpu_blocks_override": 36, "max_model_len": 384},
     gemma3: {"block": 32, "num_gpu_blocks_override": 48, "max_model_len": 384},
     gpt_oss: {"block": 32, "num_gpu_blocks_override": 36, "max_model_len": 384},
     gemma4: {"block": 512, "num_gpu_blocks_override": 120, "max_model_len": 2048},
@@ -124,7 +132,11 @@ def test_groups_are_cached_and_answers_are_stocks(model: tuple[Path, dict[str, A
         assert built.side.totals()["blocks_loaded"] > loaded, "and histories do"
         assert built.side.totals().get("failed_copies", 0) == 0
         output = built.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]))
-        assert "KV cache groups" in receipt(output)["misses"][0]["reason"]
+        reason = receipt(output)["misses"][0]["reason"]
+        assert "KV cache groups" in reason
+        assert ("--disable-hybrid-kv-cache-manager" in reason) == folder.name.startswith(
+            ("gemma2", "gemma3", "gpt_oss")
+        )
         check_rest(built)
 
 
@@ -169,6 +181,31 @@ def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: tuple[
         built.reset()
         assert built.answer(prompts[0], count=6) == expected[0]
         check_rest(built)
+
+
+def left_behind(built: Driver, tokens: list[int]) -> list[int]:
+    """How many blocks of a request are null once its prompt is computed, by group."""
+    name = built.add(tokens, count=2)
+    (request,) = built.scheduler.requests.values()
+    built.run(until=lambda: request.num_computed_tokens >= len(tokens))
+    blocks = built.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    built.run()
+    assert name in built.finished
+    return [group.count(built.pool.null_block.block_id) for group in blocks]
+
+
+def test_what_windows_leave_behind_is_in_no_block(tmp_path: Path) -> None:
+    """So nothing can be learned from it, and holes in the middle have neither KV to read nor room for their own."""
+    import torch
+
+    torch.manual_seed(0)
+    gemma3().eval().save_pretrained(tmp_path)
+    asked = prompt(300, 5)
+    with driver(tmp_path, plugged=False, max_num_batched_tokens=128, enable_prefix_caching=True) as built:
+        specs = [group.kv_cache_spec for group in built.scheduler.kv_cache_config.kv_cache_groups]
+        slides = [bool(getattr(spec, "sliding_window", None)) for spec in specs]
+        assert left_behind(built, asked) == [6 if one else 0 for one in slides], "the last chunk begins at 256"
+        assert left_behind(built, asked) == [7 if one else 0 for one in slides], "288 tokens were cached"
 
 
 def test_words_are_different() -> None:

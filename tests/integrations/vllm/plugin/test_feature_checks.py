@@ -12,7 +12,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo3Config,
+)
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
@@ -123,6 +130,34 @@ def test_several_groups_are_cached_and_not_translated() -> None:
     alone = compat.find_features(config(), groups(window), 10, 32)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
     assert alone.eviction is None and alone.host and "none has full attention" in alone.host
+
+
+WINDOWED = [Gemma2Config(), Gemma3TextConfig(), GptOssConfig()]
+
+
+@pytest.mark.parametrize("model", WINDOWED, ids=lambda model: model.model_type)
+def test_windows_are_translated_where_one_group_keeps_what_they_leave_behind(model: Any) -> None:
+    given = config(hf_text_config=model)
+    both = groups(SlidingWindowSpec(**SPEC, sliding_window=64), FullAttentionSpec(**SPEC))
+    refused = compat.find_features(given, both, 10, 32).translation
+    assert refused and "--disable-hybrid-kv-cache-manager" in refused
+    kept = groups(FullAttentionSpec(**SPEC, sliding_window=64))
+    assert compat.find_features(given, kept, 10, 32) == compat.Features(None, None, None, None)
+    alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10, 32)
+    assert alone.translation == "its KV is a SlidingWindowSpec, not full attention"
+
+
+@pytest.mark.parametrize("model", [LlamaConfig(), MistralConfig(), Olmo3Config()], ids=lambda model: model.model_type)
+def test_windows_are_not_translated_where_it_is_not_known_how_layers_rotate(model: Any) -> None:
+    found = compat.find_features(
+        config(hf_text_config=model), groups(FullAttentionSpec(**SPEC, sliding_window=64)), 10, 32
+    )
+    assert found.translation == "sliding-window attention"
+
+
+def test_attention_in_chunks_is_not_translated() -> None:
+    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), 10, 32)
+    assert found.translation == "attention in chunks"
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:

@@ -7,7 +7,7 @@ needs it is switched off, with a line in the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.adapters import (
@@ -32,9 +32,10 @@ from kedge.integrations.vllm.plugin.adapters import (
 from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups, groups_of, hash_size_of
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
+from kedge.integrations.vllm.plugin.rotations import WINDOWED, layers_refusal
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.integrations.vllm.plugin.speculation_checks import speculation_refusal
-from kedge.kv.spec import mixed_layers, translation_refusal
+from kedge.kv.spec import translation_refusal
 
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -152,10 +153,10 @@ def _prefix_cache_refusal(config: VllmConfig) -> str | None:
 
 def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     """Refuse to translate where a request's KV is not all in one group: what a window or a state has left behind cannot
-    be learned from, and is in no block that could be written.
+    be learned from, and is in no block that could be written. vLLM can keep what windows leave behind.
     """
     if len(kv_cache.kv_cache_groups) != 1:
-        return f"the model has {len(kv_cache.kv_cache_groups)} KV cache groups"
+        return _several_groups_refusal(config, kv_cache.kv_cache_groups)
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         return f"its KV is a {type(spec).__name__}, not full attention"
@@ -163,7 +164,19 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
         return f"hashes are of {hashed} tokens, blocks of {spec.block_size}"
     if getattr(config, "num_hash_lookahead_tokens", 0):
         return "hashes are of a block and tokens behind it"
-    return "sliding-window attention" if spec.sliding_window else None
+    if spec.attention_chunk_size:
+        return "attention in chunks"
+    has_windows = spec.sliding_window and config.model_config.hf_text_config.model_type not in WINDOWED
+    return "sliding-window attention" if has_windows else None
+
+
+def _several_groups_refusal(config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> str:
+    why = f"the model has {len(groups)} KV cache groups"
+    kinds = {type(group.kv_cache_spec) for group in groups}
+    is_known = config.model_config.hf_text_config.model_type in WINDOWED
+    if not is_known or kinds != {FullAttentionSpec, SlidingWindowSpec}:
+        return why
+    return f"{why}: what windows leave behind is kept with --disable-hybrid-kv-cache-manager only"
 
 
 def tails_refusal(config: VllmConfig, max_lanes: int) -> str | None:
@@ -226,7 +239,7 @@ def _model_refusal(config: VllmConfig) -> str | None:
     if config.model_config.uses_mrope:
         return "M-RoPE: a position is not one number"
     text = config.model_config.hf_text_config
-    return translation_refusal(text) or mixed_layers(text)
+    return translation_refusal(text) or layers_refusal(text)
 
 
 def _load_failure_refusal(config: VllmConfig) -> str | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import BlockLayout
 from kedge.integrations.vllm.plugin.kv_layers import KVLayer
-from kedge.kv.rotary import Rotary
+from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable, add_offsets
 
@@ -25,7 +25,7 @@ class Pages:
     """The KV of one rank. Reads and writes as `kedge.kv.storage.PagedStorage` does."""
 
     def __init__(
-        self, layers: Sequence[KVLayer], layouts: Sequence[BlockLayout], block_size: int, rotary: Rotary
+        self, layers: Sequence[KVLayer], layouts: Sequence[BlockLayout], block_size: int, rotary: Rotation
     ) -> None:
         """`layers` are in the model's order. Raises `LayoutUnknown` where their KV differs in shape."""
         self._layers, self._layouts, self._block_size, self._rotary = layers, layouts, block_size, rotary
@@ -114,20 +114,6 @@ class Pages:
         slots = slots.to(self._device)
         for number, (layer, layout) in enumerate(zip(self._layers, self._layouts, strict=True)):
             layout.store(layer, rotated[number], values[number].contiguous(), slots)
-
-
-class RopeModule(nn.Module):
-    """vLLM's table of cosines and sines with the interface of Transformers' rotary modules."""
-
-    def __init__(self, table: Tensor) -> None:
-        """`table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
-        super().__init__()
-        self._table = table
-
-    def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`."""
-        cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:

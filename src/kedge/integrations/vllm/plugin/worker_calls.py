@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kedge.engine.common.state.snapshot import EngineState
@@ -27,12 +26,12 @@ from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders
 from kedge.integrations.vllm.plugin.model_identity import rank_folder, rank_identity
 from kedge.integrations.vllm.plugin.page_views import pool_views
-from kedge.integrations.vllm.plugin.pages import Pages, RopeModule
+from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rank_state import RankState
+from kedge.integrations.vllm.plugin.rotations import rotation_of
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.integrations.vllm.plugin.write_costs import measure_writes
-from kedge.kv.rotary import Rotary
 from kedge.reuse.costs import EngineCosts
 
 if TYPE_CHECKING:
@@ -80,16 +79,10 @@ class WorkerCalls(KVConnectorBase_V1):
     def _num_blocks(self) -> int:
         return self._kv_cache_config.num_blocks
 
-    def _layers(self, kv_caches: dict[str, Tensor]) -> list[KVLayer]:
-        """Return the layers of the only group with KV that is handled, in the model's order."""
-        known: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
-        names = sorted(kv_caches, key=extract_layer_index)
-        return [KVLayer(known[name], kv_caches[name], self._vllm_config.model_config.dtype) for name in names]
-
     def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
         try:
             self._refuse_company()
-            pages = self._pages(self._layers(kv_caches))
+            pages = self._pages(kv_caches)
             measure_writes(costs, pages)
             learner = Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
@@ -128,17 +121,18 @@ class WorkerCalls(KVConnectorBase_V1):
             logger.warning("kedge: lanes are off: %s", refusal)
         return refusal
 
-    def _pages(self, layers: list[KVLayer]) -> Pages:
-        """Return the model's pages. Raises `LayoutUnknown` where they cannot be read."""
+    def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
+        """Return the pages of the model's only group, its layers in order. Raises `LayoutUnknown` where they cannot be
+        read.
+        """
+        config = self._vllm_config.model_config
+        known: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        names = sorted(kv_caches, key=extract_layer_index)
+        layers = [KVLayer(known[name], kv_caches[name], config.dtype) for name in names]
         axes = find_block_axes(layers, self._num_blocks, self._block_size)
         layouts = find_layouts(layers, axes, self._num_blocks, self._block_size)
-        config = self._vllm_config.model_config
-        text = config.hf_text_config
-        longest = text.max_position_embeddings
-        rope = get_rope(config.get_head_size(), longest, True, text.rope_parameters, config.dtype)
-        table = rope.cos_sin_cache.to(layers[0].pages.device)
-        rotary = Rotary(RopeModule(table), min(len(table), config.max_model_len), table.device)
-        return Pages(layers, layouts, self._block_size, rotary)
+        rotation = rotation_of(config, list(map(extract_layer_index, names)), layers[0].pages.device)
+        return Pages(layers, layouts, self._block_size, rotation)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

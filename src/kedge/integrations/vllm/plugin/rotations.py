@@ -1,0 +1,66 @@
+"""How the layers of a model rotate keys, with vLLM's own tables, and of which models with windows that is known.
+
+The rotation of the first layer is checked by experiment (`rotation_check.py`). Of a later layer nothing can be seen
+from outside: its keys depend on all tokens before. So where layers differ, only models are translated that were
+compared with Transformers in all of their layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from kedge.kv.rotary import Rotary, Rotation, by_layer
+from kedge.kv.spec import mixed_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import ModelConfig
+
+WINDOWED = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
+"""Types of models with windows in some layers, which rotate keys as their config says, by kind of layer or all alike"""
+
+
+def layers_refusal(text: PretrainedConfig) -> str | None:
+    """Return how a model's layers differ where it is not known how they rotate keys, else None."""
+    return None if text.model_type in WINDOWED else mixed_layers(text)
+
+
+class RopeModule(nn.Module):
+    """vLLM's table of cosines and sines with the interface of Transformers' rotary modules."""
+
+    def __init__(self, table: Tensor) -> None:
+        """`table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
+        super().__init__()
+        self._table = table
+
+    def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`."""
+        cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def rotation_of(config: ModelConfig, layers: Sequence[int], device: torch.device) -> Rotation:
+    """Return the rotation of the layers with these numbers."""
+    text = config.hf_text_config
+    ropes: dict[str, Any] = text.rope_parameters
+    if not _is_by_kind(ropes):
+        return _rotary(config, ropes, device)
+    kinds = [text.layer_types[number] for number in layers]
+    rotaries = {kind: _rotary(config, ropes[kind], device) for kind in dict.fromkeys(kinds)}
+    return by_layer([rotaries[kind] for kind in kinds])
+
+
+def _is_by_kind(ropes: dict[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in ropes.values())
+
+
+def _rotary(config: ModelConfig, rope: dict[str, Any], device: torch.device) -> Rotary:
+    longest = config.hf_text_config.max_position_embeddings
+    embedding = get_rope(config.get_head_size(), longest, True, rope, config.dtype)
+    table = embedding.cos_sin_cache.to(device)
+    return Rotary(RopeModule(table), min(len(table), config.max_model_len), device)
