@@ -53,7 +53,7 @@ def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
     for start in range(0, item.base.tokens, CHUNK):
         stop = min(start + CHUNK, item.base.tokens)
         base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
-        storage.write(table, item.start + start, base, split_rows(rows.to(base.dtype), base))
+        storage.write(table, item.start + start, base, split_rows(rows, base))
 
 
 def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> None:

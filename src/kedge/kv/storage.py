@@ -121,4 +121,7 @@ def layer_pools(spec: KVSpec, keys: Tensor, values: Tensor) -> list[tuple[Tensor
 def add_offsets(base: Tensor, offsets: Tensor, out: Tensor) -> None:
     """Write `base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
     out[0] = base[0]
-    torch.add(base[1:], offsets, out=out[1:])
+    if offsets.dtype == base.dtype:
+        torch.add(base[1:], offsets, out=out[1:])
+    else:  # converted into the result: a tensor of converted offsets would be written and read on top
+        out[1:].copy_(offsets).add_(base[1:])
