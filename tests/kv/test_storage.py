@@ -45,12 +45,15 @@ def test_a_segment_written_elsewhere_is_read_back_unrotated_with_its_offsets() -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_sum_is_exact_in_the_dtype_of_the_base_whatever_that_of_the_offsets(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("blocks", [[6, 1, 2, 4], [3, 4, 5, 6]], ids=["scattered", "one run"])
+def test_the_sum_is_exact_in_the_dtype_of_the_base_whatever_that_of_the_offsets(
+    dtype: torch.dtype, blocks: list[int]
+) -> None:
     storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
     base = KVSegment(torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16))
     of_rows = torch.randn(10, 2, 2, 2, 16).to(dtype)  # token by token, as a blend has them
     offsets = KVSegment(*of_rows.permute(2, 1, 0, 3, 4))
-    table = SlotTable.of([6, 1, 2, 4], 4)
+    table = SlotTable.of(blocks, 4)
     storage.write(table, 3, base, offsets)
     keys, values = base.keys.clone(), base.values.clone()
     keys[1:] += offsets.keys.float()
