@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kedge.anchors.calibration import Calibration
+from kedge.anchors.calibration import Calibration, TokenErrors
 from kedge.errors import PlanError, TranslationRefused
 
 NONE = Calibration()
@@ -34,6 +34,12 @@ def test_it_learns_the_error_at_each_distance() -> None:
     errors = predicted(calibration, distance)
     assert (errors.diff() >= 0).all()
     assert ((errors - distance / 2).abs() <= 0.35 * distance / 2 + 0.01).all()
+
+
+def test_a_token_that_was_worse_than_predicted_is_expected_to_be_again() -> None:
+    errors = TokenErrors({7: (0.9, 0.35), 8: (0.1, 0.3)})
+    wanted = torch.tensor([1.1 / 0.55, 1.0, 0.3 / 0.5, 1.1 / 0.55])
+    torch.testing.assert_close(errors.factors([7, 9, 8, 7]), wanted)
 
 
 def test_it_is_monotone_and_looks_upwards_where_it_knows_nothing() -> None:

@@ -81,6 +81,21 @@ def test_blend_is_the_weighted_sum(dtype: torch.dtype) -> None:
     assert (got.float() - wanted).norm() / wanted.norm() < (1e-2 if kept == torch.bfloat16 else 1e-3)
 
 
+def test_the_rows_of_the_same_anchors_move_with_them() -> None:
+    stored = table()
+    for number in range(3):
+        stored.put(AnchorId(number), rows(9, number))
+    both = [AnchorId(1), AnchorId(2)]
+    assert stored.rows_of_anchors(both).tolist() == [*range(9, 27)]
+    assert stored.rows_of_anchors(both) is stored.rows_of_anchors(both)
+    stored.drop(AnchorId(0))
+    stored.trim()
+    assert stored.rows_of_anchors(both).tolist() == [*range(18)]
+    stored.drop(AnchorId(1))
+    with pytest.raises(KeyError):
+        stored.rows_of_anchors(both)
+
+
 def test_an_out_of_date_blend_is_refused() -> None:
     stored = table()
     stored.put(AnchorId(0), rows(9, 1))

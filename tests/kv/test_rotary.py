@@ -72,6 +72,20 @@ def test_a_pairing_is_a_permutation_of_the_usual_one(pairing: Pairing) -> None:
     assert rotary.pairing == HALVES
 
 
+@pytest.mark.parametrize("pairing", [HALVES, *PAIRINGS.values()], ids=["halves", *PAIRINGS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_pair_is_rounded_step_by_step_as_it_always_was(pairing: Pairing, dtype: torch.dtype) -> None:
+    rotary, module, size = rotary_of("llama")
+    keys = torch.randn(2, 5, 2, pairing.start + size + 3).to(dtype)
+    cos, sin = module(torch.zeros(1), position_ids=torch.arange(40, 45)[None])
+    cos, sin = (table[0, :, None, : size // 2].to(dtype) for table in (cos, -sin if pairing.backwards else sin))
+    (first, second), wanted = pairing.split(keys, size // 2), keys.clone()
+    for target, one, other in zip(pairing.split(wanted, size // 2), (first, second), (-second, first), strict=True):
+        target.copy_(torch.addcmul(one * cos, other, sin))
+    rotary.paired(pairing).rotate(keys, slice(40, 45), out=(out := torch.empty_like(keys)))
+    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=0)
+
+
 def test_kernels_get_tables_for_the_first_dimensions_in_halves_only() -> None:
     rotary, _, _ = rotary_of("llama")
     assert rotary.tables is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +42,26 @@ def test_a_segment_written_elsewhere_is_read_back_unrotated_with_its_offsets() -
         got, base, offset = (getattr(segment, name) for segment in (again, kv, offsets))
         torch.testing.assert_close(got[0], base[0], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(got[1:], base[1:] + offset, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("blocks", [[6, 1, 2, 4], [3, 4, 5, 6]], ids=["scattered", "one run"])
+def test_the_sum_is_exact_in_the_dtype_of_the_base_whatever_that_of_the_offsets(
+    dtype: torch.dtype, blocks: list[int]
+) -> None:
+    storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
+    base = KVSegment(torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16))
+    of_rows = torch.randn(10, 2, 2, 2, 16).to(dtype)  # token by token, as a blend has them
+    offsets = KVSegment(*of_rows.permute(2, 1, 0, 3, 4))
+    table = SlotTable.of(blocks, 4)
+    storage.write(table, 3, base, offsets)
+    keys, values = base.keys.clone(), base.values.clone()
+    keys[1:] += offsets.keys.float()
+    values[1:] += offsets.values.float()
+    ROTARY.rotate(keys, slice(3, 13), out=(rotated := torch.empty_like(keys)))
+    slots = table.slots[3:13]
+    assert torch.equal(storage.keys[:, slots], rotated)
+    assert torch.equal(storage.values[:, slots], values)
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 16), st.integers(0, 16))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -51,12 +50,9 @@ class TokenErrors:
 
     def factors(self, tokens: Sequence[int]) -> Tensor:
         """Return float32 [tokens]: the factors on predicted errors."""
-        known = self._factors
-        return torch.tensor([known.get(one, 1.0) for one in tokens])
-
-    @cached_property
-    def _factors(self) -> dict[int, float]:
-        return {one: (seen + _PRIOR) / (due + _PRIOR) for one, (seen, due) in self.sums.items()}
+        sums, nothing = self.sums, (0.0, 0.0)
+        pairs = (sums.get(one, nothing) for one in tokens)
+        return torch.tensor([(seen + _PRIOR) / (due + _PRIOR) for seen, due in pairs])
 
 
 class Calibration:

@@ -7,7 +7,7 @@ itself, so its offset is zero and is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -85,6 +85,7 @@ class OffsetTable:
         """Numbers per row, and the dtype of blends."""
         self.version = 0
         self._ranges: dict[AnchorId, range] = {}
+        self._asked: tuple[Hashable, Tensor] = ((), torch.empty(0, dtype=torch.int64))
 
     def __contains__(self, anchor: AnchorId) -> bool:
         return anchor in self._ranges
@@ -120,11 +121,17 @@ class OffsetTable:
         return (self.capacity - self.live) * self.row_bytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
-        """Return int64: the rows of these anchors, one after the other. Raises `KeyError` for an anchor without
-        rows.
+        """Return int64: the rows of these anchors, one after the other, not to be written to. Raises `KeyError` for an
+        anchor without rows.
+
+        The last answer is kept: the blends of one request after the other read the same anchors.
         """
-        ranges = [self._ranges[anchor] for anchor in anchors]
-        return torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
+        key = (*anchors,), self.version, self.arena.device
+        if self._asked[0] != key:
+            ranges = [self._ranges[anchor] for anchor in anchors]
+            rows = torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
+            self._asked = key, rows
+        return self._asked[1]
 
     def encode(self, rows: Tensor) -> Tensor:
         """Return `rows` in the arena's format. Raises `TranslationRefused` if one does not fit the table's dtype."""

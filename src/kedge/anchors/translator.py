@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
-from kedge.anchors.offsets import split_rows
+import torch
+
+from kedge.anchors.offsets import Blend, split_rows
 from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
@@ -53,7 +55,7 @@ def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
     for start in range(0, item.base.tokens, CHUNK):
         stop = min(start + CHUNK, item.base.tokens)
         base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
-        storage.write(table, item.start + start, base, split_rows(rows.to(base.dtype), base))
+        storage.write(table, item.start + start, base, split_rows(rows, base))
 
 
 def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> None:
@@ -65,3 +67,25 @@ def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> N
     scales = offsets.scales if isinstance(offsets, EightBitTable) else None
     slots = table.slots[item.start : item.start + item.base.tokens].to(storage.keys.device)
     translate(storage, slots, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)
+
+
+def is_same(one: Translation, other: Translation) -> bool:
+    """Return whether two translations write the same KV to the same positions."""
+    return (
+        one.start == other.start
+        and one.table is other.table
+        and _is_same_base(one.base, other.base)
+        and _is_same_blend(one.blend, other.blend)
+    )
+
+
+def _is_same_base(one: KVSegment, other: KVSegment) -> bool:
+    """Return whether two pieces of base KV are the same memory, which is never written to again."""
+    pairs = (one.keys, other.keys), (one.values, other.values)
+    return all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
+
+
+def _is_same_blend(one: Blend, other: Blend) -> bool:
+    """Return whether two blends of one table's rows are equal. While its version is the same, so are its rows."""
+    same_rows = one.version == other.version and torch.equal(one.rows, other.rows)
+    return same_rows and torch.equal(one.weights, other.weights)

@@ -29,6 +29,10 @@ class Pairing:
             return rotated[..., ::2], rotated[..., 1::2]
         return rotated[..., :pairs], rotated[..., pairs:]
 
+    def spread(self, table: Tensor) -> Tensor:
+        """Return the entry of each pair [..., pairs] at both of its dimensions [..., 2 * pairs]."""
+        return table.repeat_interleave(2, dim=-1) if self.neighbours else torch.cat([table, table], dim=-1)
+
 
 HALVES = Pairing()
 
@@ -80,16 +84,17 @@ class Rotary:
 
     def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         pairs, start = cos.shape[-1], self.pairing.start
+        stop = start + 2 * pairs
         # Spelled out for every head: rows that are as long as those of the keys take two thirds of the time.
-        cos, sin = (x.to(keys.dtype).expand(-1, keys.shape[2], -1).contiguous() for x in (cos, sin))
-        first, second = self.pairing.split(keys, pairs)
-        out_first, out_second = self.pairing.split(out, pairs)
-        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+        cos, sin = (x.to(keys.dtype).expand(-1, keys.shape[2], -1) for x in (self.pairing.spread(cos), sin))
+        torch.mul(keys[..., start:stop], cos.contiguous(), out=out[..., start:stop])
+        (first, second), (out_first, out_second) = (self.pairing.split(x, pairs) for x in (keys, out))
+        out_first.addcmul_(second, sin := sin.contiguous(), value=-1)
+        out_second.addcmul_(first, sin)
         if start:
             out[..., :start] = keys[..., :start]
-        if keys.shape[-1] > start + 2 * pairs:
-            out[..., start + 2 * pairs :] = keys[..., start + 2 * pairs :]
+        if keys.shape[-1] > stop:
+            out[..., stop:] = keys[..., stop:]
 
 
 class RotaryByLayer:

@@ -92,16 +92,23 @@ class PagedStorage:
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
         """Write `base` plus `offsets` (of all layers but the first, which has offset zero) to the positions from
-        `start` on, with keys rotated to them. Bound by memory: only the sum of the keys is copied on the way.
+        `start` on, with keys rotated to them. Bound by memory: the sum of the keys is copied on the way and, where the
+        slots are scattered, the result.
         """
-        done = 0
-        for run in table.runs(start, start + base.tokens):
-            part = slice(done, done + run.stop - run.start)
-            keys = base.keys[:, part]
-            add_offsets(keys, offsets.keys[:, part], out=(total := torch.empty_like(keys)))
-            self.rotary.rotate(total, slice(start + part.start, start + part.stop), out=self.keys[:, run])
-            add_offsets(base.values[:, part], offsets.values[:, part], out=self.values[:, run])
-            done = part.stop
+        runs = table.runs(start, start + base.tokens)
+        if len(runs) == 1:
+            self._translate(start, base, offsets, KVSegment(self.keys[:, runs[0]], self.values[:, runs[0]]))
+            return
+        made, done = KVSegment(torch.empty_like(base.keys), torch.empty_like(base.values)), 0
+        self._translate(start, base, offsets, made)
+        for run in runs:
+            part = made.slice(done, done := done + run.stop - run.start)
+            self.keys[:, run], self.values[:, run] = part.keys, part.values
+
+    def _translate(self, start: int, base: KVSegment, offsets: KVSegment, out: KVSegment) -> None:
+        add_offsets(base.keys, offsets.keys, out=(total := torch.empty_like(base.keys)))
+        self.rotary.rotate(total, slice(start, start + base.tokens), out=out.keys)
+        add_offsets(base.values, offsets.values, out=out.values)
 
     def copy(self, source: SlotTable, target: SlotTable, start: int, stop: int) -> None:
         """Copy positions [start, stop) of one request to the same positions of another one: keys stay as rotated."""
@@ -121,4 +128,7 @@ def layer_pools(spec: KVSpec, keys: Tensor, values: Tensor) -> list[tuple[Tensor
 def add_offsets(base: Tensor, offsets: Tensor, out: Tensor) -> None:
     """Write `base` [layers, ...] plus `offsets` [layers - 1, ...], in the dtype of `base`."""
     out[0] = base[0]
-    torch.add(base[1:], offsets, out=out[1:])
+    if offsets.dtype == base.dtype:
+        torch.add(base[1:], offsets, out=out[1:])
+    else:  # converted into the result: a tensor of converted offsets would be written and read on top
+        out[1:].copy_(offsets).add_(base[1:])

@@ -152,6 +152,20 @@ def test_a_tenant_sees_its_own_records() -> None:
     assert guard.stats() == []
 
 
+def test_requests_are_served_between_any_two_records_of_a_report() -> None:
+    """All records were copied under the lock that every request takes."""
+    guard = QualityGuard(NONE)
+    asked = [request("a", agent=f"agent-{number}") for number in range(3)]
+    for one in asked:
+        guard.translated(one, ("a",))
+    with ThreadPoolExecutor(1) as another:
+
+        def owns(_: Namespace) -> bool:
+            return all(another.submit(guard.notes, one).result(timeout=60) for one in asked)
+
+        assert [entry["agent"] for entry in guard.stats(owns)] == ["agent-0", "agent-1", "agent-2"]
+
+
 def test_records_are_bounded_and_one_in_use_stays() -> None:
     """Also one that is only asked for: an agent that is withheld would else come back by others' translations."""
     guard = QualityGuard(NONE.model_copy(update={"max_agents": 8}))

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from kedge.anchors.offsets import Blend
+from kedge.anchors.translator import is_same
 from kedge.engine.local.sequence import RequestSequence
-from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.types import Source
@@ -37,7 +34,7 @@ class SharedWrites:
     def _copy(self, table: SlotTable, plan: ReusePlan, item: Translation) -> bool:
         stop = item.start + item.tokens
         for other in self._running:
-            if not any(_is_same(item, one) for one in other.written) or other.table is None:
+            if not any(is_same(item, one) for one in other.written) or other.table is None:
                 continue
             if _reads(plan, item).isdisjoint(_overwritten(other)):
                 self._storage.copy(other.table, table, item.start, stop)
@@ -58,25 +55,3 @@ def _overwritten(sequence: RequestSequence) -> set[int]:
     """Return the prompt positions whose translated KV has been replaced by computed KV."""
     assert sequence.plan is not None
     return set(sequence.plan.computed).difference(sequence.todo)
-
-
-def _is_same(one: Translation, other: Translation) -> bool:
-    """Return whether two translations write the same KV to the same positions."""
-    return (
-        one.start == other.start
-        and one.table is other.table
-        and _is_same_base(one.base, other.base)
-        and _is_same_blend(one.blend, other.blend)
-    )
-
-
-def _is_same_base(one: KVSegment, other: KVSegment) -> bool:
-    """Return whether two pieces of base KV are the same memory, which is never written to again."""
-    pairs = (one.keys, other.keys), (one.values, other.values)
-    return all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
-
-
-def _is_same_blend(one: Blend, other: Blend) -> bool:
-    """Return whether two blends of one table's rows are equal. While its version is the same, so are its rows."""
-    same_rows = one.version == other.version and torch.equal(one.rows, other.rows)
-    return same_rows and torch.equal(one.weights, other.weights)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
@@ -192,9 +191,17 @@ class QualityGuard:
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
-        with self._lock:  # bounds are computed without it: requests wait for it
-            mine = [(key, deepcopy(record)) for key, record in self._records.items() if owns(key.namespace)]
-        return [self._entry(key, record) for key, record in mine]
+        return [self._entry(key, record) for key, record in self._copies(owns)]
+
+    def _copies(self, owns: Callable[[Namespace], bool] = lambda _: True) -> Iterator[tuple[GuardKey, GuardRecord]]:
+        """Yield copies of the records, those used longest ago first. Requests wait for the copy of one, not of all."""
+        with self._lock:
+            records = [*self._records.items()]
+        for key, record in records:
+            if owns(key.namespace):
+                with self._lock:
+                    copied = record.copy()
+                yield key, copied
 
     def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
         note = self._note(key, record)
@@ -217,10 +224,8 @@ class QualityGuard:
 
     def saved(self) -> dict[Group, list[dict[str, object]]]:
         """Return all records as plain data, by namespace and workflow, those used longest ago first."""
-        with self._lock:
-            records = [(key, deepcopy(record)) for key, record in self._records.items()]
         groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
-        for key, record in records:
+        for key, record in self._copies():
             groups.setdefault((key.namespace, key.workflow), {})[key.agent, key.placeholder] = record
         return {group: to_data(held) for group, held in groups.items()}
 

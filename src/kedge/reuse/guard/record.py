@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
@@ -62,6 +62,16 @@ class GuardRecord:
     @progress.setter
     def progress(self, counts: tuple[int, int, int]) -> None:
         self._restarts, self._needed, self._streak = counts
+
+    def copy(self) -> GuardRecord:
+        """Return a record of its own with the same counts: O(1)."""
+        return replace(
+            self,
+            evidence=replace(self.evidence),
+            by_kind={kind: replace(evidence) for kind, evidence in self.by_kind.items()},
+            drawn_errors=replace(self.drawn_errors),
+            weak_errors=replace(self.weak_errors),
+        )
 
     def translated(self) -> None:
         """Note that a call was translated, so the anchors predict a small error."""

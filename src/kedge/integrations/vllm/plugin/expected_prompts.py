@@ -152,12 +152,7 @@ class ExpectedPrompts:
         if prompt.draft is None:
             prompt.draft = self._runtime.draft(prompt.request, (Span(0, prompt.exact, Source.DEVICE),))
         for translation in self._runtime.grow(prompt.draft, prompt.request, prompt.next_segments.stop):
-            prompt.ready[translation.start] = self._translated(translation)
-
-    def _translated(self, translation: Translation) -> list[ReadyPart]:
-        parts = _Parts(self._pages)
-        Translator(parts).write(_NOWHERE, [translation])
-        return parts.found
+            prompt.ready[translation.start] = translated(self._pages, translation)
 
     def claim(self, request: GenerateRequest, exact: int) -> ExpectedPrompt | None:
         """Return the prompt of a request that has arrived, of which `exact` leading tokens have exact KV, if what was
@@ -178,6 +173,13 @@ class ExpectedPrompts:
     def clear(self) -> None:
         """Forget all prompts."""
         self._expected.clear()
+
+
+def translated(pages: Pages, translation: Translation) -> list[ReadyPart]:
+    """Return what a translation writes, outside of the pages."""
+    parts = _Parts(pages)
+    Translator(parts).write(_NOWHERE, [translation])
+    return parts.found
 
 
 class _Parts:

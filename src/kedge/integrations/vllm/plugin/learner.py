@@ -80,7 +80,7 @@ class Learner:
         self._costs, self._balances = costs, Balances()
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
         self._expected = ExpectedPrompts(self._runtime, pages, self._exact_at_hand, most, self._balances.spend)
-        self.writes = PlannedWrites(pages, costs, self._balances)
+        self.writes = PlannedWrites(pages, costs, self._balances, most)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []

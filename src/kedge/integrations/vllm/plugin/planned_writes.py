@@ -1,20 +1,24 @@
-"""Translated KV that is written into vLLM's pages once its request is admitted."""
+"""Translated KV that is written into vLLM's pages once its request is admitted.
+
+What several planned requests have in common, as the choices of one call, is translated for the first of them; the
+others store the same KV.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kedge.anchors.translator import Translator
-from kedge.integrations.vllm.plugin.expected_prompts import ReadyPart
+from kedge.anchors.translator import Translator, is_same
+from kedge.integrations.vllm.plugin.expected_prompts import ReadyPart, translated
 from kedge.integrations.vllm.plugin.messages import TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
 from kedge.policies.balance import Balances
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import ReusePlan
+from kedge.reuse.plan import ReusePlan, Translation
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, RequestId
 
@@ -34,14 +38,23 @@ class PlannedWrite:
     """What was translated before the request arrived, by the first position of its translation"""
     seconds: float
     """Time that all this took"""
+    shared: dict[int, Sequence[ReadyPart]] = field(default_factory=dict)
+    """What was translated for another request since, by the first position of its translation"""
+
+    def writes(self, translation: Translation) -> bool:
+        """Return whether it writes the same KV to the same positions."""
+        return any(is_same(one, translation) for one in self.plan.translations)
 
 
 class PlannedWrites:
     """The planned writes of one rank, until their requests are admitted."""
 
-    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances) -> None:
-        """`costs` observes what translations take, `balances` what they take and save."""
+    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances, max_shared: int = 0) -> None:
+        """`costs` observes what translations take, `balances` what they take and save. KV that is translated for
+        several requests takes at most `max_shared` bytes until all of them are admitted.
+        """
         self._pages, self._costs, self._balances, self._translator = pages, costs, balances, Translator(pages)
+        self._max_shared = max_shared
         self._planned: dict[RequestId, PlannedWrite] = {}
         self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(MAX_WRITTEN)
         """The plans of prompts that are learned from although something in them is translated"""
@@ -73,7 +86,8 @@ class PlannedWrites:
         if planned.plan.teaches:
             self._written[order.request_id] = planned.plan
         seconds = planned.seconds + time.monotonic() - began
-        self._costs.observe_translation(count, tokens, seconds)
+        if not planned.shared:  # they would make it seem cheaper than it is
+            self._costs.observe_translation(count, tokens, seconds)
         self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))
         lanes = len(order.spans) - 1  # rows of the pass that computing the whole prompt would not have
         self._balances.spend(planned.request, seconds + self._costs.added_seconds(0, lanes))
@@ -85,10 +99,30 @@ class PlannedWrites:
             part = translation.within(span.start, span.stop)
             if part is None:
                 continue
-            if ready := planned.ready.get(translation.start):
-                for first, kv in ready:
-                    self._pages.store(table, first, kv)
-            else:
+            ready = planned.ready.get(translation.start) or self._shared(planned, translation)
+            for first, kv in ready:
+                self._pages.store(table, first, kv)
+            if not ready:
                 self._translator.write(table, [part])
             count, tokens = count + 1, tokens + part.tokens
         return count, tokens
+
+    def _shared(self, planned: PlannedWrite, translation: Translation) -> Sequence[ReadyPart]:
+        """Return a translation that other requests need, too, translated for the first of them. Returns nothing where
+        there are no others, or no room for it.
+        """
+        if found := planned.shared.get(translation.start):
+            return found
+        others = [one for one in self._planned.values() if not one.ready and one.writes(translation)]
+        if not others or self.shared_bytes + translation.base.nbytes > self._max_shared:
+            return ()
+        parts = translated(self._pages, translation)
+        for one in others:
+            one.shared[translation.start] = parts
+        return parts
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the KV that requests wait for which was translated for another one."""
+        parts = (part for one in self._planned.values() for found in one.shared.values() for part in found)
+        return sum({id(part): part.kv.nbytes for part in parts}.values())
