@@ -71,6 +71,7 @@ class GuardRecord:
             by_kind={kind: replace(evidence) for kind, evidence in self.by_kind.items()},
             drawn_errors=replace(self.drawn_errors),
             weak_errors=replace(self.weak_errors),
+            refutations=replace(self.refutations),
         )
 
     def translated(self) -> None:
