@@ -40,6 +40,7 @@ def test_a_copy_has_the_same_counts_and_keeps_them() -> None:
     assert copied == record
     record.weak_errors.observe(0.9)
     record.drawn_errors.observe(0.9)
+    record.read_sentinels(SETTINGS, refuted=False)
     observed(record, CLEAN)
     assert copied == before != record
     observed(record, CHANGED)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.offsets_8bit import EightBitTable
@@ -74,7 +75,7 @@ def poison_anchor(parts: Inspection, agent: AgentId) -> None:
                 _randomize(table, worst.id)
 
 
-def _randomize(table: OffsetTable, anchor: int) -> None:
+def _randomize(table: OffsetTable, anchor: AnchorId) -> None:
     rows = table.rows_of_anchors([anchor])
     right = table.arena[rows].float()
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import BlockLayout
@@ -114,6 +114,20 @@ class Pages:
         slots = slots.to(self._device)
         for number, (layer, layout) in enumerate(zip(self._layers, self._layouts, strict=True)):
             layout.store(layer, rotated[number], values[number].contiguous(), slots)
+
+
+class RopeModule(nn.Module):
+    """vLLM's table of cosines and sines with the interface of Transformers' rotary modules."""
+
+    def __init__(self, table: Tensor) -> None:
+        """`table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
+        super().__init__()
+        self._table = table
+
+    def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`."""
+        cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:

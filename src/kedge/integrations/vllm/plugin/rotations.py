@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from kedge.integrations.vllm.plugin.pages import RopeModule
 from kedge.kv.rotary import Rotary, Rotation, by_layer
 from kedge.kv.spec import mixed_layers
 
@@ -28,20 +28,6 @@ WINDOWED = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
 def layers_refusal(text: PretrainedConfig) -> str | None:
     """Return how a model's layers differ where it is not known how they rotate keys, else None."""
     return None if text.model_type in WINDOWED else mixed_layers(text)
-
-
-class RopeModule(nn.Module):
-    """vLLM's table of cosines and sines with the interface of Transformers' rotary modules."""
-
-    def __init__(self, table: Tensor) -> None:
-        """`table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
-        super().__init__()
-        self._table = table
-
-    def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`."""
-        cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def rotation_of(config: ModelConfig, layers: Sequence[int], device: torch.device) -> Rotation:
