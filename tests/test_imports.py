@@ -47,6 +47,7 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
+    "anchors.anchor.AnchorId",
     "anchors.base_store.BaseStore",
     "anchors.base_store.KnownBase",
     "anchors.estimate.OffsetEstimate",
