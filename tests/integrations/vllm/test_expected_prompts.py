@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
+from kedge.integrations.vllm.plugin import expected_prompts  # noqa: E402
 from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompts  # noqa: E402
 from kedge.integrations.vllm.plugin.planned_writes import PlannedWrites  # noqa: E402
 from kedge.types import RunId  # noqa: E402
@@ -201,7 +202,7 @@ def test_a_preparation_that_fails_is_dropped(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(prepared(engine), "_translated", fail)
+        patched.setattr(expected_prompts, "translated", fail)
         expect(engine, ONE)
     assert not len(prepared(engine))
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
