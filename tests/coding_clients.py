@@ -5,7 +5,10 @@ Each is the second turn of a session: the client asked, the model called a tool,
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import httpx
 
 SESSION = "3f6c2a9e-0b57-4a3d-9b1e-6a1f7f0c2d11"
 EPHEMERAL = {"type": "ephemeral"}
@@ -137,3 +140,11 @@ def codex(model: str, *, encrypted: str | None = "gAAAA") -> dict[str, Any]:
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": CODEX["thread-id"],
     }
+
+
+def events(url: str, body: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
+    """The events with which a server answers a request that is streamed."""
+    answer = httpx.post(url, json=body, headers=headers, timeout=300)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]

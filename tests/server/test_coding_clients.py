@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 
 from kedge.types import TurnHints
-from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
+from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex, events
 from tests.server.talking import MODEL, Talking, talking
 
 RUN = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
@@ -22,16 +20,9 @@ def told() -> Iterator[Talking]:
         yield running
 
 
-def events(told: Talking, path: str, body: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
-    answer = httpx.post(f"{told.served.url}{path}", json=body, headers=headers, timeout=60)
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
 def test_claude_code_is_answered_with_a_call(told: Talking) -> None:
     told.text = "I look. " + RUN % ("Bash", '{"command": "git log"}')
-    seen = events(told, "/v1/messages?beta=true", claude_code(MODEL, 32000), CLAUDE_CODE)
+    seen = events(f"{told.served.url}/v1/messages?beta=true", claude_code(MODEL, 32000), CLAUDE_CODE)
     kinds = [one["type"] for one in seen if one["type"] != "ping"]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     blocks = [one["content_block"]["type"] for one in seen if one["type"] == "content_block_start"]
@@ -56,13 +47,13 @@ def test_claude_code_is_answered_with_a_call(told: Talking) -> None:
 )
 def test_claude_codes_session_is_that_of_its_headers(told: Talking, headers: dict[str, str], turn: TurnHints) -> None:
     told.text = "Done."
-    events(told, "/v1/messages?beta=true", claude_code(MODEL, 32000), headers)
+    events(f"{told.served.url}/v1/messages?beta=true", claude_code(MODEL, 32000), headers)
     assert told.request().turn == turn and told.request().is_plain
 
 
 def test_codex_is_answered_with_a_call_in_its_thread(told: Talking) -> None:
     told.text = RUN % ("shell", '{"command": ["git", "log"]}')
-    seen = events(told, "/v1/responses", codex(MODEL), CODEX)
+    seen = events(f"{told.served.url}/v1/responses", codex(MODEL), CODEX)
     kinds = [one["type"] for one in seen]
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
     (call,) = (one for one in seen[-1]["response"]["output"] if one["type"] == "function_call")

@@ -134,6 +134,18 @@ def solo(engine: Driver, number: int, count: int = 40) -> list[int]:
     return list(ask(engine, number, count).outputs[0].token_ids)
 
 
+def preempted(engine: Driver, *numbers: int) -> list[str]:
+    """Serve requests at once where there is no room for all of them. Returns their names."""
+    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 22)
+    names = [add(engine, number, 90) for number in numbers]
+    requests = list(engine.scheduler.requests.values())
+    engine.run()
+    engine.pool.free_blocks(held)
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert all(receipt(engine.finished[name])["tokens"]["translated"] > 200 for name in names)
+    return names
+
+
 def bases(engine: Driver, output: Any) -> None:
     for base in receipt(output)["base"]:
         engine.ask(base, count=1, kedge={"base": True})

@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.coding_clients import CLAUDE_CODE, CODEX, claude_code, codex
+from tests.coding_clients import CLAUDE_CODE, CODEX, claude_code, codex, events
+from tests.integrations.vllm.test_plain_server import MIDDLEWARE, NAMES, reported
 from tests.integrations.vllm.test_server import MODEL, Server, serving
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
-httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow
 
 FLAG = {"kv_connector": "KedgeConnector", "kv_role": "kv_both"}
-MIDDLEWARE = ("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware")
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-NAMES = ("--served-model-name", MODEL, agents.models.get_default_model())
 ROOM = ("--num-gpu-blocks-override", "512", "--max-model-len", "4096")
 
 
@@ -30,28 +27,15 @@ def server() -> Iterator[Server]:
         yield built
 
 
-def events(server: Server, path: str, body: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
-    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
-
-
 def asked(server: Server) -> dict[str, Any]:
-    """What was found, once a request more has made the engine report it."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    before = json.loads(server.get("/kedge/report") or "null") or {"requests": 0}
-    for _ in range(60):
-        client.completions.create(model=MODEL, prompt="Hello", max_tokens=1)
-        found: dict[str, Any] = json.loads(server.get("/kedge/report") or "null") or before
-        if found["requests"] > before["requests"]:
-            return found
-    raise AssertionError(f"the page still shows {before}")
+    """What was found, once the engine has reported a request more."""
+    before = json.loads(server.get("/kedge/report")) or {"requests": 0}
+    return reported(server, lambda page: page["requests"] > before["requests"])
 
 
 def test_claude_code_is_served_as_it_asks(server: Server) -> None:
     for _ in range(2):
-        seen = events(server, "/v1/messages?beta=true", claude_code(MODEL, 16, thinks=False), CLAUDE_CODE)
+        seen = events(f"{server.url}/v1/messages?beta=true", claude_code(MODEL, 16, thinks=False), CLAUDE_CODE)
         kinds = [one["type"] for one in seen if one["type"] != "ping"]
         assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     found = asked(server)
@@ -60,7 +44,7 @@ def test_claude_code_is_served_as_it_asks(server: Server) -> None:
 
 def test_codex_is_served_as_it_asks(server: Server) -> None:
     body = {**codex(MODEL, encrypted=None), "max_output_tokens": 16}
-    kinds = [one["type"] for one in events(server, "/v1/responses", body, CODEX)]
+    kinds = [one["type"] for one in events(f"{server.url}/v1/responses", body, CODEX)]
     assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
     assert asked(server)["failures"] == 0
 
