@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
@@ -77,6 +77,8 @@ class _Asker:
 
     prompt: bytes
     chain: tuple[Hashable, ...]
+    ends: list[list[int]] = field(default_factory=list)
+    """Blocks that are ends of fixed prompts, in groups"""
     agent: FoundAgent | None = None
     run: FoundRun | None = None
     produces: SampleId | None = None
@@ -154,10 +156,9 @@ class Discovery:
         self._ends.put(chain[-1])
         self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
         filled = self._fill(asked)
-        ends = grouped(self._heads.find(chain))
-        if not filled or self._begins_longer(asked, ends[0][0]):
+        if not filled or self._begins_longer(asked):
             self._examples.keep(asked)
-            if ends and self._learn(asked, ends[0][0]):
+            if asked.ends and self._learn(asked, asked.ends[0][0]):
                 filled = self._fill(asked)
         return self._found(request_id, asked, filled, now) if filled and asked.agent else None
 
@@ -214,18 +215,19 @@ class Discovery:
 
     def _fill(self, asked: _Asker) -> list[Filled] | None:
         """Return how a prompt fills a template of the agent with the longest beginning that it has."""
-        found = self._agents.fill(asked.prompt, asked.chain, self._heads.find(asked.chain))
+        asked.ends = grouped(self._heads.find(asked.chain))
+        found = self._agents.fill(asked.prompt, asked.chain, asked.ends)
         if found is None:
             return None
         asked.agent, filled = found
         return filled
 
-    def _begins_longer(self, asked: _Asker, end: int) -> bool:
+    def _begins_longer(self, asked: _Asker) -> bool:
         """Return whether a prompt begins like others for longer than its agent's do: then that is several agents."""
         if asked.agent is None:
             return False
         known = asked.agent.head
-        return (end + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
+        return (asked.ends[0][0] + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
 
     def _label_of(self, asked: _Asker) -> str:
         """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""
@@ -314,7 +316,7 @@ class Discovery:
         """
         for one in reversed(filled):
             yield from self.texts.answers_in(token_bytes.cut(asked.prompt, one.start, one.stop))
-        common = (self._heads.find(asked.chain)[-1] + 1) * BLOCK_TOKENS
+        common = (asked.ends[-1][0] + 1) * BLOCK_TOKENS
         yield from self.texts.answers_in(token_bytes.cut(asked.prompt, common, filled[0].start))
 
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:

@@ -87,13 +87,13 @@ class FoundAgents:
         return len(self.by_id)
 
     def fill(
-        self, prompt: bytes, chain: Sequence[Hashable], heads: Sequence[int]
+        self, prompt: bytes, chain: Sequence[Hashable], ends: Sequence[Sequence[int]]
     ) -> tuple[FoundAgent, list[Filled]] | None:
         """Return the agent with the longest fixed prompt that a packed prompt follows, with what fills its slots.
 
-        `heads` are the blocks of its `chain` that are ends of fixed prompts, the last one first.
+        `ends` are the blocks of its `chain` that are ends of fixed prompts, `grouped`.
         """
-        for number, groups in enumerate(ends := grouped(heads)):
+        for number, groups in enumerate(ends):
             agent = self._of(chain, groups)
             for template in agent.templates if agent else ():
                 if agent and (filled := template.fill(prompt)):
