@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from agents import Agent, ModelSettings, RunConfig, Runner
+from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner
 from agents.items import HandoffCallItem, HandoffOutputItem, MessageOutputItem, RunItem
+from agents.result import RunResultBase
+from openai import AsyncOpenAI
 
 from kedge.bench.demo import questions
 from kedge.workloads.miniature import TASKS
@@ -31,16 +34,31 @@ def team() -> Agent[Any]:
     return Agent[Any]("triage", instructions=desk, handoffs=[clerk], model_settings=must_call)
 
 
-def answers(url: str) -> list[str]:
-    """Let the team answer all questions at a server, one after the other, each with a handoff."""
+def answers(url: str, *, by_chat: bool = False, is_streamed: bool = False) -> list[str]:
+    """Let the team answer all questions at a server, one after the other, each with a handoff.
+
+    By the Responses API, the SDK's default, or by chat completions.
+    """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OPENAI_BASE_URL", f"{url}/v1")
         environment.setenv("OPENAI_API_KEY", "none")
-        return [_answer(question) for question in QUESTIONS]
+        return asyncio.run(_answers(by_chat=by_chat, is_streamed=is_streamed))
 
 
-def _answer(question: str) -> str:
-    result = Runner.run_sync(team(), question, run_config=RunConfig(tracing_disabled=True))
+async def _answers(*, by_chat: bool, is_streamed: bool) -> list[str]:
+    async with AsyncOpenAI() as client:  # as the SDK makes it by itself, but closed in its own event loop
+        models = OpenAIProvider(openai_client=client, use_responses=not by_chat)
+        config = RunConfig(model_provider=models, tracing_disabled=True)
+        return [await _answer(question, config, is_streamed=is_streamed) for question in QUESTIONS]
+
+
+async def _answer(question: str, config: RunConfig, *, is_streamed: bool) -> str:
+    result: RunResultBase
+    if is_streamed:
+        result = streamed = Runner.run_streamed(team(), question, run_config=config)
+        assert [event async for event in streamed.stream_events()]
+    else:
+        result = await Runner.run(team(), question, run_config=config)
     assert [type(item) for item in result.new_items] == KINDS and result.last_agent.name == "clerk"
     assert len(result.raw_responses) == 2 and result.final_output
     return str(result.final_output)

@@ -28,4 +28,5 @@ def test_an_unchanged_team_hands_over_and_its_agents_are_linked(served: Served) 
     first = answers(served.url)
     found = httpx.get(f"{served.url}/kedge/report").json()
     assert_linked(found, found["agents"])
-    assert answers(served.url) == first, "however often it is asked"
+    for by_chat, is_streamed in ((False, True), (True, False), (True, True)):
+        assert answers(served.url, by_chat=by_chat, is_streamed=is_streamed) == first, "whatever it speaks"

@@ -51,7 +51,7 @@ def answers(server: Server) -> dict[str, list[str]]:
     """Greedy answers to three agents by every client, who asks questions of its own."""
     return {
         name: [ask(role + CHECK, question(first + number)) for number in range(5) for role in ROLES]
-        for first, (name, ask) in zip((0, 5, 10), clients(server).items(), strict=True)
+        for first, (name, ask) in zip((0, 5, 10, 15), clients(server).items(), strict=True)
     }
 
 
@@ -69,6 +69,10 @@ def clients(server: Server) -> dict[str, Ask]:
         done = client.chat.completions.create(model=MODEL, messages=said, max_tokens=8, temperature=0)
         return done.choices[0].message.content or ""
 
+    def completions(system: str, user: str) -> str:
+        done = client.completions.create(model=MODEL, prompt=f"{system}\n{user}", max_tokens=8, temperature=0)
+        return str(done.choices[0].text)
+
     def responses(system: str, user: str) -> str:
         done = client.responses.create(model=MODEL, instructions=system, input=user, max_output_tokens=8, temperature=0)
         return str(done.output_text)
@@ -79,7 +83,7 @@ def clients(server: Server) -> dict[str, Ask]:
         done = other.messages.create(model=MODEL, system=system, messages=said, max_tokens=8, extra_body=greedy)
         return "".join(block.text for block in done.content if block.type == "text")
 
-    return {"chat": chat, "responses": responses, "messages": messages}
+    return {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
 
 
 def asked(server: Server) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def test_nothing_is_changed_until_it_is_said_so(server: Server, stock: dict[str,
         assert answers(server) == {name: stock[name] for name in clients(server)}, "also from the cache"
     found = asked(server)
     assert found["mode"] == "observe" and found["translated_tokens"] == 0 and found["failures"] == 0
-    assert found["known_agents"] >= before + 80, "agents are known from their third prompt on, by whatever protocol"
+    assert found["known_agents"] >= before + 100, "agents are known from their third prompt on, by whatever protocol"
     assert len(found["agents"]) >= 3 and found["shared_tokens"] > 500, "what could have been saved is counted"
     page = server.get("/kedge")
     assert "Kedge: plain traffic" in page and "read or answered before elsewhere" in page
@@ -121,4 +125,6 @@ def test_an_unchanged_team_hands_over_and_its_agents_are_linked(server: Server, 
     assert handoffs.answers(server.url) == stock["handoffs"]
     found = asked(server)
     handoffs.assert_linked(found, [one for one in found["agents"] if one["id"] not in before])
-    assert handoffs.answers(server.url) == stock["handoffs"], "however often it is asked"
+    for by_chat, is_streamed in ((False, True), (True, False), (True, True)):
+        again = handoffs.answers(server.url, by_chat=by_chat, is_streamed=is_streamed)
+        assert again == stock["handoffs"], "whatever it speaks"
