@@ -268,8 +268,8 @@ def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.Mon
     team = Team(found)
     for number in range(600):
         team.ask(words(("prompt", number), 100), words(("answer", number), 50))
-    assert len(found.texts) <= 512 and found._example_bytes <= 40_000
-    assert found._example_bytes == sum(len(one.prompt) for one in found._examples)
+    assert len(found.texts) <= 512 and found._examples._nbytes <= 40_000
+    assert found._examples._nbytes == sum(len(one.prompt) for one in found._examples._askers)
     assert not found.agents
 
 

@@ -16,7 +16,7 @@ SAMPLE = SampleId(ValueKind.AGENT, "a", 0, "01")
 
 
 def known(*tokens: int, label: str = "a", sample: SampleId | None = None) -> KnownText:
-    return KnownText(token_bytes.pack(tokens), lambda: label, sample)
+    return KnownText(token_bytes.pack(tokens), (lambda: label,), sample)
 
 
 def found(texts: KnownTexts, *prompt: int, start: int = 0) -> tuple[Occurrence, ...]:
@@ -43,7 +43,7 @@ def test_the_longest_of_texts_that_overlap_is_found() -> None:
 
 def test_a_text_without_a_name_yet_is_not_found_and_is_later() -> None:
     texts, label = KnownTexts(), [""]
-    texts.put(KnownText(token_bytes.pack(ANSWER), lambda: label[0]))
+    texts.put(KnownText(token_bytes.pack(ANSWER), (lambda: label[0],)))
     assert found(texts, *ANSWER) == ()
     label[0] = "named"
     assert [one.label for one in found(texts, *ANSWER)] == ["named"]
@@ -73,3 +73,15 @@ def test_memory_is_bounded_and_what_was_forgotten_is_no_answer(puts: list[tuple[
             assert texts.nbytes == sum(map(len, texts._texts)) <= 400
             answers = [one for one in texts._texts.values() if one.sample]
             assert len(texts._answers) <= 3 * len(answers)
+
+
+def test_an_answer_that_another_repeats_is_called_by_who_had_it_first() -> None:
+    texts, labels = KnownTexts(), ["", ""]
+    for number, sample in enumerate((SAMPLE, SampleId(ValueKind.AGENT, "b", 0, "02"), SAMPLE)):
+        texts.put(KnownText(token_bytes.pack(ANSWER), (lambda at=number: labels[at],), sample))  # type: ignore[misc]
+    assert found(texts, *ANSWER) == ()
+    labels[1] = "who repeats it"
+    assert [one.label for one in found(texts, *ANSWER)] == ["who repeats it"]
+    labels[0] = "who had it first"
+    assert [one.label for one in found(texts, *ANSWER)] == ["who had it first"]
+    assert texts.answer(token_bytes.pack(ANSWER)) == SAMPLE

@@ -14,15 +14,14 @@ from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.prompt_ends import PromptEnds
 from kedge.discovery.runs import FoundRun, FoundRuns
-from kedge.discovery.templates import Example, Filled, PromptTemplate, Slot, learn
+from kedge.discovery.template_reviews import TemplateReviews
+from kedge.discovery.templates import EXAMPLES, Example, Filled, PromptTemplate, Slot, learn
 from kedge.discovery.texts_of_runs import TextsOfRuns
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
-EXAMPLES = 3
-"""Prompts that a template is learned from"""
 MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
 """Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are
 learned only while `EXAMPLES` prompts of each are among them.
@@ -83,6 +82,29 @@ class _Asker:
     produces: SampleId | None = None
 
 
+class _Examples:
+    """Prompts that a template may be learned from, in their order of arrival."""
+
+    def __init__(self) -> None:
+        self._askers: deque[_Asker] = deque()
+        self._nbytes = 0
+
+    def keep(self, asked: _Asker) -> None:
+        self._askers.append(asked)
+        self._nbytes += len(asked.prompt)
+        while len(self._askers) > MAX_EXAMPLES or self._nbytes > MAX_EXAMPLE_BYTES:
+            self._nbytes -= len(self._askers.popleft().prompt)
+
+    def drop(self, asked: _Asker) -> None:
+        self._askers.remove(asked)
+        self._nbytes -= len(asked.prompt)
+
+    def alike(self, at: int, block: Hashable) -> list[_Asker]:
+        """Return the distinct prompts that have this block as their number `at`."""
+        alike = {one.prompt: one for one in self._askers if len(one.chain) > at and one.chain[at] == block}
+        return list(alike.values())
+
+
 class Discovery:
     """Finds agents, their templates and the text that they share in the requests of one namespace. One thread owns it.
 
@@ -95,11 +117,10 @@ class Discovery:
         self._heads, self.texts = SharedHeads(), KnownTexts()
         self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
         self._totals = [one for one in (self.totals, overall) if one is not None]
-        self._agents = FoundAgents()
+        self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
         self._ends = PromptEnds()
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
-        self._examples: deque[_Asker] = deque()
-        self._example_bytes = 0
+        self._examples = _Examples()
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
         self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
@@ -135,7 +156,7 @@ class Discovery:
         filled = self._fill(asked)
         ends = grouped(self._heads.find(chain))
         if not filled or self._begins_longer(asked, ends[0][0]):
-            self._keep(asked)
+            self._examples.keep(asked)
             if ends and self._learn(asked, ends[0][0]):
                 filled = self._fill(asked)
         return self._found(request_id, asked, filled, now) if filled and asked.agent else None
@@ -158,7 +179,7 @@ class Discovery:
             text = token_bytes.pack(answer)
             if asked.run is not None:
                 self._texts_of_runs.answered(sample, asked.run.id, self.texts.equal(text))
-            self.texts.put(KnownText(text, partial(self._label_of, asked), sample))
+            self.texts.put(KnownText(text, (partial(self._label_of, asked),), sample))
         if asked.run is not None:
             self.runs.ended(asked.run, now)
         return asked.run
@@ -222,8 +243,7 @@ class Discovery:
 
         Returns whether there is a new one. Where examples have none, it is tried again when there are twice as many.
         """
-        alike = {one.prompt: one for one in self._examples if len(one.chain) > at and one.chain[at] == asked.chain[at]}
-        examples = list(alike.values())[-EXAMPLES:]
+        examples = self._examples.alike(at, asked.chain[at])[-EXAMPLES:]
         if len(examples) < EXAMPLES or not self._is_due(asked.chain[at]):
             return False
         head = (at + 1) * BLOCK_TOKENS
@@ -237,23 +257,19 @@ class Discovery:
         self._tries[block] = tries
         return tries & (tries - 1) == 0
 
-    def _keep(self, asked: _Asker) -> None:
-        self._examples.append(asked)
-        self._example_bytes += len(asked.prompt)
-        while len(self._examples) > MAX_EXAMPLES or self._example_bytes > MAX_EXAMPLE_BYTES:
-            self._example_bytes -= len(self._examples.popleft().prompt)
-
     def _add(self, block: Hashable, head: int, template: PromptTemplate, examples: Sequence[_Asker]) -> None:
         """Remember a template, and what fills its slots."""
         agent = self._agents.learned(template, block, head)
-        agent.add([_named(template, agent)])
         self._tries.pop(block, None)
-        self._learn_labels(agent.templates[0])
+        self._use(template, agent)
         for one in examples:
-            self._examples.remove(one)
-            self._example_bytes -= len(one.prompt)
+            self._examples.drop(one)
             for filled in agent.templates[0].fill(one.prompt) or ():
                 self._keep_value(one.prompt, filled)
+
+    def _use(self, template: PromptTemplate, agent: FoundAgent) -> None:
+        agent.add([_named(template, agent)])
+        self._learn_labels(agent.templates[0])
 
     def _learn_labels(self, template: PromptTemplate) -> None:
         """Take note of what stands around the slots of a new template."""
@@ -282,6 +298,8 @@ class Discovery:
         agent.calls += 1
         agent.prompt_tokens += token_bytes.size(asked.prompt)
         agent.shared_tokens += shared
+        if better := self._reviews.take(agent, asked.prompt):
+            self._use(better, agent)
         segments = self._segments(asked.prompt, filled)
         read_from = self._texts_of_runs.find(agent.id, segments, self._quoted(asked, filled))
         asked.run = self.runs.arrive(agent.id, now, read_from)
@@ -306,7 +324,7 @@ class Discovery:
         self._read[value] = None
         label = filled.slot.label
         if not label.startswith("answer."):
-            self.texts.put(KnownText(value, lambda: label))
+            self.texts.put(KnownText(value, (lambda: label,)))
         return known
 
     def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kedge.discovery import token_bytes
 from kedge.discovery.answer_index import LOOSE_HEAD, LOOSE_TAIL, AnswerIndex
@@ -17,6 +17,8 @@ MAX_TEXT_BYTES = 1 << 22
 """Bytes of texts that are remembered"""
 LEAST = 8
 """Tokens of a text that is looked for in prompts"""
+MAX_SAYERS = 2
+"""Requests with the same answer, the first ones, that may tell what it is"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,19 @@ class KnownText:
     """A text, packed."""
 
     tokens: bytes
-    label: Callable[[], str]
-    """What it is, the same for all texts of its kind; "" where that is not known yet"""
+    labels: tuple[Callable[[], str], ...]
+    """What those who had it first call it, the same for all texts of its kind; "" where that is not known yet"""
     sample: SampleId | None = None
     """The answer that it is"""
+
+    @property
+    def label(self) -> str:
+        """What it is; "" where that is not known yet."""
+        return next(filter(None, (label() for label in self.labels)), "")
+
+    def after(self, other: KnownText) -> KnownText:
+        """Return it, an answer that is equal to an earlier one: agents repeat what others have said."""
+        return replace(self, labels=(*other.labels, *self.labels)[:MAX_SAYERS])
 
 
 class KnownTexts:
@@ -45,13 +56,14 @@ class KnownTexts:
         return len(self._texts)
 
     def put(self, text: KnownText) -> None:
-        """Remember a text, as what it was known as first."""
+        """Remember a text, as what it was known as first: as a value until it is an answer."""
         if token_bytes.size(text.tokens) < LEAST:
             return
-        if text.tokens not in self._texts:
+        known = self._texts.get(text.tokens)
+        if known is None:
             self.nbytes += len(text.tokens)
-        if text.sample or text.tokens not in self._texts:
-            self._texts[text.tokens] = text
+        if text.sample or known is None:
+            self._texts[text.tokens] = text.after(known) if known and known.sample else text
         if text.sample:
             self._index.put(text.tokens, text.sample)
             self._answers.update(dict.fromkeys(_beginnings(text), text.sample))
@@ -90,7 +102,7 @@ class KnownTexts:
             size = token_bytes.size(text.tokens)
             core = token_bytes.cut(text.tokens, LOOSE_HEAD, size - LOOSE_TAIL)
             at = token_bytes.find(prompt, core, start + LOOSE_HEAD)
-            if at >= 0 and (label := text.label()):
+            if at >= 0 and (label := text.label):
                 yield Occurrence(*_whole(prompt, text.tokens, at), label)
 
     def _drop(self, text: KnownText) -> None:

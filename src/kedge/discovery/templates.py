@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from kedge.discovery import token_bytes
 
+EXAMPLES = 3
+"""Prompts that a template is learned from"""
 MIN_FIXED = 2
 """Tokens of fixed text between two slots, at least: what is shorter would be found inside of values"""
 WINDOW = 8

@@ -93,7 +93,8 @@ def _measure(
         for name, policy in LANES.items():
             progress(f"{workload.name}: warming {name}")
             lanes[name] = stack.enter_context(Lane(policy, workload, runner, tokenizer, throttle=throttle))
-            lanes[name].warm(ROUNDS)
+            # others need one round, and go on with the same prompts
+            lanes[name].warm(ROUNDS) if policy.plain else lanes[name].warm(1, skipped=ROUNDS - 1)
             if not throttle:
                 throttle = settings.load_ratio * lanes[name].prefill_s(longest) / -(-len(longest) // BLOCK)
         trials: dict[str, list[LaneTrial]] = {name: [] for name in lanes}

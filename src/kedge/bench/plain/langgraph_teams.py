@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import httpx
 
 STOCK, ADAPTER, PLAIN = "stock", "adapter", "plain"
-LANES = {STOCK: DiscoveryMode.OFF, ADAPTER: DiscoveryMode.OFF, PLAIN: DiscoveryMode.TRANSLATE}
+LANES = {STOCK: DiscoveryMode.OFF, ADAPTER: DiscoveryMode.TRANSLATE, PLAIN: DiscoveryMode.TRANSLATE}
 
 
 @dataclass

@@ -196,9 +196,13 @@ class Lane(AbstractContextManager["Lane"]):
         ]
         self._turn = 0
 
-    def warm(self, rounds: int = 1) -> None:
-        """Call every agent so many times: its fixed prompt is cached and, with a host tier, backed up."""
-        turns = self._next_turns(rounds * max(len(flow.fixed) for flow in self._workload.flows))
+    def warm(self, rounds: int = 1, *, skipped: int = 0) -> None:
+        """Call every agent so many times: its fixed prompt is cached and, with a host tier, backed up.
+
+        The prompts are those that come after `skipped` rounds.
+        """
+        agents = max(len(flow.fixed) for flow in self._workload.flows)
+        turns = self._next_turns((skipped + rounds) * agents)[skipped * agents :]
         with ThreadPoolExecutor(len(self._clients)) as pool:
             list(pool.map(lambda client: [client.call(turn) for turn in turns], self._clients))
         self.engine.wait_idle()

@@ -1,0 +1,67 @@
+"""Templates that are learned once more, from later prompts, in which more of the text is known.
+
+An agent's first prompts are often read before it is known whose answers they quote: those agents are not found yet, or
+their first answers are too short to be looked for. What all answers begin with is then taken for fixed text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kedge.discovery.found_agents import FoundAgent
+from kedge.discovery.known_texts import KnownTexts
+from kedge.discovery.templates import EXAMPLES, Example, PromptTemplate, learn
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentId
+
+FIRST, LOOKED = 4, 4
+"""Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
+MAX_REVIEWS = 64
+"""Agents of which prompts are kept"""
+MAX_PROMPT_BYTES = 1 << 17
+"""Bytes of a prompt that is looked at"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Review:
+    """Prompts with answers that the agent's template has no slot for."""
+
+    examples: list[Example] = field(default_factory=list)
+
+
+class TemplateReviews:
+    """The reviews of one namespace. One thread owns it."""
+
+    def __init__(self, texts: KnownTexts) -> None:
+        self._texts = texts
+        self._reviews: BoundedDict[AgentId, _Review] = BoundedDict(MAX_REVIEWS)
+
+    def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
+        """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
+        if not _is_due(agent.calls) or len(prompt) > MAX_PROMPT_BYTES:
+            return None
+        example = Example(prompt, self._texts.find(prompt, agent.head))
+        if not _answers([one.label for one in example.known]) - _answers_of(agent.templates[0]):
+            return None
+        examples = self._reviews.use(agent.id, _Review).examples
+        examples.append(example)
+        if len(examples) < EXAMPLES:
+            return None
+        del self._reviews[agent.id]
+        template = learn(examples)
+        if template is None or len(_answers_of(template)) <= len(_answers_of(agent.templates[0])):
+            return None
+        return template
+
+
+def _is_due(calls: int) -> bool:
+    """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
+    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < LOOKED
+
+
+def _answers_of(template: PromptTemplate) -> set[str]:
+    return _answers([slot.label for slot in template.slots])
+
+
+def _answers(labels: list[str]) -> set[str]:
+    return {label for label in labels if label.startswith("answer.")}
