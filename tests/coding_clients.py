@@ -35,6 +35,15 @@ CODEX = {
     "thread-id": "0199a213-81c0-7800-8aa1-bbab2a035a53",
     "x-codex-parent-thread-id": "0199a213-0000-7800-8aa1-bbab2a035a53",
 }
+EARLIER_CODEX = {
+    "user-agent": "codex_cli_rs/0.36.0 (Linux; x86_64)",
+    "originator": "codex_cli_rs",
+    "accept": "text/event-stream",
+    "session_id": SESSION,
+}
+"""Headers of a version that has sessions and no threads"""
+OTHER = "b4d1e7c2-5a60-4f19-8c33-9e0d2b7a6f54"
+"""An id that is neither a session's nor a thread's"""
 
 
 def claude_code(model: str, max_tokens: int, *, thinks: bool = True) -> dict[str, Any]:
@@ -139,6 +148,22 @@ def codex(model: str, *, encrypted: str | None = "gAAAA") -> dict[str, Any]:
         "stream": True,
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": CODEX["thread-id"],
+    }
+
+
+def with_other_ids(model: str) -> dict[str, tuple[str, dict[str, Any], dict[str, str], str]]:
+    """Requests with one id in their bodies and another in their headers: path, body, headers, and the session."""
+    claude = {**claude_code(model, 32000), "metadata": {"user_id": f"user_0f2a_account__session_{OTHER}"}}
+    keyed, named = {**codex(model), "prompt_cache_key": OTHER}, {**codex(model), "session_id": OTHER}
+    both = {**EARLIER_CODEX, "conversation_id": CODEX["thread-id"]}
+    return {
+        "claude code": ("/v1/messages", claude, CLAUDE_CODE, SESSION),
+        "claude code without a header": ("/v1/messages", claude, {}, ""),
+        "codex": ("/v1/responses", keyed, CODEX, CODEX["thread-id"]),
+        "earlier codex": ("/v1/responses", keyed, EARLIER_CODEX, SESSION),
+        "earlier codex with a conversation": ("/v1/responses", keyed, both, CODEX["thread-id"]),
+        "codex without a header": ("/v1/responses", keyed, {}, ""),
+        "a session in the body": ("/v1/responses", named, EARLIER_CODEX, OTHER),
     }
 
 

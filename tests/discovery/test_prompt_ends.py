@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.discovery.prompt_ends import PromptEnds
+from kedge.discovery.prompt_ends import SEVERAL, PromptEnds
 from kedge.types import RunId
 
 
@@ -23,4 +23,4 @@ def test_an_end_is_of_one_run_unless_another_ends_there_too() -> None:
         assert end and end.run == "one"
     for name in ("two", "one", "two"):
         ends.belongs("b", RunId(name))
-        assert end.run is None and end.is_shared
+        assert end.run is SEVERAL

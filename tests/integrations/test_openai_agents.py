@@ -1,7 +1,8 @@
 """The OpenAI Agents SDK as it is, against a real server.
 
-The bundled model writes no tool calls, and a handoff is one. So what a model decides is scripted: mostly in front of
-the client, whose calls are made all the same, and once in the engine, so that the server reads the handoffs itself.
+The bundled model writes tool calls only where a grammar makes it (`test_handoffs.py`), and a handoff is one. So what a
+model decides is scripted: mostly in front of the client, whose calls are made all the same, and once in the engine, so
+that the server reads the handoffs itself.
 """
 
 from __future__ import annotations

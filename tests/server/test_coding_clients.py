@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kedge.types import TurnHints
-from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex, events
+from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex, events, with_other_ids
 from tests.server.talking import MODEL, Talking, talking
 
 RUN = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
@@ -62,3 +62,11 @@ def test_codex_is_answered_with_a_call_in_its_thread(told: Talking) -> None:
     assert done == [call["call_id"]]
     assert told.request().turn == TurnHints(CODEX["thread-id"], CODEX["x-codex-parent-thread-id"])
     assert all(text in told.prompt() for text in ("You are Codex", "Ask before writes.", "<cwd>", "1 failed"))
+
+
+@pytest.mark.parametrize("case", with_other_ids(MODEL))
+def test_of_several_ids_one_is_the_session(told: Talking, case: str) -> None:
+    path, body, headers, session = with_other_ids(MODEL)[case]
+    told.text = "Done."
+    events(f"{told.served.url}{path}", body, headers)
+    assert (told.request().turn.session, told.request().run) == (session, session)

@@ -10,6 +10,8 @@ from kedge.types import RunId
 
 MAX_ENDS = 8192
 """Prompts that another may continue"""
+SEVERAL = RunId("")
+"""Several runs, of which it is not known which one goes on"""
 
 
 @dataclass(eq=False, slots=True)
@@ -19,9 +21,7 @@ class PromptEnd:
     is_continued: bool = False
     """Whether others went on from there"""
     run: RunId | None = None
-    """The run of the prompt"""
-    is_shared: bool = False
-    """Whether prompts of several runs end here, so that it is not known which of them goes on"""
+    """The run of the prompts that end here, or `SEVERAL`; None where it is not known of any"""
 
 
 class PromptEnds:
@@ -41,5 +41,4 @@ class PromptEnds:
     def belongs(self, block: Hashable, run: RunId) -> None:
         """Take note of the run of a prompt that ends with a block."""
         end = self._ends.use(block, PromptEnd)
-        end.is_shared = end.is_shared or end.run not in (None, run)
-        end.run = None if end.is_shared else run
+        end.run = run if end.run in (None, run) else SEVERAL

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from kedge.engine.base import Advisable, Engine
+from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import ActionOutcome, Hints, read_hints
-from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.server.calls import GenerationCall, submit_all
 from kedge.server.failures import CallFailure
 from kedge.server.meters import Meter, Ticket
@@ -36,7 +35,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: WatchedEngine,
         settings: ServerSettings,
         keys: KeyRing,
         tracing: Tracing,
@@ -49,7 +48,7 @@ class Service:
         self.is_ending = False
         """Whether new work is refused."""
         self.threads = Threads(engine, settings.max_in_flight)
-        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
+        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine.watched, self.threads)
         self.started = int(time.time())
         self._meters: dict[TenantId, Meter] = {}
         self._calls: set[GenerationCall] = set()
@@ -114,10 +113,7 @@ class Service:
 
     async def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Pass on what a client says of its sessions between requests. Returns what becomes of each hint."""
-        engine = self.engine
-        if not isinstance(engine, Advisable):
-            return refused(hints, NO_SESSIONS)
-        return await asyncio.wrap_future(self.threads.wait(partial(engine.advise, namespace, hints)))
+        return await asyncio.wrap_future(self.threads.wait(partial(self.engine.advise, namespace, hints)))
 
     def default_mode(self, plain: ReuseMode) -> ReuseMode:
         """Return the reuse mode of the settings, or `plain` if they have none."""

@@ -1,9 +1,11 @@
-"""vLLM's server with the one flag and the middleware, and nothing else of ours: the page says what was found."""
+"""vLLM's server with the one flag and the middleware, and nothing else of ours: what clients get is what stock vLLM
+answers, and the page says what was found.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +16,74 @@ from tests.integrations.vllm.test_server import MODEL, Server, serving
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
+handoffs = pytest.importorskip("tests.handoffs")
 pytestmark = pytest.mark.slow
 
 FLAG = {"kv_connector": "KedgeConnector", "kv_role": "kv_both"}
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+TOOLS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "xlam"),
+    *("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})),
+)
+"""Calls that must be made are written by vLLM's grammar of JSON. By its other parsers, such as `hermes`, or with white
+space, the grammar allows blanks without end, and the bundled model writes them."""
 ROOM = ("--num-gpu-blocks-override", "512", "--max-model-len", "4096")
+CHECK = "You check an answer. Read it with care, compare it with the question, and say what is wrong. " * 4
+ROLES = ("Solve it. ", "Check it. ", "Judge it. ")
+Ask = Callable[[str, str], str]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def stock() -> dict[str, list[str]]:
+    """What clients get of vLLM as it is."""
+    with serving(*TOOLS, *NAMES, *ROOM, transfer=None) as plain:
+        return {**answers(plain), "handoffs": handoffs.answers(plain.url)}
+
+
+@pytest.fixture(scope="module")
+def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
     with serving(*MIDDLEWARE, *TOOLS, *NAMES, *ROOM, transfer=FLAG) as built:
         yield built
+
+
+def answers(server: Server) -> dict[str, list[str]]:
+    """Greedy answers to three agents by every client, who asks questions of its own."""
+    return {
+        name: [ask(role + CHECK, question(first + number)) for number in range(5) for role in ROLES]
+        for first, (name, ask) in zip((0, 5, 10, 15), clients(server).items(), strict=True)
+    }
+
+
+def question(number: int) -> str:
+    return f"Tom has {number} apples and buys {number + 3} more. How many apples does Tom have then? " * 3
+
+
+def clients(server: Server) -> dict[str, Ask]:
+    """Return how each client asks for a few tokens, by its protocol."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    other = anthropic.Anthropic(base_url=server.url, api_key="none")
+
+    def chat(system: str, user: str) -> str:
+        said = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        done = client.chat.completions.create(model=MODEL, messages=said, max_tokens=8, temperature=0)
+        return done.choices[0].message.content or ""
+
+    def completions(system: str, user: str) -> str:
+        done = client.completions.create(model=MODEL, prompt=f"{system}\n{user}", max_tokens=8, temperature=0)
+        return str(done.choices[0].text)
+
+    def responses(system: str, user: str) -> str:
+        done = client.responses.create(model=MODEL, instructions=system, input=user, max_output_tokens=8, temperature=0)
+        return str(done.output_text)
+
+    def messages(system: str, user: str) -> str:
+        said: Any = [{"role": "user", "content": user}]
+        greedy = {"temperature": 0}
+        done = other.messages.create(model=MODEL, system=system, messages=said, max_tokens=8, extra_body=greedy)
+        return "".join(block.text for block in done.content if block.type == "text")
+
+    return {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
 
 
 def asked(server: Server) -> dict[str, Any]:
@@ -49,16 +108,23 @@ def test_codex_is_served_as_it_asks(server: Server) -> None:
     assert asked(server)["failures"] == 0
 
 
-def test_nothing_is_changed_until_it_is_said_so(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    system = "You check an answer. Read it with care, compare it with the question, and say what is wrong. " * 4
-    for number in range(12):
-        question = f"Tom has {number} apples and buys {number + 3} more. How many apples does Tom have then? " * 3
-        for role in ("Solve it. ", "Check it. ", "Judge it. "):
-            messages = [{"role": "system", "content": role + system}, {"role": "user", "content": question}]
-            client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+def test_nothing_is_changed_until_it_is_said_so(server: Server, stock: dict[str, list[str]]) -> None:
+    before = asked(server)["known_agents"]
+    for _ in range(2):
+        assert answers(server) == {name: stock[name] for name in clients(server)}, "also from the cache"
     found = asked(server)
     assert found["mode"] == "observe" and found["translated_tokens"] == 0 and found["failures"] == 0
+    assert found["known_agents"] >= before + 100, "agents are known from their third prompt on, by whatever protocol"
     assert len(found["agents"]) >= 3 and found["shared_tokens"] > 500, "what could have been saved is counted"
     page = server.get("/kedge")
     assert "Kedge: plain traffic" in page and "read or answered before elsewhere" in page
+
+
+def test_an_unchanged_team_hands_over_and_its_agents_are_linked(server: Server, stock: dict[str, list[str]]) -> None:
+    before = {one["id"] for one in asked(server)["agents"]}
+    assert handoffs.answers(server.url) == stock["handoffs"]
+    found = asked(server)
+    handoffs.assert_linked(found, [one for one in found["agents"] if one["id"] not in before])
+    for by_chat, is_streamed in ((False, True), (True, False), (True, True)):
+        again = handoffs.answers(server.url, by_chat=by_chat, is_streamed=is_streamed)
+        assert again == stock["handoffs"], "whatever it speaks"

@@ -17,7 +17,7 @@ from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.settings import DiscoverySettings
 from kedge.types import ReuseMode, TurnHints
-from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
+from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex, with_other_ids
 
 CHAT = PATHS[0]
 
@@ -95,6 +95,13 @@ def test_the_plugin_reads_what_clients_send(
     call = read_hints("r", [1, 2], None, json.loads(upstream.body)["kv_transfer_params"], ReuseMode.EXACT)
     assert call and not call.ignored and call.request.turn == expected
     assert {key: value for key, value in json.loads(upstream.body).items() if key != "kv_transfer_params"} == body
+
+
+@pytest.mark.parametrize("case", with_other_ids("any"))
+def test_of_several_ids_one_is_the_session(case: str) -> None:
+    path, body, headers, session = with_other_ids("any")[case]
+    given = hints_of(passed(json.dumps(body).encode(), headers, path)) if session else {}
+    assert (given.get("session", ""), given.get("run", "")) == (session, session)
 
 
 def test_all_hints_of_the_kedge_field_are_passed_on() -> None:

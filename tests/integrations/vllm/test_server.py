@@ -79,15 +79,17 @@ class Server:
 
 
 @contextmanager
-def serving(*more: str, transfer: dict[str, Any] = TRANSFER) -> Iterator[Server]:
-    """vLLM's server with the plug-in and these arguments."""
+def serving(*more: str, transfer: dict[str, Any] | None = TRANSFER) -> Iterator[Server]:
+    """vLLM's server with the plug-in, or as it is without `transfer`, and these arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
         *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
-        *("--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer), *more),
+        *("--host", "127.0.0.1", "--port", str(port), "--gpu-memory-utilization", "0.3"),
+        *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()),
+        *more,
     ]
     paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths}

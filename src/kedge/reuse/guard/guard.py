@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -144,10 +145,8 @@ class QualityGuard:
             for placeholder in placeholders:
                 key = GuardKey(*request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
-                before, suspicions, epoch = record.state, record.suspicions, record.epoch
-                record.observe(seen, self._settings)
-                self.suspicions += record.suspicions - suspicions
-                self.breaches += record.epoch - epoch
+                before, epoch = record.state, record.epoch
+                self._learn(record, partial(record.observe, seen, self._settings))
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
     def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> SentinelFinding:
@@ -168,12 +167,17 @@ class QualityGuard:
         return verdict.finding
 
     def _read(self, key: GuardKey, record: GuardRecord, error: float, *, refuted: bool) -> None:
-        before, suspicions, epoch = record.state, record.suspicions, record.epoch
-        record.read_sentinels(self._settings, refuted=refuted)
-        self.suspicions += record.suspicions - suspicions
-        self.breaches += record.epoch - epoch
+        before = record.state
+        self._learn(record, partial(record.read_sentinels, self._settings, refuted=refuted))
         if refuted:
             logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
+
+    def _learn(self, record: GuardRecord, learn: Callable[[], None]) -> None:
+        """Let a record learn something, and add what it finds to the counts of all records."""
+        suspicions, epoch = record.suspicions, record.epoch
+        learn()
+        self.suspicions += record.suspicions - suspicions
+        self.breaches += record.epoch - epoch
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""

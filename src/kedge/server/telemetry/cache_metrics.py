@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kedge.engine.base import Engine, Inspectable
-from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed
 from kedge.server.telemetry.guard_metrics import guard_families
 from kedge.server.threads import Threads
@@ -48,8 +47,7 @@ class CacheMetrics(Collector):
     """The figures of an engine's cache, of all tenants together. The event loop owns it."""
 
     def __init__(self, engine: Engine, threads: Threads) -> None:
-        inner = engine.watched if isinstance(engine, WatchedEngine) else engine
-        self._engine = inner if isinstance(inner, Inspectable) else None
+        self._engine = engine if isinstance(engine, Inspectable) else None
         self._threads = threads
         self._look: Future[Mapping[str, Any]] | None = None
         self._seen: Mapping[str, Any] = {}
