@@ -18,7 +18,7 @@ class ReadOnlyStorage(PagedStorage):
     def __init__(self, storage: PagedStorage) -> None:
         self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
-        self.places = storage.places
+        self.places, self.parts = storage.places, storage.parts
         self.fresh: tuple[int, Tensor, Tensor]
         """Layer, keys and values [rows, kv_heads, head_dim] of the last pass."""
 

@@ -18,8 +18,9 @@ from transformers import AttentionInterface
 
 from kedge.engine.local.attention import written_out
 from kedge.engine.local.attention.arguments import place_of, require_known, without_batch
+from kedge.engine.local.attention.latent import rows_of
 from kedge.engine.local.states import States
-from kedge.kv.storage import PagedStorage, Runs
+from kedge.kv.storage import PagedStorage, Runs, halves
 
 NAME = "kedge"
 FEW = 64
@@ -170,11 +171,23 @@ def paged_attention(
     if kedge is None:
         raise without_batch(module)
     require_known(module, {"attention_mask": attention_mask, **others})
-    layer = place_of(module, kedge.storage, key, value)
-    kedge.storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kedge.storage.spec.latent:
+        latent, rows = rows_of(module, key, value)
+        layer = _store(module, kedge, *halves(rows))
+        query = latent.absorbed(query, value.shape[-1])
+        out = kedge.attend(layer, query[0], scaling, sliding_window, softcap, s_aux)[None]
+        return latent.projected(out, value.shape[-1]), None
+    layer = _store(module, kedge, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = kedge.attend(layer, query[0], scaling, sliding_window, softcap, s_aux)[None]
     return out if value.shape[-1] == out.shape[-1] else out[..., : value.shape[-1]].contiguous(), None
+
+
+def _store(module: nn.Module, batch: ForwardBatch, keys: Tensor, values: Tensor) -> int:
+    """Write a layer's keys and values [tokens, kv_heads, dim]. Returns the number of its pools."""
+    layer = place_of(module, batch.storage, keys, values)
+    batch.storage.store(layer, batch.slots, keys, values)
+    return layer
 
 
 def _attend(
