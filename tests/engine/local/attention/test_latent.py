@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kedge.engine.local.attention.latent import latent_of, rows_of, unwatch, watch
+from kedge.engine.local.attention.latent import LatentWeights, latent_of, rows_of, unwatch, watch
 from kedge.errors import UnsupportedModel
 
 HEADS, RANK, ROTATED, UNROTATED, VALUE = 6, 20, 4, 10, 14
@@ -55,13 +55,42 @@ def test_attention_over_rows_is_that_over_keys_and_values(module: Expanding, wit
     latent, rows = rows_of(module, key, value)
     assert rows.shape == (TOKENS, 1, RANK + ROTATED)
     one = rows.transpose(0, 1)
-    out = softmax(latent.absorbed(query, VALUE) @ one.transpose(1, 2)) @ one
-    torch.testing.assert_close(latent.projected(out.transpose(1, 2), VALUE), expected, atol=1e-10, rtol=1e-10)
+    out = softmax(latent.absorbed(query[0]) @ one.transpose(1, 2)) @ one
+    torch.testing.assert_close(latent.projected(out.transpose(0, 1)), expected[0], atol=1e-10, rtol=1e-10)
+
+
+def test_rows_are_expanded_to_the_keys_and_values_of_some_heads(module: Expanding) -> None:
+    key, value = module(*inputs())
+    latent, rows = rows_of(module, key, value)
+    keys, values = latent.expanded(rows[:, 0], slice(2, 5))
+    torch.testing.assert_close(keys, key[0, 2:5].transpose(0, 1))
+    torch.testing.assert_close(values[..., :VALUE], value[0, 2:5].transpose(0, 1))
+    assert values.shape == keys.shape
+
+
+@pytest.mark.parametrize("context", [100, 1000])
+def test_expanding_is_worth_it_from_the_number_of_queries_on_that_takes_less_arithmetic(context: int) -> None:
+    """DeepSeek-V3's sizes: per token of the context, expanding multiplies by the weights of keys and values; a pair of
+    query and token takes a score and a weighted sum, of rows or of keys and values.
+    """
+    rank, rotated, unrotated, value_dim = 512, 64, 128, 128
+    latent = LatentWeights(torch.empty(1, unrotated, rank), torch.empty(1, value_dim, rank))
+
+    def arithmetic(queries: int) -> tuple[float, float]:
+        pairs = queries * (context - queries / 2)
+        of_rows, of_heads = (rank + rotated) + rank, (unrotated + rotated) + value_dim
+        return pairs * of_rows, context * rank * (unrotated + value_dim) + pairs * of_heads
+
+    for queries in (1, 2, 64, 150, 170, 180, 200, 400, context):
+        if queries <= context:
+            by_rows, by_heads = arithmetic(queries)
+            assert latent.is_worth_expanding(queries, context, rank + rotated) is (by_heads < by_rows)
 
 
 def test_rows_explain_their_keys_and_values_and_no_others(module: Expanding) -> None:
     key, value = module(*inputs())
-    latent, rows = rows_of(module, key, value)
+    latent = latent_of(module)
+    rows = latent.rows(key, value)
     assert latent.explains(rows, key, value, 1e-9)
     other = value.clone()
     other[0, 3, 2] += 1
@@ -76,8 +105,8 @@ def test_rows_that_save_too_little_explain_nothing() -> None:
     module.kv_b_proj = nn.Linear(8 * RANK, HEADS * (UNROTATED + VALUE), bias=False)
     watch(module)
     key, value = module(torch.randn(1, TOKENS, 8 * RANK), torch.randn(1, 1, TOKENS, ROTATED))
-    latent, rows = rows_of(module, key, value)
-    assert not latent.explains(rows, key, value, 1e-3)
+    latent = latent_of(module)
+    assert not latent.explains(latent.rows(key, value), key, value, 1e-3)
 
 
 def test_latents_are_those_of_the_last_call_and_are_given_once(module: Expanding) -> None:

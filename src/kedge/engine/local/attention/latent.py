@@ -3,18 +3,21 @@
 A module computes a small latent of a token, and from it, with one projection, the unrotated part of every head's key
 and every head's value; the rotated part of the key is the same for all heads. So it is enough to keep the latent and
 that part, together a *row*. A score is then q · (W latent) = (Wᵀ q) · latent, and a head's attention is its part of the
-projection of a weighted sum of latents: all heads attend to one row of a token, as in multi-query attention.
+projection of a weighted sum of latents: all heads attend to one row of a token, as in multi-query attention. That reads
+little memory, but takes more arithmetic for each pair of tokens: for many queries the keys and values of their context
+are computed from its rows, for the length of one call.
 
 The module runs unchanged. What it projects is noted on the way, before it calls its attention function.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from kedge.engine.local.attention.arguments import unsupported
 from kedge.kv.spec import keeps_latent
@@ -23,6 +26,45 @@ MARK = "_kedge_latent"
 """Attribute of an attention module whose projection is watched"""
 PROJECTION = "kv_b_proj"
 """The name of the projection in Transformers' modules"""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What a module projects latents with, by head."""
+
+    of_keys: Tensor
+    """[heads, unrotated dimensions of a key, rank]"""
+    of_values: Tensor
+    """[heads, value_dim, rank]"""
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Return queries to rows [heads, tokens, rank + rotated] for queries to keys [heads, tokens, key_dim]."""
+        unrotated = self.of_keys.shape[1]
+        return torch.cat([query[..., :unrotated] @ self.of_keys, query[..., unrotated:]], dim=-1)
+
+    def projected(self, out: Tensor) -> Tensor:
+        """Return attention to values [tokens, heads, value_dim] for that to rows [tokens, heads, rank + rotated]."""
+        sums = out[..., : self.of_values.shape[2]].transpose(0, 1)
+        return (sums @ self.of_values.transpose(1, 2)).transpose(0, 1)
+
+    def expanded(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of some heads, each [tokens, heads, key_dim], that follow from rows [tokens,
+        rank + rotated]. Values are as wide as keys, the rest being zero.
+        """
+        (_, unrotated, rank), value_dim = self.of_keys.shape, self.of_values.shape[1]
+        keys, values = (rows[:, :rank] @ weights[heads].transpose(1, 2) for weights in (self.of_keys, self.of_values))
+        rotated = rows[:, rank:].expand(len(keys), -1, -1)
+        keys, values = torch.cat([keys, rotated], dim=-1), pad(values, (0, unrotated + rotated.shape[2] - value_dim))
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def is_worth_expanding(self, queries: int, context: int, width: int) -> bool:
+        """Return whether so many queries, the last of a context of rows as wide as `width`, take less arithmetic with
+        the keys and values of the whole context than with its rows.
+        """
+        unrotated, rank = self.of_keys.shape[1:]
+        value_dim = self.of_values.shape[1]
+        more = (width + rank) - (unrotated + width - rank + value_dim)  # of a query and a token that it sees
+        return more * queries * (context - queries / 2) > rank * (unrotated + value_dim) * context
 
 
 class LatentProjection:
@@ -68,24 +110,10 @@ class LatentProjection:
         is_close = (projected - found).norm() <= tolerance * found.norm()
         return bool(is_close) and torch.equal(rotated, shared.expand_as(rotated))
 
-    def absorbed(self, query: Tensor, value_dim: int) -> Tensor:
-        """Return queries to rows [1, heads, tokens, rank + rotated] for queries to keys [1, heads, tokens, key_dim]."""
-        of_keys, _ = self._weights(query.shape[1], value_dim)
-        unrotated, rotated = query.split([of_keys.shape[1], query.shape[3] - of_keys.shape[1]], dim=-1)
-        return torch.cat([unrotated @ of_keys, rotated], dim=-1)
-
-    def projected(self, out: Tensor, value_dim: int) -> Tensor:
-        """Return attention to values [1, tokens, heads, value_dim] for attention to rows [1, tokens, heads, rank +
-        rotated].
-        """
-        _, of_values = self._weights(out.shape[2], value_dim)
-        sums = out[0, ..., : self.rank].transpose(0, 1)
-        return (sums @ of_values.transpose(1, 2)).transpose(0, 1).contiguous()[None]
-
-    def _weights(self, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Return the weights of keys and of values, each [heads, dim, rank]: views."""
-        weights = self._projection.weight.view(heads, -1, self.rank)
-        return weights.split([weights.shape[1] - value_dim, value_dim], dim=1)
+    def weights(self, value: Tensor) -> LatentWeights:
+        """Return the weights for values [1, heads, tokens, dim]."""
+        weights = self._projection.weight.view(value.shape[1], -1, self.rank)
+        return LatentWeights(*weights.split([weights.shape[1] - value.shape[3], value.shape[3]], dim=1))
 
 
 def watch(model: nn.Module) -> None:
@@ -109,10 +137,10 @@ def latent_of(module: nn.Module) -> LatentProjection | None:
     return getattr(module, MARK, None)
 
 
-def rows_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[LatentProjection, Tensor]:
-    """Return a module's projection and the rows of a pass's tokens. Raises `UnsupportedModel` where there are none."""
+def rows_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[LatentWeights, Tensor]:
+    """Return a module's weights and the rows of a pass's tokens. Raises `UnsupportedModel` where there are none."""
     latent = latent_of(module)
     rows = None if latent is None else latent.rows(key, value)
     if latent is None or rows is None:
         raise unsupported(module, "its keys and values follow from no latent, other than when it was loaded")
-    return latent, rows
+    return latent.weights(value), rows
