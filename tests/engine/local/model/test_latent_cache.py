@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model import masks
 from kedge.engine.local.model.architectures import Architecture
+from kedge.engine.local.model.comparing import attention
+from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model
 from kedge.engine.local.model.runner import ModelRunner
@@ -117,6 +119,47 @@ def test_translated_latents_are_the_translated_kv_of_all_heads(name: str) -> Non
     close(latents.run([START + COUNT]), heads.run([START + COUNT]))
 
 
+def transformers_cache(runner: ModelRunner, base: KVSegment, offsets: KVSegment) -> DynamicCache:
+    """Translation written out: base KV plus offsets from `START` on, rotated as by Transformers, in its own cache."""
+    config, model = runner.model.config, runner.model.model
+    cos, sin = (x[0] for x in model.rotary_emb(torch.zeros(1), torch.arange(START, START + COUNT)[None]))
+    cache, half = DynamicCache(config=config), config.qk_rope_head_dim // 2
+    for layer in range(3):
+        row = torch.cat([base.values[layer, :, 0], base.keys[layer, :, 0]], dim=-1)
+        if layer:
+            row = row + torch.cat([offsets.values[layer - 1, :, 0], offsets.keys[layer - 1, :, 0]], dim=-1)
+        latent, part = row.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        turned = part * cos + torch.cat([-part[:, half:], part[:, :half]], dim=-1) * sin
+        cache.update(*(pad(x, (0, 0, START, 0))[None, None] for x in (latent, turned)), layer)
+    return cache
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "DeepSeek-V2, MLA"])  # its neighbours are paired
+@torch.inference_mode()
+def test_after_translated_latents_transformers_computes_the_same_over_its_own_cache(name: str) -> None:
+    runner = checked_runner(model(name))
+    twin = Twin(runner)
+    twin.run(list(range(COUNT)))
+    base = twin.storage.read(twin.table, 0, COUNT)
+    for pool in (twin.storage.keys, twin.storage.values):
+        pool.zero_()
+    offsets = KVSegment(*(0.3 * torch.randn_like(x[1:]) for x in (base.keys, base.values)))
+    twin.storage.write(twin.table, START, base, offsets)
+    place = START + COUNT
+    with attention(runner.model, "eager"):
+        theirs = runner.model(
+            input_ids=torch.tensor([[prompt(3, place + 1)[-1]]]),
+            position_ids=torch.tensor([[place]]),
+            past_key_values=transformers_cache(runner, base, offsets),
+        )
+    close(twin.run([place]), theirs.logits[0, -1])
+
+
+def test_what_was_saved_with_the_kv_of_all_heads_is_not_taken_for_latents() -> None:
+    latents, heads = both("MiniCPM3, MLA")
+    assert model_digest(latents).hexdigest() != model_digest(heads).hexdigest()
+
+
 @pytest.mark.parametrize("name", [MANY_HEADS.name, "MiniCPM3, MLA"])
 def test_a_repeated_value_is_translated_to_the_answer_of_all_heads(name: str) -> None:
     answers = []
@@ -148,26 +191,26 @@ def test_answers_stay_right_in_a_full_pool_beside_cancelled_requests(name: str) 
             assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
-def with_bias(attention: Any) -> None:
-    before = attention.kv_b_proj
-    attention.kv_b_proj = nn.Linear(before.in_features, before.out_features)
+def with_bias(layer: Any) -> None:
+    before = layer.kv_b_proj
+    layer.kv_b_proj = nn.Linear(before.in_features, before.out_features)
 
 
-def of_another_kind(attention: Any) -> None:
+def of_another_kind(layer: Any) -> None:
     class Other(nn.Linear):
         pass
 
-    attention.kv_b_proj.__class__ = Other
+    layer.kv_b_proj.__class__ = Other
 
 
-def with_changed_values(attention: Any) -> None:
-    expand = attention.expand_kv
+def with_changed_values(layer: Any) -> None:
+    expand = layer.expand_kv
 
     def changed(*args: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = expand(*args)
         return keys, values.tanh()
 
-    attention.expand_kv = changed
+    layer.expand_kv = changed
 
 
 @pytest.mark.parametrize("change", [with_bias, of_another_kind, with_changed_values])
@@ -195,14 +238,14 @@ def test_a_latent_that_saves_little_or_has_no_halves_is_not_kept(rank: int) -> N
 def test_a_latent_with_which_results_are_wrong_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     """Values that change with the number of tokens are seen by the comparison of prompts only."""
     one = model_of("DeepSeek-V3 and Kimi K2, MLA")
-    attention = one.model.layers[1].self_attn
-    expand = attention.expand_kv
+    layer = one.model.layers[1].self_attn
+    expand = layer.expand_kv
 
     def changed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = expand(latent, rotated)
         return keys, values * (1 if latent.shape[2] < 8 else 3)
 
-    attention.expand_kv = changed
+    layer.expand_kv = changed
     assert checked_runner(one).spec.latent == 0
     assert "keys and values of all heads are kept" in caplog.text
     assert not any(map(latent_of, one.modules()))

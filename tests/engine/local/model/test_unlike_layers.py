@@ -143,9 +143,10 @@ def zeroed(runner: ModelRunner) -> PagedStorage:
     return storage
 
 
-def test_keys_of_several_shapes_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Gemma 4", "DeepSeek-V2, MLA"])
+def test_keys_of_several_shapes_and_latents_have_no_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedStorage, "has_kernels", True)
-    runner = checked_runner(model_of("Gemma 4"))
+    runner = checked_runner(model_of(name))
     assert on_gpu(runner.run, zeroed(runner), 200) is None
 
 

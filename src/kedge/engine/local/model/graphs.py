@@ -170,7 +170,9 @@ class CudaCapture:
 
 
 def on_gpu(run: Callable[[ForwardBatch], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
-    """Return graphs for passes over `storage`; None if it has no kernels, or keys do not fill it in all layers."""
+    """Return graphs for passes over `storage`; None if it has no kernels, has latents, or keys do not fill it in all
+    layers.
+    """
     if not storage.has_kernels or any(keys.shape != storage.keys.shape[1:] for keys, _ in storage.pools):
         return None
     from kedge.kv.attention_kernel import attend
