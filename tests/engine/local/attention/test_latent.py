@@ -74,7 +74,7 @@ def test_expanding_is_worth_it_from_the_number_of_queries_on_that_takes_less_ari
     query and token takes a score and a weighted sum, of rows or of keys and values.
     """
     rank, rotated, unrotated, value_dim = 512, 64, 128, 128
-    latent = LatentWeights(torch.empty(1, unrotated, rank), torch.empty(1, value_dim, rank))
+    latent = LatentWeights(torch.empty(1, unrotated + value_dim, rank), value_dim)
 
     def arithmetic(queries: int) -> tuple[float, float]:
         pairs = queries * (context - queries / 2)

@@ -123,7 +123,7 @@ def test_attention_to_rows_is_that_to_keys_and_values_for_few_queries_and_for_ma
     """One pass over sequences of all kinds, as the keys and values of all heads give it."""
     monkeypatch.setattr(paged, "EXPANDED", at_once)
     torch.manual_seed(0)
-    latent = LatentWeights(*(torch.randn(HEADS, dim, RANK) * RANK**-0.5 for dim in (DIM - ROTATED, VALUE)))
+    latent = LatentWeights(torch.randn(HEADS, DIM - ROTATED + VALUE, RANK) * RANK**-0.5, VALUE)
     pool = torch.randn(1200, 1, RANK + ROTATED)
     keys, values = latent.expanded(pool[:, 0], slice(None))
     sequences, expanded, start = [], [], 0
@@ -150,7 +150,7 @@ def test_attention_to_rows_is_that_to_keys_and_values_for_few_queries_and_for_ma
 
 def test_a_pass_of_few_queries_only_is_attended_to_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatentWeights, "expanded", None)
-    latent = LatentWeights(torch.randn(HEADS, DIM - ROTATED, RANK), torch.randn(HEADS, VALUE, RANK))
+    latent = LatentWeights(torch.randn(HEADS, DIM - ROTATED + VALUE, RANK), VALUE)
     sequences = [
         SequenceSlice(i, i + 1, (slice(100 * i, 100 * i + 80),), 80, torch.tensor([79]), True) for i in range(3)
     ]

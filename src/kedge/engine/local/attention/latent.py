@@ -32,10 +32,19 @@ PROJECTION = "kv_b_proj"
 class LatentWeights:
     """What a module projects latents with, by head."""
 
-    of_keys: Tensor
-    """[heads, unrotated dimensions of a key, rank]"""
-    of_values: Tensor
-    """[heads, value_dim, rank]"""
+    weight: Tensor
+    """[heads, unrotated dimensions of a key + value_dim, rank]"""
+    value_dim: int
+
+    @property
+    def of_keys(self) -> Tensor:
+        """Return those of keys [heads, unrotated dimensions, rank]: a view."""
+        return self.weight[:, : -self.value_dim]
+
+    @property
+    def of_values(self) -> Tensor:
+        """Return those of values [heads, value_dim, rank]: a view."""
+        return self.weight[:, -self.value_dim :]
 
     def absorbed(self, query: Tensor) -> Tensor:
         """Return queries to rows [heads, tokens, rank + rotated] for queries to keys [heads, tokens, key_dim]."""
@@ -44,27 +53,26 @@ class LatentWeights:
 
     def projected(self, out: Tensor) -> Tensor:
         """Return attention to values [tokens, heads, value_dim] for that to rows [tokens, heads, rank + rotated]."""
-        sums = out[..., : self.of_values.shape[2]].transpose(0, 1)
+        sums = out[..., : self.weight.shape[2]].transpose(0, 1)
         return (sums @ self.of_values.transpose(1, 2)).transpose(0, 1)
 
     def expanded(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some heads, each [tokens, heads, key_dim], that follow from rows [tokens,
         rank + rotated]. Values are as wide as keys, the rest being zero.
         """
-        (_, unrotated, rank), value_dim = self.of_keys.shape, self.of_values.shape[1]
-        keys, values = (rows[:, :rank] @ weights[heads].transpose(1, 2) for weights in (self.of_keys, self.of_values))
-        rotated = rows[:, rank:].expand(len(keys), -1, -1)
-        keys, values = torch.cat([keys, rotated], dim=-1), pad(values, (0, unrotated + rotated.shape[2] - value_dim))
-        return keys.transpose(0, 1), values.transpose(0, 1)
+        weight, rank = self.weight[heads], self.weight.shape[2]
+        both = linear(rows[:, :rank], weight.flatten(0, 1)).unflatten(1, weight.shape[:2])
+        unrotated, values = both.split([weight.shape[1] - self.value_dim, self.value_dim], dim=-1)
+        keys = torch.cat([unrotated, rows[:, None, rank:].expand(-1, len(weight), -1)], dim=-1)
+        return keys, pad(values, (0, keys.shape[2] - self.value_dim))
 
     def is_worth_expanding(self, queries: int, context: int, width: int) -> bool:
         """Return whether so many queries, the last of a context of rows as wide as `width`, take less arithmetic with
         the keys and values of the whole context than with its rows.
         """
-        unrotated, rank = self.of_keys.shape[1:]
-        value_dim = self.of_values.shape[1]
-        more = (width + rank) - (unrotated + width - rank + value_dim)  # of a query and a token that it sees
-        return more * queries * (context - queries / 2) > rank * (unrotated + value_dim) * context
+        numbers, rank = self.weight.shape[1:]
+        more = (width + rank) - (numbers + width - rank)  # of a query and a token that it sees
+        return more * queries * (context - queries / 2) > rank * numbers * context
 
 
 class LatentProjection:
@@ -112,8 +120,7 @@ class LatentProjection:
 
     def weights(self, value: Tensor) -> LatentWeights:
         """Return the weights for values [1, heads, tokens, dim]."""
-        weights = self._projection.weight.view(value.shape[1], -1, self.rank)
-        return LatentWeights(*weights.split([weights.shape[1] - value.shape[3], value.shape[3]], dim=1))
+        return LatentWeights(self._projection.weight.view(value.shape[1], -1, self.rank), value.shape[3])
 
 
 def watch(model: nn.Module) -> None:

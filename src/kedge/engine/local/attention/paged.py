@@ -212,7 +212,7 @@ def _attend_latents(
     """Return all sequences' attention [tokens, heads, value_dim] over a pool of rows [slots, 1, rank + rotated]: the
     queries [heads, tokens, key_dim] of most of them are turned into queries to rows together.
     """
-    out = query.new_empty(query.shape[1], len(query), latent.of_values.shape[1])
+    out = query.new_empty(query.shape[1], len(query), latent.value_dim)
     few: list[SequenceSlice] = []
     for one in sequences:
         if latent.is_worth_expanding(one.stop - one.start, one.context, pool.shape[2]):
@@ -242,7 +242,7 @@ def _attend_expanded(
     for heads in (slice(first, first + size) for first in range(0, len(query), size)):
         its = replace(how, sinks=None if how.sinks is None else how.sinks[heads])
         outs.append(_attend_one(query[heads], latent.expanded(rows, heads), whole, its))
-    return torch.cat(outs, dim=1)[..., : latent.of_values.shape[1]]
+    return torch.cat(outs, dim=1)[..., : latent.value_dim]
 
 
 def _attend(
