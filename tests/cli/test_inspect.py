@@ -10,6 +10,7 @@ import pytest
 import yaml
 from transformers import (
     BertConfig,
+    DeepseekV3Config,
     FalconConfig,
     Gemma3TextConfig,
     HunYuanDenseV1Config,
@@ -24,6 +25,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from kedge.cli.main import app
+from kedge.engine.local.attention import latent
 from kedge.engine.local.model import replica
 from kedge.workflow.export import export
 from kedge.workflow.spec import build_step_graph
@@ -59,6 +61,28 @@ def test_a_model_that_can_be_translated(tmp_path: Path) -> None:
     assert shown["RoPE"].startswith("default, theta")
     assert shown["runs, exact reuse"] == "yes"
     assert shown["translation"].startswith("yes")
+
+
+def latent_attention() -> DeepseekV3Config:
+    """16 heads with keys of 16 + 8 dimensions and values of 16."""
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    return DeepseekV3Config(**{**SMALL, **latent, "num_attention_heads": 16, "num_key_value_heads": 16})
+
+
+def test_a_latent_is_shown_with_its_size(tmp_path: Path) -> None:
+    shown = rows(tmp_path, latent_attention())
+    assert shown["KV per token"] == "480 bytes in float32, 240 bytes in bfloat16: a latent for all heads"
+    assert shown["RoPE"].endswith(", 8 of 40 dimensions")
+    assert (shown["runs, exact reuse"], shown["translation"]) == ("yes", "yes")
+
+
+def test_the_kv_of_all_heads_is_shown_where_a_small_model_does_not_keep_the_latent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent, "PROJECTION", "another_name")
+    shown = rows(tmp_path, latent_attention())
+    assert shown["KV per token"] == "9,216 bytes in float32, 4,608 bytes in bfloat16"
+    assert shown["RoPE"].endswith(", 8 of 24 dimensions")
 
 
 def test_part_of_the_dimensions_rotated_and_scaled_rope_are_shown(tmp_path: Path) -> None:

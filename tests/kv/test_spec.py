@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from kedge.errors import UnsupportedModel
-from kedge.kv.spec import KVSpec, mixed_layers, translation_refusal
+from kedge.kv.spec import KVSpec, keeps_latent, mixed_layers, translation_refusal
 
 
 def test_shape_of_llama_3_1_8b() -> None:
@@ -72,9 +72,42 @@ def test_layers_that_differ_are_translated_here_and_named_for_engines_that_canno
     assert (why is None and mixed_layers(config) is None) or str(why) in str(mixed_layers(config))
 
 
-def test_latent_attention_has_the_expanded_keys_of_all_heads() -> None:
+def test_latent_attention_keeps_a_latent_and_a_rotated_part_for_all_heads() -> None:
     spec = KVSpec.from_config(DeepseekV3Config(), torch.bfloat16)
-    assert (spec.layers, spec.kv_heads, spec.head_dim, spec.rotary_dim) == (61, 128, 192, 64)
+    assert spec == KVSpec(61, 1, 288, 64, torch.bfloat16, latent=512)
+    assert spec.bytes_per_token == 61 * (512 + 64) * 2
+
+
+def test_keys_and_values_of_all_heads_take_over_four_times_as_much() -> None:
+    heads = KVSpec.from_config(DeepseekV3Config(), torch.bfloat16, latent=False)
+    assert (heads.layers, heads.kv_heads, heads.head_dim, heads.rotary_dim, heads.latent) == (61, 128, 192, 64, 0)
+    assert heads.bytes_per_token == 61 * 2 * 128 * 192 * 2
+    assert heads.bytes_per_token > 4 * KVSpec.from_config(DeepseekV3Config(), torch.bfloat16).bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("expanded", "latent", "rotated", "kept"),
+    [
+        (4 * 40, 32, 8, True),
+        (4 * 40 - 1, 32, 8, False),
+        (10**6, 33, 8, False),
+        (10**6, 8, 8, True),
+        (10**6, 6, 8, False),
+        (10**6, 32, 0, True),
+        (10**6, 0, 8, False),
+    ],
+    ids=["4 times", "less", "odd", "as large a rotated part", "a larger one", "none", "no latent"],
+)
+def test_a_latent_is_kept_where_it_is_four_times_smaller_and_has_halves(
+    expanded: int, latent: int, rotated: int, kept: bool
+) -> None:
+    assert keeps_latent(expanded, latent, rotated) is kept
+
+
+def test_a_latent_that_saves_too_little_is_not_kept() -> None:
+    few = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    spec = KVSpec.from_config(DeepseekV3Config(**few))  # 4 * (64 + 64 + 64) numbers, less than 4 * (512 + 64)
+    assert (spec.kv_heads, spec.head_dim, spec.latent) == (4, 128, 0)
 
 
 def test_the_pool_holds_the_layer_with_the_largest_keys() -> None:

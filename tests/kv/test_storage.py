@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.kv.rotary import Rotary
+from kedge.kv.rotary import Pairing, Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
-from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable, halves
 from tests.engine.local.conftest import tiny_model
 
 SPEC = KVSpec(layers=3, kv_heads=2, head_dim=16, rotary_dim=16, dtype=torch.float32)
@@ -77,3 +79,36 @@ def test_a_copy_has_the_same_kv_and_leaves_the_rest(mine: list[int], theirs: lis
     for now, then in zip((storage.keys, storage.values), before, strict=True):
         then[:, target] = then[:, source]
         assert torch.equal(now, then)
+
+
+LATENT = KVSpec(layers=3, kv_heads=1, head_dim=20, rotary_dim=16, dtype=torch.float32, latent=24)
+LAST = ROTARY.paired(Pairing(start=4))
+"""The rotation of the last 16 of 20 dimensions"""
+
+
+def test_with_a_latent_attention_reads_rows_of_which_values_and_keys_are_the_halves() -> None:
+    storage = PagedStorage(LATENT, 8, 4, torch.device("cpu"), LAST)
+    rows, slots = torch.randn(5, 1, 24 + 16), torch.tensor([3, 31, 4, 0, 17])
+    for layer in range(3):
+        storage.store(layer, slots, *halves(rows + layer))
+        for pool in storage.pools[layer]:
+            assert torch.equal(pool[slots], rows + layer)
+    assert torch.equal(storage.values[2, slots], rows[..., :20] + 2)
+    assert torch.equal(storage.keys[2, slots], rows[..., 20:] + 2)
+    assert LATENT.bytes_per_token == 3 * (24 + 16) * 4 == sum(pool.nbytes // 32 for pool, _ in storage.pools)
+
+
+@pytest.mark.parametrize("blocks", [[6, 1, 2, 4], [3, 4, 5, 6]], ids=["scattered", "one run"])
+def test_rows_are_translated_read_and_copied_as_keys_and_values_are(blocks: list[int]) -> None:
+    storages = [PagedStorage(replace(LATENT, latent=n), 16, 4, torch.device("cpu"), LAST) for n in (LATENT.latent, 0)]
+    base, offsets = (KVSegment(torch.randn(n, 10, 1, 20), torch.randn(n, 10, 1, 20)) for n in (3, 2))
+    table, other = SlotTable.of(blocks, 4), SlotTable.of([9, 12, 10, 11], 4)
+    for storage in storages:
+        storage.write(table, 3, base, offsets)
+        storage.copy(table, other, 3, 13)
+    rows, plain = storages
+    for at in (table, other):
+        assert torch.equal(rows.keys[:, at.slots[3:13]], plain.keys[:, at.slots[3:13]])
+        assert torch.equal(rows.values[:, at.slots[3:13]], plain.values[:, at.slots[3:13]])
+        assert torch.equal(rows.read(at, 3, 13).keys, plain.read(at, 3, 13).keys)
+    torch.testing.assert_close(rows.read(table, 3, 13).keys[1:], base.keys[1:] + offsets.keys, atol=1e-5, rtol=1e-4)

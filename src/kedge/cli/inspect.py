@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ from kedge.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from kedge.kv.spec import KVSpec
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
 SHORT = {"family", "runs", "runs, exact reuse", "longest prompt", "translation"}
@@ -122,23 +125,22 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
         tried = trial(config)
     except UnsupportedModel as error:
         return [("runs", f"no: {error.why}")]
-    spec, yes = KVSpec.from_config(config), "yes" if tried.ran else UNTRIED
+    spec, yes = KVSpec.from_config(config, latent=not tried.keeps_heads), "yes" if tried.ran else UNTRIED
     return [
         ("longest prompt", str(longest(config))),
-        ("KV per token", _kv_per_token(config)),
-        ("RoPE", _rope(config, spec.rotary_dim, spec.head_dim)),
+        ("KV per token", _kv_per_token(spec)),
+        ("RoPE", _rope(config, spec.rotary_dim, spec.latent + spec.rotary_dim if spec.latent else spec.head_dim)),
         ("runs, exact reuse", yes),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
 
 
-def _kv_per_token(config: PretrainedConfig) -> str:
+def _kv_per_token(spec: KVSpec) -> str:
     import torch
 
-    from kedge.kv.spec import KVSpec
-
-    sizes = {dtype: KVSpec.from_config(config, dtype).bytes_per_token for dtype in (torch.float32, torch.bfloat16)}
-    return ", ".join(f"{size:,} bytes in {str(dtype).removeprefix('torch.')}" for dtype, size in sizes.items())
+    sizes = {dtype: replace(spec, dtype=dtype).bytes_per_token for dtype in (torch.float32, torch.bfloat16)}
+    shown = ", ".join(f"{size:,} bytes in {str(dtype).removeprefix('torch.')}" for dtype, size in sizes.items())
+    return f"{shown}: a latent for all heads" if spec.latent else shown
 
 
 def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:

@@ -21,6 +21,9 @@ ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_
 EMPTY = frozenset({"mlp", "moe"})
 """Types of layers that look at one token only."""
 
+SAVING = 4
+"""A latent is kept where that takes at least so many times less memory than keys and values of all heads."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -46,6 +49,11 @@ class KVSpec:
     """The shape of every layer, where not all of them fill [kv_heads, head_dim]; otherwise empty."""
     numbers: tuple[int, ...] = ()
     """The model's numbers of the layers that keep KV, where others keep none; otherwise empty."""
+    latent: int = 0
+    """With multi-head latent attention: the dimensions of the latent that keys and values of all heads are computed
+    from. A token's KV is then the latent and a rotated part, `latent` + `rotary_dim` numbers, of which `PagedStorage`
+    counts the first half as values and the second as keys of a single head. Otherwise 0.
+    """
 
     @property
     def bytes_per_token(self) -> int:
@@ -53,14 +61,21 @@ class KVSpec:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> KVSpec:
-        """Return the shape according to a config. Raises `UnsupportedModel` unless it is a RoPE decoder with one KV
-        per token and layer. `kedge.engine.local.model.layout` finds the shape that a model really has.
+    def from_config(
+        cls, config: PretrainedConfig, dtype: torch.dtype = torch.float32, *, latent: bool = True
+    ) -> KVSpec:
+        """Return the shape according to a config; unless `latent`, that of all heads where a latent could be kept.
+
+        Raises `UnsupportedModel` unless it is a RoPE decoder with one KV per token and layer.
+        `kedge.engine.local.model.layout` finds the shape that a model really has.
         """
         config = _text(config)
         if reason := _unservable(config):
             raise UnsupportedModel("model_type", config.model_type, reason)
         layers = _layers(config)
+        if latent and (rank := _latent(layers)):
+            rotated = _rotary_dim(config)
+            return cls(_attending(config), 1, (rank + rotated) // 2, rotated, dtype, latent=rank)
         return cls(
             layers=_attending(config),
             kv_heads=max(getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers),
@@ -68,6 +83,14 @@ class KVSpec:
             rotary_dim=max(map(_rotary_dim, layers)),
             dtype=dtype,
         )
+
+
+def keeps_latent(expanded: int, latent: int, rotated: int) -> bool:
+    """Return whether a layer's KV is kept as a latent and a rotated part: where that takes at most 1 / `SAVING` of the
+    `expanded` numbers of all heads, and both halves of it are equal, the second with the whole rotated part.
+    """
+    fits = latent > 0 and rotated <= latent and (latent + rotated) % 2 == 0
+    return fits and SAVING * (latent + rotated) <= expanded
 
 
 def longest(config: PretrainedConfig) -> int:
@@ -107,6 +130,16 @@ def _attending(config: PretrainedConfig) -> int:
 def _layers(config: PretrainedConfig) -> list[PretrainedConfig]:
     """Return the config of every layer where they differ, else the one of all layers."""
     return list(getattr(config, "per_layer_config", None) or [config])
+
+
+def _latent(layers: list[PretrainedConfig]) -> int:
+    """Return the dimensions of the latent that is kept for a token, 0 for keys and values of all heads."""
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    sizes = {(one.num_attention_heads, *(getattr(one, name, None) for name in names)) for one in layers}
+    heads, latent, rotated, unrotated, values = next(iter(sizes))
+    if len(sizes) > 1 or not all(isinstance(size, int) for size in (latent, rotated, unrotated, values)):
+        return 0
+    return latent if keeps_latent(heads * (rotated + unrotated + values), latent, rotated) else 0
 
 
 def _head_dim(config: PretrainedConfig) -> int:

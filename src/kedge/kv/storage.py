@@ -16,6 +16,8 @@ from kedge.kv.spec import KVSpec
 
 Runs = tuple[slice, ...]
 """Slots in order of positions, as contiguous slices; most requests have one or two."""
+Pools = list[tuple[Tensor, Tensor]]
+"""The keys and values of each layer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,14 @@ class PagedStorage:
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotation) -> None:
-        shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
-        allocate = torch.zeros if spec.shapes else torch.empty
-        self.keys = allocate(shape, dtype=spec.dtype, device=device)
-        self.values = allocate(shape, dtype=spec.dtype, device=device)
+        self.keys, self.values, pools = _allocated(spec, num_blocks * block_size, device)
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
-        self.pools = layer_pools(spec, self.keys, self.values)
-        """The keys and values of each layer as attention reads them, each [slots, kv_heads, key_dim]: views"""
+        self.parts = layer_parts(spec, self.keys, self.values)
+        """The keys and values of each layer as they are written, each [slots, kv_heads, key_dim]: views"""
+        self.pools = pools or self.parts
+        """The keys and values of each layer as attention reads them: with a latent both are [slots, 1, latent +
+        rotary_dim], else those that are written
+        """
         self.places = {number: place for place, number in enumerate(spec.numbers or range(spec.layers))}
         """The place of each of the model's layers in the pools, by its number"""
 
@@ -77,7 +80,7 @@ class PagedStorage:
         """Write one layer's rotated keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] to
         `slots` [tokens].
         """
-        key_pool, value_pool = self.pools[layer]
+        key_pool, value_pool = self.parts[layer]
         key_pool.index_copy_(0, slots, keys)
         if values.shape[2] < value_pool.shape[2]:
             value_pool = value_pool[..., : values.shape[2]]
@@ -117,7 +120,26 @@ class PagedStorage:
                 pool[:, here] = pool[:, there]
 
 
-def layer_pools(spec: KVSpec, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _allocated(spec: KVSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor, Pools | None]:
+    """Return keys and values of all slots, and the pools that attention reads unless these are its keys and values.
+
+    With a latent there is one row for each token, of which the values are the first half: attention reads it whole.
+    """
+    shape = (spec.layers, slots, spec.kv_heads, spec.head_dim)
+    if spec.latent:
+        rows = torch.empty(*shape[:-1], 2 * shape[-1], dtype=spec.dtype, device=device)
+        return *halves(rows), [(layer, layer) for layer in rows]
+    allocate = torch.zeros if spec.shapes else torch.empty
+    return allocate(shape, dtype=spec.dtype, device=device), allocate(shape, dtype=spec.dtype, device=device), None
+
+
+def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what of rows [..., latent + rotary_dim] counts as keys, the second half, and as values: views."""
+    values, keys = rows.chunk(2, dim=-1)
+    return keys, values
+
+
+def layer_parts(spec: KVSpec, keys: Tensor, values: Tensor) -> Pools:
     """Return each layer's part of the pools. Values are read as wide as keys, which fused kernels require."""
     if not spec.shapes:
         return list(zip(keys, values, strict=True))

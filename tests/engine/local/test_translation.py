@@ -14,6 +14,7 @@ from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model, small_config
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.kv.segment import KVSegment
@@ -70,9 +71,11 @@ def request(
 class Driver:
     """The engine without its thread, so that a test can look at the KV of a request that still runs."""
 
-    def __init__(self, model: PreTrainedModel | None = None, **settings: object) -> None:
+    def __init__(
+        self, model: PreTrainedModel | None = None, runner: ModelRunner | None = None, **settings: object
+    ) -> None:
         config = EngineSettings(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
-        self.runner = checked_runner((model or tiny_model("llama")).to(config.device))
+        self.runner = runner or checked_runner((model or tiny_model("llama")).to(config.device))
         self.core: EngineCore
         self.core, _ = build.core(self.runner, config)
 

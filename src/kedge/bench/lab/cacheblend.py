@@ -88,7 +88,7 @@ class _FilteredStorage(PagedStorage):
         """Take `reused`, bool [rows] on the CPU. Rows that are not reused are always written and always kept."""
         self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
-        self.places = storage.places
+        self.places, self.parts = storage.places, storage.parts
         self.keep = 0
         self.kept = torch.ones_like(reused)
         """bool [rows] of the layer that was stored last, on the CPU."""

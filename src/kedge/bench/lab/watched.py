@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kedge.engine.local.attention.paged import Batch
+from kedge.engine.local.attention.latent import LatentWeights
+from kedge.engine.local.attention.paged import Batch, Scoring
 from kedge.kv.storage import PagedStorage
 
 
@@ -18,7 +19,7 @@ class ReadOnlyStorage(PagedStorage):
     def __init__(self, storage: PagedStorage) -> None:
         self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
-        self.places = storage.places
+        self.places, self.parts = storage.places, storage.parts
         self.fresh: tuple[int, Tensor, Tensor]
         """Layer, keys and values [rows, kv_heads, head_dim] of the last pass."""
 
@@ -30,7 +31,7 @@ class WatchedBatch(Batch):
     """A batch of one sequence over a `ReadOnlyStorage`, with what its last layer saw."""
 
     query: Tensor
-    """[heads, rows, head_dim], rotated"""
+    """[heads, rows, head_dim], rotated: queries to what attention reads of a token"""
     scaling: float
 
     @classmethod
@@ -38,31 +39,24 @@ class WatchedBatch(Batch):
         """Return a batch like this one, watched."""
         return cls(**{field.name: getattr(batch, field.name) for field in fields(batch)})
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        self.query, self.scaling = query, scaling
-        return Batch.attend(self, layer, query, scaling, window, softcap, sinks)
+    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
+        self.query, self.scaling = query if latent is None else latent.absorbed(query), how.scaling
+        return Batch.attend(self, layer, query, how, latent)
 
     def distances(self, rows: Tensor) -> Tensor:
         """Return the cosine distance of the stored values from the fresh ones, float32 [rows], on the CPU."""
         layer, _, values = self._fresh()
-        stored = self.storage.values[layer, self.slots[rows]]
+        stored = self.storage.parts[layer][1][self.slots[rows], :, : values.shape[2]]
         return 1 - cosine_similarity(stored.float().flatten(1), values[rows].float().flatten(1)).cpu()
 
     def attention(self, rows: Tensor) -> Tensor:
         """Return the attention that each position of the context gets from some rows, summed over these and over all
         heads: float32 [context], on the CPU. Keys are fresh where there are some.
         """
-        layer, fresh, _ = self._fresh()
+        layer, fresh, values = self._fresh()
         (sequence,) = self.sequences
-        keys = torch.cat([self.storage.keys[layer, run] for run in sequence.runs])
+        keys = torch.cat([self.storage.pools[layer][0][run] for run in sequence.runs])
+        fresh = torch.cat([values, fresh], dim=-1) if self.storage.spec.latent else fresh
         keys[self.positions] = fresh.to(keys.dtype)
         query = self.query[:, rows].unflatten(0, (keys.shape[1], -1)).float()
         scores = torch.einsum("kgtd,skd->kgts", query, keys.float()) * self.scaling

@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention import written_out
-from kedge.engine.local.attention.paged import FEW, SequenceSlice, _attend, _attend_causal, _attend_lower_right
+from kedge.engine.local.attention import paged, written_out
+from kedge.engine.local.attention.latent import LatentWeights
+from kedge.engine.local.attention.paged import (
+    FEW,
+    Scoring,
+    SequenceSlice,
+    _attend,
+    _attend_causal,
+    _attend_latents,
+    _attend_lower_right,
+)
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
 RUNS = [
@@ -95,3 +104,58 @@ def test_scores_that_are_written_out_are_capped_masked_and_joined_by_sinks_in_th
     weights = ((cap * (scores / cap).tanh() if cap else scores) + mask).exp()
     nowhere = 0 if sinks is None else sinks.double().exp()[:, None, None]
     assert (out.double() - weights / (weights.sum(-1, keepdim=True) + nowhere) @ value).abs().max() < TOLERANCE[dtype]
+
+
+RANK, ROTATED, VALUE = 24, 4, 10
+LATENT_SCORES = {
+    "plain": Scoring(SCALE),
+    "window": Scoring(SCALE, window=64),
+    "sinks": Scoring(SCALE, sinks=torch.linspace(-2, 2, HEADS)),
+    "capped": Scoring(SCALE, softcap=1.5),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 70_000, paged.EXPANDED], ids=["one head", "some heads", "all heads"])
+@pytest.mark.parametrize("how", LATENT_SCORES.values(), ids=LATENT_SCORES)
+def test_attention_to_rows_is_that_to_keys_and_values_for_few_queries_and_for_many(
+    how: Scoring, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass over sequences of all kinds, as the keys and values of all heads give it."""
+    monkeypatch.setattr(paged, "EXPANDED", at_once)
+    torch.manual_seed(0)
+    latent = LatentWeights(torch.randn(HEADS, DIM - ROTATED + VALUE, RANK) * RANK**-0.5, VALUE)
+    pool = torch.randn(1200, 1, RANK + ROTATED)
+    keys, values = latent.expanded(pool[:, 0], slice(None))
+    sequences, expanded, start = [], [], 0
+    for positions, runs in zip(POSITIONS.values(), [*RUNS, *RUNS], strict=False):
+        contiguous, stop = positions[0] == 800 - len(positions), start + len(positions)
+        sequences.append(SequenceSlice(start, stop, runs, 800, torch.tensor(positions), contiguous))
+        expanded.append(latent.is_worth_expanding(len(positions), 800, RANK + ROTATED))
+        start = stop
+    assert {*expanded} == {True, False}
+    query = torch.randn(HEADS, start, DIM)
+
+    out = _attend_latents(query, pool, sequences, how, latent)
+
+    for one in sequences:
+        mine, context = (
+            query[:, one.start : one.stop],
+            [torch.cat([x[run] for run in one.runs]) for x in (keys, values)],
+        )
+        mask = one.mask(how.window, torch.float32)
+        key, value = (x.transpose(0, 1) for x in context)
+        wanted = written_out.attend(mine, key, value, mask, SCALE, how.softcap, how.sinks).transpose(0, 1)
+        torch.testing.assert_close(out[one.start : one.stop], wanted[..., :VALUE], atol=1e-5, rtol=1e-4)
+
+
+def test_a_pass_of_few_queries_only_is_attended_to_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatentWeights, "expanded", None)
+    latent = LatentWeights(torch.randn(HEADS, DIM - ROTATED + VALUE, RANK), VALUE)
+    sequences = [
+        SequenceSlice(i, i + 1, (slice(100 * i, 100 * i + 80),), 80, torch.tensor([79]), True) for i in range(3)
+    ]
+    out = _attend_latents(
+        torch.randn(HEADS, 3, DIM), torch.randn(300, 1, RANK + ROTATED), sequences, Scoring(1), latent
+    )
+    assert out.shape == (3, HEADS, VALUE)
+    assert out.isfinite().all()

@@ -57,17 +57,17 @@ def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
 
 
 def place_of(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> int:
-    """Return the number of a layer's pools. Raises `UnsupportedModel` unless keys and values [1, kv_heads, tokens, dim]
+    """Return the number of a layer's pools. Raises `UnsupportedModel` unless keys and values [tokens, kv_heads, dim]
     fit into them.
     """
     layer = getattr(module, "layer_idx", None)
     place = storage.places.get(layer) if isinstance(layer, int) else None
     if place is None:
         raise unsupported(module, f"it attends in layer {layer}, and the model has {len(storage.pools)} layers")
-    _, heads, dim = storage.pools[place][0].shape
+    _, heads, dim = storage.parts[place][0].shape
     for name, tensor in (("keys", keys), ("values", values)):
-        if tensor.shape[1] != heads or tensor.shape[3] > dim or (name == "keys" and tensor.shape[3] != dim):
-            found = f"{tensor.shape[1]} heads of {tensor.shape[3]} dimensions"
+        if tensor.shape[1] != heads or tensor.shape[2] > dim or (name == "keys" and tensor.shape[2] != dim):
+            found = f"{tensor.shape[1]} heads of {tensor.shape[2]} dimensions"
             raise unsupported(module, f"its {name} have {found}, {heads} of {dim} when it was loaded")
     return place
 

@@ -7,7 +7,7 @@ which Transformers passes on as a keyword argument, maps tokens to sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,8 +18,9 @@ from transformers import AttentionInterface
 
 from kedge.engine.local.attention import written_out
 from kedge.engine.local.attention.arguments import place_of, require_known, without_batch
+from kedge.engine.local.attention.latent import LatentWeights, rows_of
 from kedge.engine.local.states import States
-from kedge.kv.storage import PagedStorage, Runs
+from kedge.kv.storage import PagedStorage, Runs, halves
 
 NAME = "kedge"
 FEW = 64
@@ -29,8 +30,23 @@ ALONE = 512
 each.
 """
 
+EXPANDED = 1 << 25
+"""Most numbers of keys and values that are computed from latents at once, unless those of one head are more"""
+
 # What SDPA itself calls on a CPU. It gives the logarithm of the softmax's sum as well, by which parts can be joined.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer's scores are computed from products of queries and keys."""
+
+    scaling: float
+    window: int | None = None
+    """The last tokens that a query sees, its own included; None for all"""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """[heads]: one more score of every query, whose weight goes to no token"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +117,17 @@ class Batch:
     """Rows that need logits."""
     storage: PagedStorage
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         """Return each sequence's attention over its own context: query [heads, tokens, head_dim] -> [tokens, heads,
-        head_dim].
+        head_dim], or [tokens, heads, value_dim] where the pool has latents.
         """
-        out = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
         pools = self.storage.pools[layer]
+        if latent is not None:
+            return _attend_latents(query, pools[0], self.sequences, how, latent)
+        out = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
         for sequence in self.sequences:
             rows = slice(sequence.start, sequence.stop)
-            mine = query[:, rows]
-            if softcap is None and (sinks is None or query.device.type == "cpu"):
-                out[rows] = _attend(mine, pools, sequence, scaling, window, sinks)
-            else:
-                out[rows] = _attend_written_out(mine, pools, sequence, scaling, window, softcap, sinks)
+            out[rows] = _attend_one(query[:, rows], pools, sequence, how)
         return out
 
 
@@ -142,9 +154,7 @@ class ForwardBatch(Protocol):
     def logits_rows(self) -> Tensor | int:
         """Rows that need logits; 0 is all of them."""
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         """Compute attention as `Batch.attend` does."""
 
 
@@ -170,11 +180,69 @@ def paged_attention(
     if kedge is None:
         raise without_batch(module)
     require_known(module, {"attention_mask": attention_mask, **others})
-    layer = place_of(module, kedge.storage, key, value)
-    kedge.storage.store(layer, kedge.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = kedge.attend(layer, query[0], scaling, sliding_window, softcap, s_aux)[None]
+    how = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if kedge.storage.spec.latent:
+        latent, rows = rows_of(module, key, value)
+        layer = _store(module, kedge, *halves(rows))
+        return kedge.attend(layer, query[0], how, latent)[None], None
+    layer = _store(module, kedge, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = kedge.attend(layer, query[0], how)[None]
     return out if value.shape[-1] == out.shape[-1] else out[..., : value.shape[-1]].contiguous(), None
+
+
+def _store(module: nn.Module, batch: ForwardBatch, keys: Tensor, values: Tensor) -> int:
+    """Write a layer's keys and values [tokens, kv_heads, dim]. Returns the number of its pools."""
+    layer = place_of(module, batch.storage, keys, values)
+    batch.storage.store(layer, batch.slots, keys, values)
+    return layer
+
+
+def _attend_one(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice, how: Scoring) -> Tensor:
+    """Return one sequence's attention: queries [heads, tokens, head_dim] over its context -> [tokens, heads,
+    head_dim].
+    """
+    if how.softcap is None and (how.sinks is None or query.device.type == "cpu"):
+        return _attend(query, pools, sequence, how.scaling, how.window, how.sinks)
+    return _attend_written_out(query, pools, sequence, how)
+
+
+def _attend_latents(
+    query: Tensor, pool: Tensor, sequences: Sequence[SequenceSlice], how: Scoring, latent: LatentWeights
+) -> Tensor:
+    """Return all sequences' attention [tokens, heads, value_dim] over a pool of rows [slots, 1, rank + rotated]: the
+    queries [heads, tokens, key_dim] of most of them are turned into queries to rows together.
+    """
+    out = query.new_empty(query.shape[1], len(query), latent.value_dim)
+    few: list[SequenceSlice] = []
+    for one in sequences:
+        if latent.is_worth_expanding(one.stop - one.start, one.context, pool.shape[2]):
+            out[one.start : one.stop] = _attend_expanded(query[:, one.start : one.stop], pool, one, how, latent)
+        else:
+            few.append(one)
+    if few:
+        rows: Tensor | slice = slice(None)
+        if len(few) < len(sequences):
+            rows = torch.cat([torch.arange(one.start, one.stop, device=query.device) for one in few])
+        absorbed = latent.absorbed(query[:, rows]).split([one.stop - one.start for one in few], dim=1)
+        parts = [_attend_one(mine, (pool, pool), one, how) for mine, one in zip(absorbed, few, strict=True)]
+        out[rows] = latent.projected(torch.cat(parts))
+    return out
+
+
+def _attend_expanded(
+    query: Tensor, pool: Tensor, sequence: SequenceSlice, how: Scoring, latent: LatentWeights
+) -> Tensor:
+    """Return one sequence's attention [tokens, heads, value_dim] over the keys and values that follow from its rows,
+    computed for some heads at a time.
+    """
+    rows = _gather(pool, sequence.runs)[0]
+    whole = replace(sequence, runs=(slice(0, len(rows)),), biases={})
+    size = max(1, EXPANDED // (2 * len(rows) * query.shape[2]))
+    outs = []
+    for heads in (slice(first, first + size) for first in range(0, len(query), size)):
+        its = replace(how, sinks=None if how.sinks is None else how.sinks[heads])
+        outs.append(_attend_one(query[heads], latent.expanded(rows, heads), whole, its))
+    return torch.cat(outs, dim=1)[..., : latent.value_dim]
 
 
 def _attend(
@@ -210,19 +278,11 @@ def _attend(
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _attend_written_out(
-    query: Tensor,
-    pools: tuple[Tensor, Tensor],
-    sequence: SequenceSlice,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_written_out(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice, how: Scoring) -> Tensor:
     """Compute attention for which PyTorch has no fused kernel: capped scores, and sinks on a GPU."""
     key, value = (_gather(pool, sequence.runs) for pool in pools)
-    mask = sequence.mask(window, torch.float32)
-    return written_out.attend(query, key, value, mask, scaling, softcap, sinks).transpose(0, 1)
+    mask = sequence.mask(how.window, torch.float32)
+    return written_out.attend(query, key, value, mask, how.scaling, how.softcap, how.sinks).transpose(0, 1)
 
 
 def _attend_with_sinks(

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Batch, ForwardBatch
+from kedge.engine.local.attention.latent import LatentWeights
+from kedge.engine.local.attention.paged import Batch, ForwardBatch, Scoring
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,12 @@ class Rows:
         _fill(self.lengths, batch.positions + 1)
         _fill(self.blocks[:, : blocks.shape[1]], blocks.to(self.blocks.device))
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         keys, values = self.storage.pools[layer]
         context = (self.blocks, self.lengths, self.storage.block_size)
-        return self.attend_with(query.transpose(0, 1), keys, values, *context, scaling, window, softcap, sinks)
+        rows = (query if latent is None else latent.absorbed(query)).transpose(0, 1)
+        out = self.attend_with(rows, keys, values, *context, how.scaling, how.window, how.softcap, how.sinks)
+        return out if latent is None else latent.projected(out)
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
@@ -169,7 +170,9 @@ class CudaCapture:
 
 
 def on_gpu(run: Callable[[ForwardBatch], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:
-    """Return graphs for passes over `storage`; None if it has no kernels, or keys do not fill it in all layers."""
+    """Return graphs for passes over `storage`; None if it has no kernels, has latents, or keys do not fill it in all
+    layers.
+    """
     if not storage.has_kernels or any(keys.shape != storage.keys.shape[1:] for keys, _ in storage.pools):
         return None
     from kedge.kv.attention_kernel import attend

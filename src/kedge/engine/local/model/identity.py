@@ -15,8 +15,8 @@ SAMPLED = 64
 """Sampled elements of every weight that are part of a model's identity."""
 _CHANCE = frozenset({"_name_or_path", "dtype", "transformers_version"})
 """Config entries that do not identify the model"""
-_IN_CONFIG = frozenset({"shapes", "numbers"})
-"""Fields of the KV's shape that follow from the config"""
+_IN_CONFIG = frozenset({"shapes", "numbers", "latent"})
+"""Fields of the KV's shape that follow from the config and the others"""
 
 
 def model_digest(runner: ModelRunner) -> Any:

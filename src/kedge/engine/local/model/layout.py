@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
+from kedge.engine.local.attention.latent import LatentProjection, latent_of
 from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.engine.local.model.rotations import Candidates, RotaryCall, recorded, spread
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Rotary, Rotation, by_layer
 from kedge.kv.spec import KVSpec, LayerShape
+from kedge.kv.storage import halves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +49,9 @@ class Recording:
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """Where a layer's keys and values follow from a latent: its dimensions, and the rows [places, 1, latent + rotated]
+    """
 
     def add(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
         """Record one layer's keys and values [1, kv_heads, places, dim]. Raises `UnsupportedModel`."""
@@ -56,6 +62,24 @@ class Recording:
             heads, dims = ((key.shape[n], value.shape[n]) for n in (1, 3))
             raise unsupported(module, f"its keys and values have {heads} heads and {dims} dimensions")
         self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self._add_rows(layer, latent_of(module), key, value)
+
+    def _add_rows(self, layer: int, latent: LatentProjection | None, key: Tensor, value: Tensor) -> None:
+        rows = None if latent is None else latent.rows(key, value)
+        limit = TOLERANCE.get(precision(key.dtype), 0.0)
+        if latent is not None and rows is not None and latent.explains(rows, key, value, limit):
+            self.rows[layer] = latent.rank, rows
+
+    def as_rows(self) -> int:
+        """Replace keys and values by the halves of rows, if all layers have rows of one shape. Returns the dimensions
+        of the latent, or 0.
+        """
+        sizes = {(rank, rows.shape[2]) for rank, rows in self.rows.values()}
+        if len(sizes) != 1 or self.rows.keys() != self.keys.keys():
+            return 0
+        for layer, (_, rows) in self.rows.items():
+            self.keys[layer], self.values[layer] = halves(rows)
+        return sizes.pop()[0]
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
@@ -64,21 +88,24 @@ class Recording:
         return tuple(LayerShape(key.shape[1], key.shape[2], value.shape[2]) for key, value in pairs)
 
 
-def find(model: PreTrainedModel, recurrent: RecurrentLayers, spec: KVSpec, max_positions: int) -> Layout:
-    """Return the layout of a model, for a `spec` as its config has it.
+def find(
+    model: PreTrainedModel, recurrent: RecurrentLayers, spec: KVSpec, max_positions: int, *, latent: bool = True
+) -> Layout:
+    """Return the layout of a model, for a `spec` as its config has it. Unless `latent`, keys and values are kept where
+    a latent could be. A model of which it is kept notes its latents from now on.
 
     Raises `UnsupportedModel` unless every layer attends once, to keys and values of its own.
     """
     places = sorted({at for at in (*PLACES, max_positions - 1) if at < max_positions})
     positions = torch.tensor(places, device=model.device)
-    recording, calls = _record(model, recurrent, positions)
+    recording, calls, rank = _recorded(model, recurrent, positions, latent)
     numbers = sorted(recording.keys)
     _require_every_layer(model, spec, list(range(len(numbers))) if recurrent else numbers)
     rotaries = [Rotary(call, max_positions, model.device) for call in calls]
     candidates = Candidates(rotaries)
     fits = [candidates.best(recording.keys[n], positions) for n in sorted(recording.keys)]
     refusal = _refusal(spec, [error for _, error in fits], [spread(v) for _, v in sorted(recording.values.items())])
-    spec = measured(replace(spec, numbers=_unusual(numbers)), recording.shapes)
+    spec = measured(replace(spec, numbers=_unusual(numbers), latent=rank), recording.shapes)
     return Layout(spec, by_layer([rotary for rotary, _ in fits]), refusal)
 
 
@@ -93,6 +120,25 @@ def measured(spec: KVSpec, shapes: tuple[LayerShape, ...]) -> KVSpec:
 def _unusual(numbers: list[int]) -> tuple[int, ...]:
     """Return the numbers of layers, or nothing where they are those of their rows in the pool."""
     return () if numbers == list(range(len(numbers))) else tuple(numbers)
+
+
+def _recorded(
+    model: PreTrainedModel, recurrent: RecurrentLayers, positions: Tensor, latent: bool
+) -> tuple[Recording, list[RotaryCall], int]:
+    """Run one token at all positions, and turn its KV into rows where a latent is to be kept. Returns the dimensions of
+    the latent too, or 0.
+    """
+    if not latent:
+        return *_record(model, recurrent, positions), 0
+    latents.watch(model)
+    rank = 0
+    try:
+        recording, calls = _record(model, recurrent, positions)
+        rank = recording.as_rows()
+    finally:
+        if not rank:
+            latents.unwatch(model)
+    return recording, calls, rank
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,11 +21,13 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from kedge.engine.common.model_folder import read_config
 from kedge.engine.local.attention import paged as attention
+from kedge.engine.local.attention.latent import unwatch
 from kedge.engine.local.model import masks, probe
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec
 
+logger = logging.getLogger(__name__)
 MIN_BYTES_WITH_BAR = 1 << 30
 """Bytes of weights from which loading takes seconds."""
 
@@ -84,10 +87,24 @@ def checked_runner(model: PreTrainedModel) -> ModelRunner:
     own_attention: str = model.config.get_text_config()._attn_implementation
     try:
         with probe.refusing(model.config.model_type):
-            return _checked(ModelRunner(model))
+            return _checked_of(model)
     except BaseException:
+        unwatch(model)
         model.set_attn_implementation(own_attention)
         raise
+
+
+def _checked_of(model: PreTrainedModel) -> ModelRunner:
+    """Return a checked runner: with the latent of a token, if its results are right with it."""
+    runner = ModelRunner(model)
+    try:
+        return _checked(runner)
+    except UnsupportedModel as error:
+        if not runner.spec.latent:
+            raise
+        logger.warning("keys and values of all heads are kept: with the latent alone, %s", error.why)
+    unwatch(model)
+    return _checked(ModelRunner(model, latent=False))
 
 
 def _checked(runner: ModelRunner) -> ModelRunner:

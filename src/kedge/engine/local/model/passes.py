@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Batch, SequenceSlice
+from kedge.engine.local.attention.latent import LatentWeights
+from kedge.engine.local.attention.paged import Batch, Scoring, SequenceSlice
 from kedge.engine.local.states import States
 from kedge.errors import UnsupportedModel
 from kedge.kv.storage import PagedStorage
@@ -24,11 +25,9 @@ class Watched(Batch):
 
     layers: list[int] = field(default_factory=list)
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         self.layers.append(layer)
-        return Batch.attend(self, layer, query, scaling, window, softcap, sinks)
+        return Batch.attend(self, layer, query, how, latent)
 
 
 @dataclass(frozen=True, slots=True)

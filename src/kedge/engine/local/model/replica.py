@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kedge.engine.local.model.loading import checked_runner
-from kedge.kv.spec import translation_refusal
+from kedge.kv.spec import KVSpec, translation_refusal
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -66,6 +66,8 @@ class Trial:
     ran: bool
     """Whether it could be built; then it was run, and its results are right."""
     translation_refusal: str | None
+    keeps_heads: bool = False
+    """Whether keys and values of all heads are kept, where according to the config a latent would do."""
 
 
 def trial(config: PretrainedConfig) -> Trial:
@@ -76,7 +78,8 @@ def trial(config: PretrainedConfig) -> Trial:
         logger.info("no small copy of this %s can be built: %s", config.model_type, error)
         return Trial(False, translation_refusal(config))
     runner = checked_runner(model)
-    return Trial(True, translation_refusal(config) or runner.refusal)
+    keeps_heads = not runner.spec.latent and KVSpec.from_config(runner.model.config).latent > 0
+    return Trial(True, translation_refusal(config) or runner.refusal, keeps_heads)
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:

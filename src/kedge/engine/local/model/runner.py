@@ -20,8 +20,10 @@ class ModelRunner:
     `kedge.engine.local.model.loading.checked_runner` makes a runner with checked results.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Find out what its KV looks like, and give the model Kedge's attention. Raises `UnsupportedModel`."""
+    def __init__(self, model: PreTrainedModel, *, latent: bool = True) -> None:
+        """Find out what its KV looks like, and give the model Kedge's attention. Unless `latent`, keys and values of
+        all heads are kept even where a latent would do. Raises `UnsupportedModel`.
+        """
         self.model = model
         self.graphs: StepGraphs | None = None
         """CUDA graphs over the engine's storage, if it has any."""
@@ -32,7 +34,7 @@ class ModelRunner:
         self.recurrent = RecurrentLayers(model)
         """The layers with a state of all tokens before."""
         spec = KVSpec.from_config(model.config, dtype=model.dtype)
-        found = layout.find(model, self.recurrent, spec, self.max_positions)
+        found = layout.find(model, self.recurrent, spec, self.max_positions, latent=latent)
         self.spec, self.rotary = found.spec, found.rotary
         self.refusal = translation_refusal(model.config) or found.refusal
         """Why the model's KV cannot be translated; None if it can."""

@@ -1,0 +1,264 @@
+"""Models with latent attention keep a latent per token, and compute what they compute with the KV of all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from transformers import DynamicCache, PreTrainedModel
+
+from kedge.engine.local.attention.latent import latent_of
+from kedge.engine.local.batch import flatten
+from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.model import masks
+from kedge.engine.local.model.architectures import Architecture
+from kedge.engine.local.model.comparing import attention
+from kedge.engine.local.model.identity import model_digest
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.replica import random_model
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.scheduler import Work
+from kedge.engine.local.sequence import Sequence
+from kedge.errors import UnsupportedModel
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.types import Namespace, RequestId, ReuseMode, TenantId
+from tests.engine.local.conftest import engine_of
+from tests.engine.local.model.test_architectures import BY_NAME, model_of
+from tests.engine.local.test_engine import greedy, prompt
+from tests.engine.local.test_engine import request as plain
+from tests.engine.local.test_translation import SETTINGS, Driver, request, tokens
+
+MANY_HEADS = Architecture(
+    "DeepSeek-V3 with 16 heads", "deepseek_v3",
+    {**BY_NAME["DeepSeek-V3, MLA and YaRN"].values, "num_attention_heads": 16, "num_key_value_heads": 16},
+)  # fmt: skip
+NAMES = ["DeepSeek-V2, MLA", "DeepSeek-V3, MLA and YaRN", "GLM-4.7-Flash, MLA", "MiniCPM3, MLA", MANY_HEADS.name]
+START, COUNT = 37, 45
+"""Where text is translated to, and how many tokens of it"""
+
+
+def model(name: str) -> PreTrainedModel:
+    return random_model(MANY_HEADS.config()) if name == MANY_HEADS.name else model_of(name)
+
+
+def both(name: str) -> tuple[ModelRunner, ModelRunner]:
+    """One model that keeps latents, and that keeps the KV of all heads."""
+    one = model(name)
+    return checked_runner(one), ModelRunner(one, latent=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_takes_at_most_a_quarter_of_the_memory(name: str) -> None:
+    latents, heads = both(name)
+    config = latents.model.config
+    kept = config.kv_lora_rank + config.qk_rope_head_dim
+    assert latents.spec.bytes_per_token == 3 * kept * 4
+    numbers = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    assert 4 * latents.spec.bytes_per_token <= 3 * config.num_attention_heads * numbers * 4
+    assert 4 * latents.spec.bytes_per_token < heads.spec.bytes_per_token
+
+
+class Twin:
+    """A storage with one prompt, whose tokens go through the runner at chosen positions."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.table = runner, SlotTable.of([6, 1, 4, 9, 2, 8], 16)
+        self.storage = PagedStorage(runner.spec, 12, 16, runner.device, runner.rotary)
+        for pool in (self.storage.keys, self.storage.values):
+            pool.zero_()
+
+    def run(self, positions: list[int]) -> Tensor:
+        """The logits of the last token."""
+        tokens = list(prompt(3, max(positions) + 1))
+        sequence = Sequence(RequestId("x"), Namespace(TenantId("")), tokens, self.table)
+        return self.runner.forward(flatten([Work(sequence, positions)], self.storage))[-1]
+
+
+def expanded(runner: ModelRunner, kv: KVSegment, first: int = 0) -> KVSegment:
+    """The keys and values of all heads that follow from latents, of the layers from `first` on; values are padded."""
+    config, keys, values = runner.model.config, [], []
+    for layer, rows in enumerate(torch.cat([kv.values, kv.keys], dim=-1)[:, :, 0]):
+        latent, rotated = rows.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        weight = runner.model.model.layers[first + layer].self_attn.kv_b_proj.weight
+        heads = linear(latent, weight).unflatten(1, (config.num_attention_heads, -1))
+        unrotated, value = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
+        keys.append(torch.cat([unrotated, rotated[:, None].expand(-1, len(heads[0]), -1)], dim=-1))
+        values.append(pad(value, (0, keys[-1].shape[-1] - value.shape[-1])))
+    return KVSegment(torch.stack(keys), torch.stack(values))
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
+    assert (got - wanted).norm() < tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_translated_latents_are_the_translated_kv_of_all_heads(name: str) -> None:
+    """The projection is linear: the same base KV and the same offsets, at another position, are the same context."""
+    runner, other = both(name)
+    latents, heads = Twin(runner), Twin(other)
+    close(latents.run(list(range(COUNT))), heads.run(list(range(COUNT))))
+    base = latents.storage.read(latents.table, 0, COUNT)
+    wanted = heads.storage.read(heads.table, 0, COUNT)
+    close(expanded(runner, base).keys, wanted.keys)
+    close(expanded(runner, base).values, wanted.values)
+
+    offsets = KVSegment(*(0.3 * torch.randn_like(x[1:]) for x in (base.keys, base.values)))
+    latents.storage.write(latents.table, START, base, offsets)
+    heads.storage.write(heads.table, START, wanted, expanded(runner, offsets, 1))
+    there = latents.table.slots[START : START + COUNT]
+    now = expanded(runner, KVSegment(latents.storage.keys[:, there], latents.storage.values[:, there]))
+    close(now.keys, heads.storage.keys[:, there])
+    close(now.values, heads.storage.values[:, there])
+    close(latents.run([START + COUNT]), heads.run([START + COUNT]))
+
+
+def transformers_cache(runner: ModelRunner, base: KVSegment, offsets: KVSegment) -> DynamicCache:
+    """Translation written out: base KV plus offsets from `START` on, rotated as by Transformers, in its own cache."""
+    config, model = runner.model.config, runner.model.model
+    cos, sin = (x[0] for x in model.rotary_emb(torch.zeros(1), torch.arange(START, START + COUNT)[None]))
+    cache, half = DynamicCache(config=config), config.qk_rope_head_dim // 2
+    for layer in range(3):
+        row = torch.cat([base.values[layer, :, 0], base.keys[layer, :, 0]], dim=-1)
+        if layer:
+            row = row + torch.cat([offsets.values[layer - 1, :, 0], offsets.keys[layer - 1, :, 0]], dim=-1)
+        latent, part = row.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        turned = part * cos + torch.cat([-part[:, half:], part[:, :half]], dim=-1) * sin
+        cache.update(*(pad(x, (0, 0, START, 0))[None, None] for x in (latent, turned)), layer)
+    return cache
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "DeepSeek-V2, MLA"])  # its neighbours are paired
+@torch.inference_mode()
+def test_after_translated_latents_transformers_computes_the_same_over_its_own_cache(name: str) -> None:
+    runner = checked_runner(model(name))
+    twin = Twin(runner)
+    twin.run(list(range(COUNT)))
+    base = twin.storage.read(twin.table, 0, COUNT)
+    for pool in (twin.storage.keys, twin.storage.values):
+        pool.zero_()
+    offsets = KVSegment(*(0.3 * torch.randn_like(x[1:]) for x in (base.keys, base.values)))
+    twin.storage.write(twin.table, START, base, offsets)
+    place = START + COUNT
+    with attention(runner.model, "eager"):
+        theirs = runner.model(
+            input_ids=torch.tensor([[prompt(3, place + 1)[-1]]]),
+            position_ids=torch.tensor([[place]]),
+            past_key_values=transformers_cache(runner, base, offsets),
+        )
+    close(twin.run([place]), theirs.logits[0, -1])
+
+
+def test_what_was_saved_with_the_kv_of_all_heads_is_not_taken_for_latents() -> None:
+    latents, heads = both("MiniCPM3, MLA")
+    assert model_digest(latents).hexdigest() != model_digest(heads).hexdigest()
+
+
+@pytest.mark.parametrize("name", [MANY_HEADS.name, "MiniCPM3, MLA"])
+def test_a_repeated_value_is_translated_to_the_answer_of_all_heads(name: str) -> None:
+    answers = []
+    for runner in both(name):
+        driver = Driver(runner=runner)
+        asked = request(tokens(50, 30), tokens(51, 12))
+        for seed in (60, 61):
+            driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
+        driver.serve(asked)
+        again, _ = driver.serve(replace(asked, request_id="again"))
+        assert again.receipt().translated > 40
+        answers.append(again.response)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_stay_right_in_a_full_pool_beside_cancelled_requests(name: str) -> None:
+    one = model(name)
+    prompts = [prompt(i % 3, 60 + 9 * i) for i in range(8)]
+    wanted = [greedy(one, asked, 12) for asked in prompts]
+    with engine_of(one, num_blocks=20, max_batch_tokens=48, **SETTINGS) as engine:
+        for mode in (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.EXACT):
+            streams = [engine.submit(plain(asked, mode, max_tokens=12)) for asked in prompts]
+            lost = [engine.submit(plain(prompt(20 + i, 100), mode, max_tokens=200)) for i in range(4)]
+            assert all(engine.cancel(stream.request_id) for stream in lost)
+            assert [stream.result(120).tokens for stream in streams] == wanted
+            engine.wait_idle(60)
+            engine.query(Inspection.check_integrity)
+            assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+def with_bias(layer: Any) -> None:
+    before = layer.kv_b_proj
+    layer.kv_b_proj = nn.Linear(before.in_features, before.out_features)
+
+
+def of_another_kind(layer: Any) -> None:
+    class Other(nn.Linear):
+        pass
+
+    layer.kv_b_proj.__class__ = Other
+
+
+def with_changed_values(layer: Any) -> None:
+    expand = layer.expand_kv
+
+    def changed(*args: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = expand(*args)
+        return keys, values.tanh()
+
+    layer.expand_kv = changed
+
+
+@pytest.mark.parametrize("change", [with_bias, of_another_kind, with_changed_values])
+def test_a_model_of_which_one_layer_is_not_as_expected_keeps_the_kv_of_all_heads(
+    change: Callable[[Any], None],
+) -> None:
+    one = model_of("DeepSeek-V3 and Kimi K2, MLA")
+    change(one.model.layers[1].self_attn)
+    wanted = greedy(one, prompt(1, 70), 24)
+    runner = checked_runner(one)
+    assert (runner.spec.latent, runner.spec.kv_heads, runner.refusal) == (0, 4, None)
+    assert not any(map(latent_of, one.modules()))
+    with engine_of(one) as engine:
+        assert engine.submit(plain(prompt(1, 70))).result(60).tokens == wanted
+
+
+@pytest.mark.parametrize("rank", [64, 31])
+def test_a_latent_that_saves_little_or_has_no_halves_is_not_kept(rank: int) -> None:
+    one = BY_NAME["DeepSeek-V3 and Kimi K2, MLA"]
+    one = replace(one, values={**one.values, "kv_lora_rank": rank})
+    runner = checked_runner(random_model(one.config()))
+    assert (runner.spec.latent, runner.spec.kv_heads, runner.spec.head_dim) == (0, 4, 24)
+
+
+def test_a_latent_with_which_results_are_wrong_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Values that change with the number of tokens are seen by the comparison of prompts only."""
+    one = model_of("DeepSeek-V3 and Kimi K2, MLA")
+    layer = one.model.layers[1].self_attn
+    expand = layer.expand_kv
+
+    def changed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = expand(latent, rotated)
+        return keys, values * (1 if latent.shape[2] < 8 else 3)
+
+    layer.expand_kv = changed
+    assert checked_runner(one).spec.latent == 0
+    assert "keys and values of all heads are kept" in caplog.text
+    assert not any(map(latent_of, one.modules()))
+
+
+def test_a_model_that_is_refused_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(runner: ModelRunner) -> None:
+        assert runner.spec.latent or not any(map(latent_of, runner.model.modules()))
+        raise UnsupportedModel("model_type", "deepseek_v3", "no")
+
+    monkeypatch.setattr(masks, "require_same", refuse)
+    one = model_of("DeepSeek-V3 and Kimi K2, MLA")
+    with pytest.raises(UnsupportedModel, match="no"):
+        checked_runner(one)
+    assert not any(map(latent_of, one.modules()))
+    assert one.config._attn_implementation != "kedge"
