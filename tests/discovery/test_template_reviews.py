@@ -94,4 +94,4 @@ def test_long_prompts_are_not_looked_at() -> None:
         pack((*words("head", 16), *words(("new", n), size), *words("said", 20), *words("tail", 6))) for n in range(3)
     ]
     assert [reviews.take(agent_with(template("x.0"), 4 + at), one) for at, one in enumerate(long)] == [None] * 3
-    assert not reviews._reviews
+    assert not reviews._examples

@@ -6,8 +6,6 @@ their first answers are too short to be looked for. What all answers begin with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.known_texts import KnownTexts
 from kedge.discovery.templates import EXAMPLES, Example, PromptTemplate, learn
@@ -16,17 +14,10 @@ from kedge.types import AgentId
 
 FIRST, LOOKED = 4, 4
 """Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
-MAX_REVIEWS = 64
+MAX_AGENTS = 64
 """Agents of which prompts are kept"""
 MAX_PROMPT_BYTES = 1 << 17
 """Bytes of a prompt that is looked at"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Review:
-    """Prompts with answers that the agent's template has no slot for."""
-
-    examples: list[Example] = field(default_factory=list)
 
 
 class TemplateReviews:
@@ -34,7 +25,8 @@ class TemplateReviews:
 
     def __init__(self, texts: KnownTexts) -> None:
         self._texts = texts
-        self._reviews: BoundedDict[AgentId, _Review] = BoundedDict(MAX_REVIEWS)
+        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_AGENTS)
+        """Prompts with answers that their agent's template has no slot for"""
 
     def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
         """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
@@ -43,11 +35,11 @@ class TemplateReviews:
         example = Example(prompt, self._texts.find(prompt, agent.head))
         if not _answers([one.label for one in example.known]) - _answers_of(agent.templates[0]):
             return None
-        examples = self._reviews.use(agent.id, _Review).examples
+        examples = self._examples.use(agent.id, list)
         examples.append(example)
         if len(examples) < EXAMPLES:
             return None
-        del self._reviews[agent.id]
+        del self._examples[agent.id]
         template = learn(examples)
         if template is None or len(_answers_of(template)) <= len(_answers_of(agent.templates[0])):
             return None
