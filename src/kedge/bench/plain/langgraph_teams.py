@@ -1,7 +1,7 @@
 """The bundled model's teams as LangGraph applications: one node for each agent, and LangChain's own client.
 
-The same graphs run on prefix caching alone; with Kedge's adapter (`kedge.integrations.langgraph`), which sends hints;
-and as they are, with what Kedge finds out by itself.
+The same graphs run on prefix caching alone; as they are, with what Kedge finds out by itself; and with Kedge's adapter
+(`kedge.integrations.langgraph`), which sends hints on top of that.
 """
 
 from __future__ import annotations
