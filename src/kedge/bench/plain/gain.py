@@ -27,7 +27,7 @@ LANES = {
     PLAIN: LanePolicy("sessions", prefetch=True, plain=True),
 }
 ROUNDS = 10
-"""Calls of every agent before the measurement: after three it is known, after some more who follows whom"""
+"""Calls of every agent before plain traffic is measured: after three it is known, after some more who follows whom"""
 Progress = Callable[[str], None]
 
 
@@ -93,8 +93,8 @@ def _measure(
         for name, policy in LANES.items():
             progress(f"{workload.name}: warming {name}")
             lanes[name] = stack.enter_context(Lane(policy, workload, runner, tokenizer, throttle=throttle))
-            # others need one round, and go on with the same prompts
-            lanes[name].warm(ROUNDS) if policy.plain else lanes[name].warm(1, skipped=ROUNDS - 1)
+            rounds = ROUNDS if policy.plain else 1
+            lanes[name].warm(rounds, skipped=ROUNDS - rounds)  # all lanes go on with the same prompts
             if not throttle:
                 throttle = settings.load_ratio * lanes[name].prefill_s(longest) / -(-len(longest) // BLOCK)
         trials: dict[str, list[LaneTrial]] = {name: [] for name in lanes}
