@@ -15,7 +15,7 @@ from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.prompt_ends import PromptEnds
 from kedge.discovery.runs import FoundRun, FoundRuns
 from kedge.discovery.template_reviews import TemplateReviews
-from kedge.discovery.templates import EXAMPLES, Example, Filled, PromptTemplate, Slot, learn
+from kedge.discovery.templates import EXAMPLES, Example, Filled, PromptTemplate, Slot, answers_of, is_answer, learn
 from kedge.discovery.texts_of_runs import TextsOfRuns
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.structures.bounded import BoundedDict
@@ -237,7 +237,7 @@ class Discovery:
 
     def _answers_of(self, agent: FoundAgent) -> str:
         """Return what an agent's answers are called."""
-        labels = [f"answer.{name}" for name in agent.names]
+        labels = [answers_of(name) for name in agent.names]
         return next((label for label in labels if label in self._labels), labels[0])
 
     def _learn(self, asked: _Asker, at: int) -> bool:
@@ -287,7 +287,7 @@ class Discovery:
         """Return whether what fills a slot is all of a value: an answer's last tokens may be joined with what follows,
         and then nothing follows the answer as its agent had it.
         """
-        return not slot.label.startswith("answer.") or self.texts.is_whole(slot.first)
+        return not is_answer(slot.label) or self.texts.is_whole(slot.first)
 
     # what it says ---------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Discovery:
         known = value in self._read or self.texts.answer(value) is not None
         self._read[value] = None
         label = filled.slot.label
-        if not label.startswith("answer."):
+        if not is_answer(label):
             self.texts.put(KnownText(value, (lambda: label,)))
         return known
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from kedge.discovery import token_bytes
 from kedge.discovery.heads import BLOCK_TOKENS
-from kedge.discovery.templates import Filled, PromptTemplate
+from kedge.discovery.templates import Filled, PromptTemplate, agent_of
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
 
@@ -148,7 +148,7 @@ class FoundAgents:
             del self.by_id[agent.id]
 
     def _team(self, template: PromptTemplate, name: AgentId) -> WorkflowId:
-        sources = {slot.label.removeprefix("answer.").partition(".")[0] for slot in template.slots}
+        sources = {agent_of(slot.label) for slot in template.slots}
         teams = [one.team for one in self.by_id.values() if sources.intersection(one.names)]
         return min(teams, default=WorkflowId(f"team-{name}"))
 

@@ -37,7 +37,7 @@ class KnownText:
         return next(filter(None, (label() for label in self.labels)), "")
 
     def after(self, other: KnownText) -> KnownText:
-        """Return it, an answer that is equal to an earlier one: agents repeat what others have said."""
+        """Return this answer, called first what an earlier one with the same text is: agents repeat each other."""
         return replace(self, labels=(*other.labels, *self.labels)[:MAX_SAYERS])
 
 

@@ -6,9 +6,11 @@ their first answers are too short to be looked for. What all answers begin with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.known_texts import KnownTexts
-from kedge.discovery.templates import EXAMPLES, Example, PromptTemplate, learn
+from kedge.discovery.templates import EXAMPLES, Example, Occurrence, PromptTemplate, Slot, is_answer, learn
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId
 
@@ -33,7 +35,7 @@ class TemplateReviews:
         if not _is_due(agent.calls) or len(prompt) > MAX_PROMPT_BYTES:
             return None
         example = Example(prompt, self._texts.find(prompt, agent.head))
-        if not _answers([one.label for one in example.known]) - _answers_of(agent.templates[0]):
+        if not _answers(example.known) - _answers(agent.templates[0].slots):
             return None
         examples = self._examples.use(agent.id, list)
         examples.append(example)
@@ -41,7 +43,7 @@ class TemplateReviews:
             return None
         del self._examples[agent.id]
         template = learn(examples)
-        if template is None or len(_answers_of(template)) <= len(_answers_of(agent.templates[0])):
+        if template is None or len(_answers(template.slots)) <= len(_answers(agent.templates[0].slots)):
             return None
         return template
 
@@ -51,9 +53,6 @@ def _is_due(calls: int) -> bool:
     return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < LOOKED
 
 
-def _answers_of(template: PromptTemplate) -> set[str]:
-    return _answers([slot.label for slot in template.slots])
-
-
-def _answers(labels: list[str]) -> set[str]:
-    return {label for label in labels if label.startswith("answer.")}
+def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
+    """Return the labels of those that are answers."""
+    return {one.label for one in texts if is_answer(one.label)}

@@ -14,12 +14,29 @@ from kedge.discovery import token_bytes
 
 EXAMPLES = 3
 """Prompts that a template is learned from"""
+_ANSWER = "answer."
+"""What the labels of answers begin with"""
 MIN_FIXED = 2
 """Tokens of fixed text between two slots, at least: what is shorter would be found inside of values"""
 WINDOW = 8
 """Tokens that all prompts have once inside of what differs, from which on they are fixed text"""
 MAX_WINDOWS = 512
 """Places in what differs where fixed text is looked for"""
+
+
+def answers_of(name: str) -> str:
+    """Return the label of an agent's answers."""
+    return f"{_ANSWER}{name}"
+
+
+def is_answer(label: str) -> bool:
+    """Return whether a label is that of an agent's answers."""
+    return label.startswith(_ANSWER)
+
+
+def agent_of(label: str) -> str:
+    """Return the name of the agent whose answers, or whose values, have a label."""
+    return label.removeprefix(_ANSWER).partition(".")[0]
 
 
 class Occurrence(NamedTuple):
