@@ -79,7 +79,7 @@ def test_attention_over_long_contexts(
     keys, values = torch.randn(2, 600 * BLOCK, kv_heads, dim, device=DEVICE).to(dtype)
     query = torch.randn(heads, rows, dim, device=DEVICE).to(dtype).transpose(0, 1)
     table, lengths = contexts(rows, 8192, 600)
-    got = attend(query, keys, values, table, lengths, BLOCK, dim**-0.5, window)
+    got = attend(query, keys, values, table, lengths, BLOCK, dim**-0.5, window, None, None)
     wanted = attended(query, keys, values, table, lengths, window)
     torch.testing.assert_close(got.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -93,12 +93,12 @@ def test_attention_in_a_pool_of_more_numbers_than_31_bits_count(record_property:
     query = torch.randn(64, 32, 128, dtype=torch.bfloat16, device=DEVICE)
     table, lengths = contexts(64, 8192, 600)
     table += blocks - 600
-    got = attend(query, keys, values, table, lengths, BLOCK, 128**-0.5, None)
+    got = attend(query, keys, values, table, lengths, BLOCK, 128**-0.5, None, None, None)
     wanted = attended(query, keys, values, table, lengths, None)
     torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
 
     lengths.fill_(8192)
-    spent = seconds(lambda: attend(query, keys, values, table, lengths, BLOCK, 128**-0.5, None))
+    spent = seconds(lambda: attend(query, keys, values, table, lengths, BLOCK, 128**-0.5, None, None, None))
     record_property("attention_gb_per_s", round(64 * 8192 * 8 * 128 * 2 * 2 / spent / 1e9, 1))
 
 

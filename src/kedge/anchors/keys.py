@@ -17,7 +17,9 @@ from kedge.types import Tokens
 
 _SEED = 20_250_102
 _CHUNK = 128
-"""Queries compared at once, so that their distances to 10,000 anchor tokens fit a cache and one buffer."""
+"""Queries compared at once on a CPU, so that their distances to 10,000 anchor tokens fit a cache and one buffer."""
+_GPU_DISTANCES = 1 << 26
+"""Distances computed at once on a GPU, where every launch costs more than the memory of 256 MiB"""
 _FAR = 1e30
 """Squared distance of padding; finite, since 0 · inf is not a number."""
 
@@ -141,8 +143,9 @@ class KeyBlock:
         """Return the `k` nearest columns (all, if there are fewer) of every query token."""
         keys, norms = query.keys, query.keys.square().sum(1, keepdim=True)
         augmented = torch.cat([-2 * keys, torch.ones_like(norms)], dim=1)
-        buffer = keys.new_empty(min(_CHUNK, len(keys)), len(self._matrix))
-        parts = [self._search(part, min(k, self.columns), buffer) for part in augmented.split(_CHUNK)]
+        chunk = max(_CHUNK, _GPU_DISTANCES // len(self._matrix)) if keys.is_cuda else _CHUNK
+        buffer = keys.new_empty(min(chunk, len(keys)), len(self._matrix))
+        parts = [self._search(part, min(k, self.columns), buffer) for part in augmented.split(chunk)]
         squared = (torch.cat([p[0] for p in parts]) + norms).clamp_min_(0)
         mean = float(norms.mean()) + self._mean_norm - 2 * float(keys.mean(0) @ self._mean)
         return Neighbours(torch.cat([p[1] for p in parts]), squared, max(mean, 0.0))

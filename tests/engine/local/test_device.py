@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import SequenceSlice, _attend
+from kedge.engine.local.attention.paged import _attend, kernels_of
+from kedge.engine.local.attention.sequence_slice import SequenceSlice
 from kedge.engine.local.inspection import Inspection
 from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
@@ -121,7 +122,8 @@ def test_attention_is_right_at_lengths_that_no_tile_divides(
     for context in AWKWARD if ON_GPU else AWKWARD[:1]:
         sequence = sequence_of(WHERE[where](context), context)
         query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(dtype)
-        got = _attend(query, pools, sequence, dim**-0.5, window, None)
+        with kernels_of(DEVICE):
+            got = _attend(query, pools, sequence, dim**-0.5, window, None)
         keys, values = (x[0, 40 : 40 + context] for x in pool)
         wanted = masked_softmax(query, keys, values, sequence.positions, dim**-0.5, window)
         assert (got.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
@@ -143,7 +145,8 @@ def test_how_long_attention_takes_at_a_length_seen_for_the_first_time(
         for name in spent:
             torch.cuda.synchronize()
             began = time.perf_counter()
-            out = _attend(query, pools, sequence, dim**-0.5, None, None)
+            with kernels_of(DEVICE):
+                out = _attend(query, pools, sequence, dim**-0.5, None, None)
             torch.cuda.synchronize()
             spent[name].append(time.perf_counter() - began)
             assert out.isfinite().all()

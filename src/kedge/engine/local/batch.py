@@ -6,7 +6,8 @@ from collections.abc import Sequence as Many
 
 import torch
 
-from kedge.engine.local.attention.paged import Batch, SequenceSlice
+from kedge.engine.local.attention.paged import Batch
+from kedge.engine.local.attention.sequence_slice import SequenceSlice
 from kedge.engine.local.scheduler import Work
 from kedge.kv.storage import PagedStorage, SlotTable
 

@@ -11,12 +11,12 @@ from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import (
     FEW,
     Scoring,
-    SequenceSlice,
     _attend,
     _attend_causal,
     _attend_latents,
     _attend_lower_right,
 )
+from kedge.engine.local.attention.sequence_slice import SequenceSlice
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
 RUNS = [

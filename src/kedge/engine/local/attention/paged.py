@@ -7,11 +7,13 @@ which Transformers passes on as a keyword argument, maps tokens to sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -19,17 +21,14 @@ from transformers import AttentionInterface
 from kedge.engine.local.attention import written_out
 from kedge.engine.local.attention.arguments import place_of, require_known, without_batch
 from kedge.engine.local.attention.latent import LatentWeights, rows_of
-from kedge.engine.local.states import States
+from kedge.engine.local.attention.sequence_slice import Bias, SequenceSlice
 from kedge.kv.storage import PagedStorage, Runs, halves
 
 NAME = "kedge"
 FEW = 64
 """Up to this many queries, attention is bound by reading the context, not by arithmetic."""
-ALONE = 512
-"""Runs of at least this many tokens are read in place; shorter ones are copied together, which costs less than a call
-each.
-"""
-
+ROWS = 256
+"""Queries that attend under a mask at once"""
 EXPANDED = 1 << 25
 """Most numbers of keys and values that are computed from latents at once, unless those of one head are more"""
 
@@ -47,62 +46,6 @@ class Scoring:
     softcap: float | None = None
     sinks: Tensor | None = None
     """[heads]: one more score of every query, whose weight goes to no token"""
-
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    """The mask of a part of the context, added to the scores: 0 where a query sees a key, else -inf."""
-
-    scores: Tensor
-    """[1, 1, queries, keys]"""
-    seen: Tensor
-    """[queries]: 0 where a query sees any of the keys, else -inf"""
-
-
-@dataclass(slots=True)
-class SequenceSlice:
-    """One sequence's share of a batch: rows [start, stop) of the queries, and the place of its context."""
-
-    start: int
-    stop: int
-    runs: Runs
-    """Slots of positions 0 .. context-1."""
-    context: int
-    positions: Tensor
-    """int64 [stop - start], ascending; the last one is context - 1"""
-    contiguous: bool
-    """Whether the positions are the last ones of the context, without gaps."""
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-    """Masks by sliding window, made once per pass for all layers."""
-    biases: dict[tuple[int | None, int], list[Bias]] = field(default_factory=dict)
-    """Biases of each part of the context by sliding window and group size, made once per pass for all layers."""
-    states: States | None = None
-    """The states of recurrent layers after the positions before, which the pass changes; None where it begins."""
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return [queries, context]: 0 where key j is visible to the query at position p (p - window < j <= p), else
-        -inf.
-        """
-        if window not in self.masks:
-            keys, queries = torch.arange(self.context, device=self.positions.device), self.positions[:, None]
-            hidden = keys > queries if window is None else (keys > queries) | (keys <= queries - window)
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
-            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
-        return self.masks[window]
-
-    def parts(self) -> list[list[int]]:
-        """Return the indices of runs that are attended to together: each long one alone, all short ones as one part."""
-        sizes = [run.stop - run.start for run in self.runs]
-        short = [i for i, size in enumerate(sizes) if size < ALONE]
-        return [[i] for i, size in enumerate(sizes) if size >= ALONE] + ([short] if short else [])
-
-    def part_biases(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Bias]:
-        """Return the mask of each part, repeated for the heads of a group."""
-        if (window, groups) not in self.biases:
-            columns = self.mask(window, dtype).repeat(groups, 1).split([r.stop - r.start for r in self.runs], dim=1)
-            masks = [torch.cat([columns[i] for i in part], dim=1) for part in self.parts()]
-            self.biases[window, groups] = [Bias(mask[None, None], mask.amax(dim=1)) for mask in masks]
-        return self.biases[window, groups]
 
 
 @dataclass(slots=True)
@@ -156,6 +99,15 @@ class ForwardBatch(Protocol):
 
     def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         """Compute attention as `Batch.attend` does."""
+
+
+def kernels_of(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which SDPA takes kernels that are ready for every length: cuDNN's builds a plan for each new
+    one, which took 60 to 75 ms on an H200 for attention of 0.4 ms.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def paged_attention(
@@ -273,9 +225,26 @@ def _attend(
         attend = _attend_causal if query.device.type == "cpu" else _attend_lower_right
         out = attend(grouped, key, value, scaling)
     else:
-        mask = sequence.mask(window, query.dtype)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        out = _attend_masked(grouped, key, value, sequence, scaling, window)
     return out.flatten(0, 1).transpose(0, 1)
+
+
+def _attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, sequence: SequenceSlice, scaling: float, window: int | None
+) -> Tensor:
+    """Return attention [kv_heads, group, tokens, head_dim] under a mask, some queries at a time over the keys that they
+    see. One mask over a long prompt would be larger than its KV, and PyTorch's kernel for it read beyond the mask where
+    its sides were odd (torch 2.11 on an H200, 769 by 769).
+    """
+    outs = []
+    for first in range(0, query.shape[2], ROWS):
+        rows = slice(first, min(first + ROWS, query.shape[2]))
+        keys = sequence.seen(rows, window)
+        mask, part = sequence.mask(window, query.dtype, rows, keys), query[:, :, rows]
+        outs.append(
+            scaled_dot_product_attention(part, key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scaling)
+        )
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 def _attend_written_out(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice, how: Scoring) -> Tensor:

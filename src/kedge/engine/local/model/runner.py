@@ -52,14 +52,15 @@ class ModelRunner:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Run a pass of any kind as `forward` does, launching kernel by kernel."""
-        out = self.model(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logits_rows,
-            kedge=batch,
-            **self._states(batch),
-        )
+        with attention.kernels_of(self.device):
+            out = self.model(
+                input_ids=batch.tokens[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logits_rows,
+                kedge=batch,
+                **self._states(batch),
+            )
         return out.logits[0].float()
 
     def _states(self, batch: ForwardBatch) -> dict[str, Cache]:
