@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import _attend, kernels_of
+from kedge.engine.local.attention.paged import Scoring, _attend_one, kernels_of
 from kedge.engine.local.attention.sequence_slice import SequenceSlice
 from kedge.engine.local.inspection import Inspection
 from kedge.settings import AnchorSettings, TierSettings
@@ -123,7 +123,7 @@ def test_attention_is_right_at_lengths_that_no_tile_divides(
         sequence = sequence_of(WHERE[where](context), context)
         query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(dtype)
         with kernels_of(DEVICE):
-            got = _attend(query, pools, sequence, dim**-0.5, window, None)
+            got = _attend_one(query, pools, sequence, Scoring(dim**-0.5, window))
         keys, values = (x[0, 40 : 40 + context] for x in pool)
         wanted = masked_softmax(query, keys, values, sequence.positions, dim**-0.5, window)
         assert (got.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
@@ -146,7 +146,7 @@ def test_how_long_attention_takes_at_a_length_seen_for_the_first_time(
             torch.cuda.synchronize()
             began = time.perf_counter()
             with kernels_of(DEVICE):
-                out = _attend(query, pools, sequence, dim**-0.5, None, None)
+                out = _attend_one(query, pools, sequence, Scoring(dim**-0.5))
             torch.cuda.synchronize()
             spent[name].append(time.perf_counter() - began)
             assert out.isfinite().all()

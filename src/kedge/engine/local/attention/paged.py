@@ -27,8 +27,6 @@ from kedge.kv.storage import PagedStorage, Runs, halves
 NAME = "kedge"
 FEW = 64
 """Up to this many queries, attention is bound by reading the context, not by arithmetic."""
-ROWS = 256
-"""Queries that attend under a mask at once"""
 EXPANDED = 1 << 25
 """Most numbers of keys and values that are computed from latents at once, unless those of one head are more"""
 
@@ -153,7 +151,10 @@ def _attend_one(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceS
     """Return one sequence's attention: queries [heads, tokens, head_dim] over its context -> [tokens, heads,
     head_dim].
     """
-    if how.softcap is None and (how.sinks is None or query.device.type == "cpu"):
+    if how.window is not None and how.window >= sequence.context:
+        how = replace(how, window=None)
+    is_fused = query.device.type == "cpu" or (how.sinks is None and how.window is None)
+    if how.softcap is None and is_fused:
         return _attend(query, pools, sequence, how.scaling, how.window, how.sinks)
     return _attend_written_out(query, pools, sequence, how)
 
@@ -206,10 +207,8 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Return one sequence's attention: queries [heads, tokens, head_dim] over its context -> [tokens, heads,
-    head_dim]. Sinks are supported on a CPU only.
+    head_dim]. Sinks and windows smaller than the context are supported on a CPU only.
     """
-    if window is not None and window >= sequence.context:
-        window = None
     if query.shape[1] <= FEW and query.device.type == "cpu":
         return _attend_few(query, pools, sequence, scaling, window, sinks)
     key, value = (_gather(pool, sequence.runs) for pool in pools)
@@ -233,13 +232,10 @@ def _attend_masked(
     query: Tensor, key: Tensor, value: Tensor, sequence: SequenceSlice, scaling: float, window: int | None
 ) -> Tensor:
     """Return attention [kv_heads, group, tokens, head_dim] under a mask, some queries at a time over the keys that they
-    see. One mask over a long prompt would be larger than its KV, and PyTorch's kernel for it read beyond the mask where
-    its sides were odd (torch 2.11 on an H200, 769 by 769).
+    see: one mask over a long prompt would be larger than its KV.
     """
     outs = []
-    for first in range(0, query.shape[2], ROWS):
-        rows = slice(first, min(first + ROWS, query.shape[2]))
-        keys = sequence.seen(rows, window)
+    for rows, keys in sequence.pieces(window):
         mask, part = sequence.mask(window, query.dtype, rows, keys), query[:, :, rows]
         outs.append(
             scaled_dot_product_attention(part, key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scaling)
@@ -248,10 +244,17 @@ def _attend_masked(
 
 
 def _attend_written_out(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice, how: Scoring) -> Tensor:
-    """Compute attention for which PyTorch has no fused kernel: capped scores, and sinks on a GPU."""
+    """Compute attention for which PyTorch has no fused kernel that is right: capped scores, and on a GPU sinks and
+    windows. Under a window its memory-efficient kernel gave wrong numbers for whole prompts (torch 2.11 on an H200, 769
+    to 1025 tokens, float32 and bf16), and read where it must not.
+    """
     key, value = (_gather(pool, sequence.runs) for pool in pools)
-    mask = sequence.mask(how.window, torch.float32)
-    return written_out.attend(query, key, value, mask, how.scaling, how.softcap, how.sinks).transpose(0, 1)
+    outs = []
+    for rows, keys in sequence.pieces(how.window):
+        mask = sequence.mask(how.window, torch.float32, rows, keys)
+        seen = key[:, keys], value[:, keys]
+        outs.append(written_out.attend(query[:, rows], *seen, mask, how.scaling, how.softcap, how.sinks))
+    return torch.cat(outs, dim=1).transpose(0, 1)
 
 
 def _attend_with_sinks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ ALONE = 512
 """Runs of at least this many tokens are read in place; shorter ones are copied together, which costs less than a call
 each.
 """
+ROWS = 256
+"""Queries that attend under a mask at once"""
 ALL = slice(None)
 Rows = tuple[int | None, int | None]
 """Start and stop; slices cannot be keys before Python 3.12."""
@@ -62,7 +65,14 @@ class SequenceSlice:
             self.masks[key] = zeros.masked_fill_(hidden, float("-inf"))
         return self.masks[key]
 
-    def seen(self, rows: slice, window: int | None) -> slice:
+    def pieces(self, window: int | None) -> Iterator[tuple[slice, slice]]:
+        """Yield the queries, some at a time, each time with the keys that they see."""
+        count = self.stop - self.start
+        for first in range(0, count, ROWS):
+            rows = slice(first, min(first + ROWS, count))
+            yield rows, self._seen(rows, window)
+
+    def _seen(self, rows: slice, window: int | None) -> slice:
         """Return the keys that these queries see, or more where it would take the device's positions to tell."""
         if not self.contiguous:
             return slice(0, self.context)
