@@ -105,7 +105,7 @@ def stages(device: str) -> tuple[Stage, ...]:
 
 def _tests(name: str, files: tuple[str, ...], on_gpu: bool, *more: str) -> Step:
     accepted = (0,) if on_gpu else (0, NOTHING_COLLECTED)
-    return Step(name, (*PYTEST, *files, *more), 400, 120 if on_gpu else 20, read_junit, accepted=accepted)
+    return Step(name, (*PYTEST, *files, *more), 400, 60 if on_gpu else 20, read_junit, accepted=accepted)
 
 
 def _kernels(on_gpu: bool) -> Stage:
@@ -128,18 +128,19 @@ def _graphs(on_gpu: bool) -> Stage:
 
 def _ttft(on_gpu: bool) -> Stage:
     tiny = ("--question", "64", "--prefix", "16", "--output", "8", "--agents", "2", "--samples", "2", "--repeats", "1")
-    sizes = (("8b", 540.0, 400.0), ("32m", 300.0, 120.0)) if on_gpu else (("tiny", 300.0, 20.0),)
+    cases = (("8b", "moved"), ("8b", "token"), ("32m", "moved")) if on_gpu else (("tiny", "moved"),)
+    limit, least = (300.0, 120.0) if on_gpu else (300.0, 20.0)
     return Stage(
         "ttft",
         "time to first token, dense and translated, with random weights",
         tuple(
             Step(
-                size,
-                (*KEDGE, "bench", "ttft", "--model-size", size, "--device", _device(on_gpu), "--json", "{results}",
-                 *(() if on_gpu else tiny)),
+                f"{size}-{estimator}",
+                (*KEDGE, "bench", "ttft", "--model-size", size, "--estimator", estimator, "--device", _device(on_gpu),
+                 "--json", "{results}", *(() if on_gpu else tiny)),
                 limit, least, read_json,
             )
-            for size, limit, least in sizes
+            for size, estimator in cases
         ),
     )  # fmt: skip
 
@@ -156,7 +157,7 @@ def _load(on_gpu: bool) -> Stage:
             Step(
                 f"clients-{count}",
                 (*common, "--clients", str(count), "--seconds", seconds, "--json", "{results}"),
-                480 if on_gpu else 120, 300 if on_gpu else 30, read_json,
+                400 if on_gpu else 120, 250 if on_gpu else 30, read_json,
             )
             for count in counts
         ),

@@ -160,13 +160,15 @@ class Segment:
     name: str
     sample: SampleId | None = None
     base_context: Tokens = ()
-    """Context in which a placeholder's base KV is prefilled when no producer left one (BOS, user header, lead-in)."""
+    """Context in which a placeholder's base KV is prefilled when no producer left one."""
     placeholder_text: Tokens = ()
     """The placeholder's name as text: takes its place when the template itself is prefilled."""
     trail: Tokens = ()
     """Tokens that follow the placeholder in every agent: base KV of the value and these tokens serves all of them."""
     held: Tokens = ()
     """The part of `trail` that belongs to the value: `tokens`, where known, end with it."""
+    in_context: bool = False
+    """Whether `base_context` is how the prompt of a reader begins, up to the value; else: BOS, user header, lead-in."""
 
     @property
     def is_placeholder(self) -> bool:
@@ -200,9 +202,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
-    """What the answer conforms to: a grammar in llguidance's variant of Lark, as `start: %json {"type": "object"}`; "":
-    to none.
-    """
+    """What the answer conforms to: a grammar in llguidance's variant of Lark, as `start: %json {"type": "object"}`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, float) and 0 < self.temperature < GREEDY_TEMPERATURE:

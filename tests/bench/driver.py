@@ -13,6 +13,6 @@ from tests.engine.local.test_translation import OPEN, Driver
 class ComponentsDriver(Driver):
     def __init__(self, components: EngineComponents, family: str = "llama", **settings: object) -> None:
         self.runner = checked_runner(tiny_model(family))
-        planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0, unknown="dense")
+        planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0, move="never")
         wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
         self.core, _ = build.core(self.runner, EngineSettings(**wanted), components=components)

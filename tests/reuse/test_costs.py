@@ -215,3 +215,13 @@ def test_tokens_that_cost_nothing_all_fit_as_long_as_there_is_time(seconds: floa
         costs.observe_pass(int(tokens), int(sequences), 1e-2 - 1e-6 * tokens)
     assert costs.stats()["pass_ms_per_token"] == 0.0
     assert costs.tokens_within(seconds, 300) == fit
+
+
+def test_after_measuring_the_first_observation_is_bounded_too() -> None:
+    """It may have built a kernel, and what never pays again is never observed again."""
+    linear = LinearCost((1e-3, 1e-6))
+    linear.observe((1, 1), 1e-3)
+    linear.settle()
+    before = linear.of((1, 1))
+    linear.observe((1, 1), 3.0)
+    assert linear.of((1, 1)) <= OUTLIER * before

@@ -12,7 +12,7 @@ from kedge.guard import GuardOrders
 from kedge.reuse.contracts import Costs
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan, Sentinel
-from kedge.reuse.planner import CHEAPER, NO_COSTS, UNLEARNED, Planner
+from kedge.reuse.planner import CHEAPER, NO_COSTS, SHORT_TEMPLATE, UNLEARNED, Planner
 from kedge.reuse.savings import TRIED
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
@@ -82,11 +82,42 @@ def plan_unknown(known: Unknown, **policy: Any) -> ReusePlan:
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
 def test_answers_are_translated_before_there_are_anchors_and_the_rest_is_learned_from(has_prefixes: bool) -> None:
-    plan = plan_unknown(Unknown(has_prefixes=has_prefixes))
+    plan = plan_unknown(Unknown(has_prefixes=has_prefixes), move="unlearned")
     assert plan.computed == [*range(5, 19), *range(27, 31)], "the question, and the template behind both"
     assert [one.start for one in plan.translations] == [19]
     assert plan.teaches and plan.moved == (3,)
     assert {miss.segment: miss.reason for miss in plan.misses} == {"question": "no anchor", "p2": UNLEARNED}
+
+
+def test_what_can_be_moved_always_is_and_teaches_nothing_where_the_template_behind_it_is_short() -> None:
+    plan = plan_unknown(Unknown(has_prefixes=True))
+    assert plan.computed == [*range(5, 19), *range(27, 31)] and not plan.moved
+    assert [miss.segment for miss in plan.misses] == ["question"], "not the template, which is to be computed"
+
+
+@pytest.mark.parametrize(("move", "from_anchors"), [("always", False), ("unlearned", True)])
+def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(move: str, from_anchors: bool) -> None:
+    """And the value itself only where it is moved until they are learned."""
+    known, asked = Known([3], [1]), []
+
+    def without_offsets(_: object, after: Any = None) -> Any:
+        asked.append(after)
+        weak = known._estimate.weak_prefix_positions if after else list
+        return SimpleNamespace(**{**vars(known._estimate), "weak_positions": list, "weak_prefix_positions": weak})
+
+    known.without_offsets = without_offsets  # type: ignore[attr-defined]
+    for size, is_looked_up in ((SHORT_TEMPLATE, False), (SHORT_TEMPLATE + 1, True)):
+        answer = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
+        segments = (Segment((1,) * 5, "p0"), answer, Segment((5,) * size, "p1"))
+        planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(move=move, min_translated=0), None)
+        plan = planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
+        template = [*range(13, 13 + size)]
+        if from_anchors or is_looked_up:
+            assert [at for at in plan.computed if at >= 13] == [14, 12 + size]
+        else:
+            assert plan.computed == template
+        assert (8 in plan.computed) == from_anchors, "a weak token of the value"
+    assert asked == ([] if from_anchors else [None, known._estimate])
 
 
 def test_a_value_that_is_translated_with_offsets_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +133,7 @@ def test_a_value_that_teaches_nothing_is_computed_all_the_same() -> None:
 
 
 def test_without_rotation_a_prompt_with_unknown_values_is_dense() -> None:
-    plan = plan_unknown(Unknown(has_prefixes=True), unknown="dense")
+    plan = plan_unknown(Unknown(has_prefixes=True), move="never")
     assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates and not plan.moved
 
 

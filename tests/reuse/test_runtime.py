@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,22 @@ from kedge.anchors.store import AnchorStore
 from kedge.reuse.contracts import Costs, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import template_key
 from kedge.reuse.plan import ReusePlan
+from kedge.reuse.readers import MAX_VALUES
 from kedge.reuse.runtime import REFRESH, Runtime
 from kedge.settings import AnchorSettings, PlannerSettings
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, SampleId, Segment, TenantId, WorkflowId
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    RunId,
+    SampleId,
+    Segment,
+    Source,
+    Span,
+    TenantId,
+    WorkflowId,
+)
 from tests.anchors.helpers import in_context, random_kv
 
 CAPACITY, SIZE = 6, 12
@@ -58,10 +72,10 @@ class Readers(Above):
 class Taught:
     """A runtime whose agent has seen so many values."""
 
-    def __init__(self, values: int, costs: Costs | None = None) -> None:
+    def __init__(self, values: int, costs: Costs | None = None, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(), None, costs=costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, costs=costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(
@@ -126,6 +140,56 @@ def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholde
     assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"
 
 
+# values whose base KV is computed in an agent's prompt ----------------------------------------------------------------
+
+
+def in_place(seed: int, *, agent: str = "first") -> GenerateRequest:
+    """A prompt with a question whose base context is what the prompt of `first` begins with."""
+    asked = request(seed)
+    head, question = asked.segments
+    before = head if agent == "first" else Segment((9, 9), "p0")
+    question = replace(question, base_context=head.tokens, in_context=True)
+    return replace(asked, segments=(before, question), agent=AgentId(agent))
+
+
+def test_base_kv_is_kept_from_the_prompt_that_reads_the_value_in_its_base_context() -> None:
+    runtime, kv = Taught(0).runtime, random_kv(3 + SIZE, 5)
+    first, other = in_place(1), in_place(1, agent="other")
+    assert runtime.reads_first(first) and runtime.needs(first) == [] and runtime.prerequisites(first, 0) == []
+    assert not runtime.reads_first(other)
+    assert [need.tokens for need in runtime.prerequisites(other, 0)] == [first.tokens], "it waits for base KV"
+    runtime.keep_in_place(other, kv.slice)
+    assert runtime.needs(other), "nothing was kept"
+
+    runtime.keep_in_place(first, kv.slice)
+
+    assert not runtime.reads_first(first) and runtime.needs(other) == []
+    [moved] = runtime.plan(other, ()).translations
+    assert moved.start == 2 and torch.equal(moved.base.keys, kv.slice(3).keys)
+    assert not runtime.wants_harvest(other, runtime.plan(other, ())), "nothing is learned for it"
+
+
+def test_base_kv_is_not_kept_from_what_is_translated_itself() -> None:
+    runtime, first = Taught(0).runtime, in_place(1)
+    spans = (Span(0, 2, Source.DEVICE), Span(2, 5, Source.TRANSLATED), Span(5, 3 + SIZE, Source.COMPUTED))
+    runtime.keep_in_place(first, random_kv(3 + SIZE, 5).slice, ReusePlan(spans))
+    assert runtime.reads_first(first)
+
+
+def test_base_kv_that_only_one_agent_reads_is_not_kept() -> None:
+    runtime = Taught(0).runtime
+    for seed in range(2 * MAX_VALUES):
+        runtime.needs(in_place(seed))
+    assert not runtime.reads_first(in_place(3 * MAX_VALUES))
+
+
+def test_another_base_context_is_another_template() -> None:
+    """Offsets that were measured against other base KV are not used."""
+    first = in_place(1, agent="other")
+    question = replace(first.segments[1], base_context=(7, 7, 7))
+    assert template_key(first) != template_key(replace(first, segments=(first.segments[0], question)))
+
+
 # answers that were moved by rotation alone ----------------------------------------------------------------------------
 
 AFTER = 4
@@ -143,7 +207,7 @@ class Moving(Taught):
     """A runtime that has read so many answers, each moved to its reader."""
 
     def __init__(self, answers: int, *, has_template: bool = True) -> None:
-        super().__init__(0)
+        super().__init__(0, move="unlearned")
         self.template = random_kv(AFTER, 7)
         self.real = [random_kv(3 + SIZE + AFTER, 300 + seed) for seed in range(answers)]
         self.plans = [self._read(seed, has_template) for seed in range(answers)]

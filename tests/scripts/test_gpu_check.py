@@ -205,7 +205,7 @@ def test_every_stage_says_what_came_of_it(out: Path) -> None:
     assert saved(out, "kernels")["state"] == "complete"
     graphs = saved(out, "graphs")["steps"]
     assert all(graphs[name]["results"]["passed"] and not graphs[name]["results"]["failed"] for name in graphs)
-    assert saved(out, "ttft")["steps"]["tiny"]["results"]["agents"][1]["translated_ms"] > 0
+    assert saved(out, "ttft")["steps"]["tiny-moved"]["results"]["agents"][1]["translated_ms"] > 0
     record = saved(out, "train")["steps"]["evaluate"]["results"]
     assert record["trained_minutes"] >= record["minutes"] and record["loss_curve"]
     assert record["accuracy"].keys() == {"math", "choice", "code"}

@@ -162,15 +162,16 @@ def base_context(segments: tuple[Segment, ...], name: str) -> str:
     return text(next(segment for segment in segments if segment.name == name).base_context)
 
 
-def test_lead_in_comes_from_the_first_agent_that_uses_the_placeholder() -> None:
+def test_base_context_is_the_beginning_of_a_prompt_or_the_last_line_before_the_first_use() -> None:
     agents = [
         Prompt("a", "system a", "Intro.\nQuestion: {q}"),
         Prompt("b", "system b", "Other words {q}\n\nSolver:\n\n{agent_a_current}{x}"),
     ]
     both = compile_agents(agents, Characters())
     filled = values(q="?", agent_a_current="!", x="x")
-    assert base_context(both["a"].fill(filled), "q") == "[Question: "
-    assert base_context(both["b"].fill(filled), "q") == "[Question: "
+    for agent in both.values():
+        assert base_context(agent.fill(filled), "q") == "[system a|Intro.\nQuestion: "
+    assert [one.name for one in both["b"].fill(filled) if one.in_context] == ["q"]
     assert base_context(both["b"].fill(filled), "agent_a_current") == "[Solver:\n\n"
     assert base_context(both["b"].fill(filled), "x") == "["
 

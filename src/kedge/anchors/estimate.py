@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,10 +72,15 @@ def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verd
     )
 
 
-def rotated(sample: SampleView) -> OffsetEstimate:
-    """Return the estimate by which a value's base KV is only rotated to its place, without any anchors."""
+def rotated(sample: SampleView, after: OffsetEstimate | None = None) -> OffsetEstimate:
+    """Return the estimate by which a value's base KV is only rotated to its place. The prefix segment behind it is as
+    in `after`, an estimate from anchors.
+    """
     table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
-    return OffsetEstimate(True, "", learnable=False, value=no_offsets(sample.base, table), value_table=table)
+    value = no_offsets(sample.base, table)
+    if after is None:
+        return OffsetEstimate(True, "", learnable=False, value=value, value_table=table)
+    return replace(after, value=value, value_table=table, weak=None)
 
 
 def no_offsets(base: KVSegment, table: OffsetTable) -> Blend:

@@ -60,7 +60,11 @@ def ttft(
     samples: Samples = None,
     repeats: Repeats = None,
     estimator: Annotated[
-        str, typer.Option(metavar="NAME", help="token, interpolate, nearest, cosine, mean, linear or linear+token.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors.",
+        ),
     ] = "token",
     recompute_head: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="First tokens that are recomputed. Default: the engine's.")

@@ -89,8 +89,9 @@ def _run_all(
         dense = None
         for name in estimators:
             anchors = AnchorSettings(**estimator_settings(name))
-            unknown = "dense" if anchors.criterion == "entropy" else "rotate"  # the paper's method has no other way
-            config = EngineSettings(model=model, anchors=anchors, planner=PlannerSettings(unknown=unknown))
+            paper = anchors.criterion == "entropy"  # which has no other way than anchors
+            planner = PlannerSettings(move="never") if paper else PlannerSettings()
+            config = EngineSettings(model=model, anchors=anchors, planner=planner)
             with LocalEngine(config=config) as engine:
                 if engine.translation_refusal:
                     raise TranslationRefused("model", str(model), engine.translation_refusal)

@@ -65,6 +65,8 @@ class _Label:
 
     context: Tokens
     """Tokens before a value in its base KV"""
+    in_context: bool
+    """Whether a template begins with them, and goes on with the value"""
     stand_in: Tokens
     """Tokens that stand for a value in the template itself"""
     trail: Tokens
@@ -275,11 +277,12 @@ class Discovery:
 
     def _learn_labels(self, template: PromptTemplate) -> None:
         """Take note of what stands around the slots of a new template."""
-        start, before = token_bytes.unpack(template.head)[:CONTEXT_START], template.head
+        head, before = token_bytes.unpack(template.head), template.head
         for slot in template.slots:
             after = token_bytes.unpack(slot.after)[:MAX_TRAIL] if self._is_whole(slot) else ()
-            context = start + token_bytes.unpack(before)[-CONTEXT_END:]
-            label = self._labels.use(slot.label, lambda: _Label(context, _stand_in(slot), after))  # noqa: B023
+            first = before is template.head
+            context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
+            label = self._labels.use(slot.label, lambda: _Label(context, first, _stand_in(slot), after))  # noqa: B023
             label.trail = common_prefix((label.trail, after))
             before = slot.after
 
@@ -349,7 +352,8 @@ class Discovery:
         if sample is None:
             sample = SampleId(ValueKind.INPUT, filled.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
         label = self._labels[filled.slot.label]
-        return Segment(token_bytes.unpack(value), name, sample, label.context, label.stand_in, label.trail)
+        around = label.context, label.stand_in, label.trail
+        return Segment(token_bytes.unpack(value), name, sample, *around, in_context=label.in_context)
 
 
 def _named(template: PromptTemplate, agent: FoundAgent) -> PromptTemplate:

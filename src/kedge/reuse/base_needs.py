@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from kedge.reuse.contracts import KV, Anchors, BaseNeed, Bases, Cut, PlaceholderSite, TemplateOwner
-from kedge.reuse.layout import Placed, later_prefixes, layout, template_key, template_tokens
+from kedge.reuse.contracts import KV, Anchors, BaseNeed, Bases, Cut, PlaceholderSite, ReadKV, TemplateOwner
+from kedge.reuse.layout import Placed, later_prefixes, layout, reads_in_place, template_key, template_tokens
 from kedge.reuse.planner import Planner, pool_of
 from kedge.reuse.readers import Readers
 from kedge.reuse.upcoming import UpcomingSteps
@@ -28,8 +28,27 @@ class BaseNeeds:
             return []
         for one in values:
             self._readers.read(pool_of(request, one), one.segment.tokens)
-        missing = [self._placeholder_need(request, one) for one in values if self._lacks_base(request, one)]
+        others = [one for one in values if not reads_in_place(request, one)]
+        missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one)]
         return [*self._template_need(request, key, placed), *missing]
+
+    def in_place(self, request: GenerateRequest) -> list[Placed]:
+        """Return the values whose base KV this prompt's own KV is, where that is not kept yet and others read it."""
+        return [
+            one
+            for one in self.worth_translating(request, layout(request))
+            if reads_in_place(request, one)
+            and self._readers.expected(pool_of(request, one)) > 1
+            and self._planner.sample(request, one) is None
+        ]
+
+    def keep_in_place(self, request: GenerateRequest, exact_tokens: int, read: ReadKV) -> None:
+        """Keep the base KV that a prompt's own KV is, as far as its first `exact_tokens` are as dense prefill gives
+        them.
+        """
+        for one in self.in_place(request):
+            if one.stop <= exact_tokens:
+                self._keep_value(request, one, read(one.start, one.stop))
 
     def prerequisites(
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
@@ -44,8 +63,6 @@ class BaseNeeds:
         time.
         """
         key, placed = template_key(request), layout(request)
-        if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
-            return []
         values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
         paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
@@ -53,6 +70,10 @@ class BaseNeeds:
 
     def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
         """Return whether its agent would translate a value, once base KV of it is there."""
+        if placed.segment.in_context and self._planner.rotates:
+            return not reads_in_place(request, placed)
+        if self._bases.prefixes(request.namespace, key) is None and later_prefixes(layout(request)):
+            return False
         site, pool = PlaceholderSite(key, placed.index), pool_of(request, placed)
         experience = self._anchors.experience(site, pool)
         if experience.is_calibrated:
@@ -64,7 +85,7 @@ class BaseNeeds:
         """Return how many prompts of its agent have to be learned from until all values behind its first `exact_tokens`
         have enough anchors.
         """
-        key, values = template_key(request), self.worth_translating(request, layout(request))
+        key, values = template_key(request), self.worth_learning(request)
         wanted = (one for one in values if one.stop > exact_tokens)
         sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in wanted)
         return max((self._anchors.experience(*site).missing for site in sites), default=0)
@@ -72,6 +93,13 @@ class BaseNeeds:
     def worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""
         return [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+
+    def worth_learning(self, request: GenerateRequest) -> list[Placed]:
+        """Return those of them that anchors are to translate, or the prefix segment behind them."""
+        placed = layout(request)
+        after = (*placed[1:], None)
+        values = self.worth_translating(request, placed)
+        return [one for one in values if self._planner.needs_anchors(request, one, after[one.index])]
 
     def is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
         """Return whether the agent with template `key` has observed enough values at this place."""
@@ -99,7 +127,7 @@ class BaseNeeds:
 
     def _template_need(self, request: GenerateRequest, key: str, placed: tuple[Placed, ...]) -> list[BaseNeed]:
         later = later_prefixes(placed)
-        if not later or self._bases.prefixes(request.namespace, key) is not None:
+        if not later or not self.worth_learning(request) or self._bases.prefixes(request.namespace, key) is not None:
             return []
         cuts, start = [], 0
         for p in placed:

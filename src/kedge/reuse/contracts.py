@@ -108,8 +108,10 @@ class Anchors(Tiered, Protocol):
     """The anchor pools (`kedge.anchors.store.AnchorStore`)."""
 
     def estimate(self, slot: PlaceholderSite, sample: SampleView) -> Estimate: ...
-    def without_offsets(self, sample: SampleView) -> Estimate:
-        """Return the estimate by which a value's base KV is only rotated. It has none for the prefix segment."""
+    def without_offsets(self, sample: SampleView, after: Any = None) -> Estimate:
+        """Return the estimate by which a value's base KV is only rotated. Of the prefix segment behind it, it has what
+        the estimate `after` has.
+        """
 
     def begin(self) -> None: ...
     def prepare(self, sample: SampleView) -> None: ...

@@ -44,13 +44,14 @@ class LinearCost:
         self._sums = np.zeros(size)
         self._seconds = list(map(float, prior))
         self._observed = 0
+        self._is_settled = False
         self._next_fit = 1
         self._recent: list[tuple[Sequence[float], float]] = []
         """Observations since the last fit"""
 
     def observe(self, counts: Sequence[float], seconds: float) -> None:
         """Record that work with these counts took `seconds`."""
-        if self._observed >= REFIT:
+        if self._observed >= REFIT or self._is_settled:
             seconds = min(seconds, OUTLIER * self.of(counts))
         self._recent.append((counts, seconds))
         self._observed += 1
@@ -64,7 +65,7 @@ class LinearCost:
         if self._observed:
             self._seconds = self._fit()
             self._prior = np.array(self._seconds)
-            self._ridge = SETTLED_RIDGE
+            self._ridge, self._is_settled = SETTLED_RIDGE, True
 
     def of(self, counts: Sequence[float]) -> float:
         """Return the expected seconds of work with these counts."""

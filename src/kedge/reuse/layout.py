@@ -34,6 +34,19 @@ def layout(request: GenerateRequest) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
+def can_move(segment: Segment) -> bool:
+    """Return whether base KV of a value has read what an agent reads before it, so that rotation alone can move it to
+    another agent's prompt: that of an answer, and one that was computed in an agent's prompt.
+    """
+    return segment.is_answer or segment.in_context
+
+
+def reads_in_place(request: GenerateRequest, placed: Placed) -> bool:
+    """Return whether a prompt begins with a value's base context, and the value follows: its KV there is base KV."""
+    context = placed.segment.base_context
+    return placed.segment.in_context and placed.start == len(context) and request.tokens[: placed.start] == context
+
+
 def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
     """Let up to `most` tokens of each placeholder's `trail` belong to its value: the same prompt, cut otherwise. Not of
     agents' answers, unless `of_answers`: their agents have to compute KV of the trail.
@@ -74,16 +87,17 @@ def next_stop(request: GenerateRequest, drafted: int) -> int:
 
 
 def template_key(request: GenerateRequest) -> str:
-    """Return workflow, agent and a digest of the template: what was observed under another wording is never used, nor
-    what was observed before the guard discarded the agent's anchors.
+    """Return workflow, agent and a digest of the template and of its values' base contexts: what was observed under
+    another wording, or against other base KV, is never used, nor what was observed before the guard discarded the
+    agent's anchors.
     """
     digest = hashlib.blake2b(digest_size=8)
     if request.guard.epoch:
         digest.update(b"epoch %d" % request.guard.epoch)
     for segment in request.segments:
         digest.update(segment.name.encode())
-        if not segment.is_placeholder:
-            digest.update(array("q", segment.tokens).tobytes())
+        fixed = segment.base_context if segment.is_placeholder else segment.tokens
+        digest.update(array("q", fixed).tobytes())
     return f"{request.workflow}/{request.agent}/{digest.hexdigest()}"
 
 

@@ -18,13 +18,15 @@ from kedge.reuse.contracts import (
     PoolKey,
     SampleView,
 )
-from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
+from kedge.reuse.layout import Placed, can_move, later_prefixes, layout, reads_in_place, template_key
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
 from kedge.reuse.savings import Savings
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 NO_COSTS = NoCosts()
+SHORT_TEMPLATE = 64
+"""Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
 SPARSE = 8
 """At most one translated token in so many is computed as a sentinel."""
 MAX_WEAK_SENTINELS = 8
@@ -165,12 +167,12 @@ class Planner:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
         prefixes = self._bases.prefixes(request.namespace, draft.key)
-        if prefixes is None and not self._rotates and later_prefixes(draft.placed):
+        if prefixes is None and not self.rotates and later_prefixes(draft.placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
         elif self._fill_pair(request, draft, here, after, prefixes or {}):
             draft.teaches = True
-            if not (draft.dense or self._rotates):
+            if not (draft.dense or self.rotates):
                 draft.give_up()
 
     def _fill_pair(
@@ -186,10 +188,7 @@ class Planner:
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
-        estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
-        teaches = not estimate.shareable and estimate.learnable
-        if not estimate.shareable and self._rotates and here.segment.is_answer:
-            estimate = self._anchors.without_offsets(sample)
+        estimate, teaches = self._estimate(request, draft, here, after, sample)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
             return teaches
@@ -206,10 +205,33 @@ class Planner:
         self._post_sentinels(request, draft, here, weak)
         if after is None or after.segment.is_placeholder or not len(after):
             return False
+        if not self.needs_anchors(request, here, after):
+            return False
         is_translated = self._fill_after(draft, after, estimate, prefixes)
         if teaches and not is_translated:
             draft.moved.append(here.index)
         return teaches and not is_translated
+
+    def _estimate(
+        self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None, sample: SampleView
+    ) -> tuple[Estimate, bool]:
+        """Return how a value is translated, and whether computing it, or what is behind it, would teach something."""
+        if not self.needs_anchors(request, here, after):
+            return self._anchors.without_offsets(sample), False
+        estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
+        teaches = not estimate.shareable and estimate.learnable
+        if can_move(here.segment) and self.rotates and not estimate.shareable:
+            return self._anchors.without_offsets(sample), teaches
+        if can_move(here.segment) and self._policy.move == "always":
+            return self._anchors.without_offsets(sample, estimate), teaches
+        return estimate, teaches
+
+    def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
+        """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
+        if reads_in_place(request, here):
+            return False
+        is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
+        return not (self._policy.move == "always" and can_move(here.segment) and is_short)
 
     def _fill_after(self, draft: Draft, after: Placed, estimate: Estimate, prefixes: Mapping[int, KV]) -> bool:
         """Draft the prefix segment after a translated value. Returns whether it could be translated."""
@@ -222,9 +244,9 @@ class Planner:
         return True
 
     @property
-    def _rotates(self) -> bool:
+    def rotates(self) -> bool:
         """Whether something is translated before there are anchors of it."""
-        return self._policy.unknown == "rotate"
+        return self._policy.move != "never"
 
     def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
         """Write what of a segment is not exact, then computes its first tokens and the `weak` ones again."""

@@ -103,6 +103,18 @@ class Runtime:
         if self.learns(request) and request.produces is not None:
             self._bases.put_sample(request.run_key, request.produces, tokens, kv, exact_lineage=exact)
 
+    def reads_first(self, request: GenerateRequest) -> bool:
+        """Return whether base KV that others need is to be kept from this request's prompt, once it is computed."""
+        return self.learns(request) and bool(self._needs.in_place(request))
+
+    def keep_in_place(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
+        """Keep the base KV of values that this prompt reads in their base context. With a `plan`, only what is before
+        all translated tokens.
+        """
+        if self.learns(request):
+            exact = request.prompt_tokens if plan is None else plan.exact_tokens
+            self._needs.keep_in_place(request, exact, read)
+
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
         """Return whether to learn from a request: its whole prompt was computed, or a value in it because that teaches
         something, and its offsets are worth measuring.
@@ -113,7 +125,7 @@ class Runtime:
         if plan.translates or not self.learns(request):
             return plan.teaches and self.learns(request)
         key = template_key(request)
-        values = self._needs.worth_translating(request, layout(request))
+        values = self._needs.worth_learning(request)
         if not all(self._needs.is_saturated(request, key, one) for one in values):
             return True
         self._saturated += bool(values)
@@ -138,6 +150,8 @@ class Runtime:
             return
         for here, after in zip(placed, [*placed[1:], None], strict=True):
             if not here.segment.is_placeholder or len(here) <= self._short:
+                continue
+            if not self._planner.needs_anchors(request, here, after):
                 continue
             base_prefix = prefixes.get(after.index) if prefixes and after else None
             is_moved = plan is not None and here.index in plan.moved and base_prefix is not None

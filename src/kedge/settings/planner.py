@@ -27,10 +27,12 @@ class PlannerSettings(SettingsSection):
     min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
-    unknown: Literal["rotate", "dense"] = "rotate"
-    """What serves a value that no anchors know: `rotate` translates agents' answers by rotation alone, and computes
-    questions, tool results and the template behind any of these, which is learned from; `dense` computes the whole
-    prompt, and learns from that. On vLLM without lanes it is always `dense`."""
+    move: Literal["always", "unlearned", "never"] = "always"
+    """When to move a value by rotation alone, without anchors, where its KV was computed in an agent's prompt (agents'
+    answers, and what an agent reads right behind the beginning of its prompt); the template behind it is computed.
+    `always`: anchors serve other values, and templates longer than that is worth. `unlearned`: until its anchors are
+    learned. `never`: before that the whole prompt is computed, as in the paper. On vLLM without lanes it is always
+    `never`."""
 
     by_cost: bool = True
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""

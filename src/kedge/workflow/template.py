@@ -133,6 +133,14 @@ class Value(NamedTuple):
     """None where the value is known to be empty, because no step makes it."""
 
 
+class BaseContext(NamedTuple):
+    """Tokens behind which base KV of a placeholder's values is computed, if their producers left none."""
+
+    tokens: Tokens
+    is_prompt: bool
+    """Whether an agent's prompt begins with them and goes on with the value."""
+
+
 @dataclass(frozen=True)
 class CompiledAgent:
     """An agent's chat text, cut at its placeholders and tokenized piece by piece."""
@@ -141,7 +149,7 @@ class CompiledAgent:
     prefixes: tuple[Tokens, ...]
     """`p0 … pn`: one more than placeholders, empty between two adjacent ones."""
     placeholders: tuple[Placeholder, ...]
-    lead_ins: tuple[Tokens, ...]
+    contexts: tuple[BaseContext, ...]
     stand_ins: tuple[Tokens, ...]
     trails: tuple[Tokens, ...]
     """By placeholder: the tokens that follow it in every agent."""
@@ -158,12 +166,20 @@ class CompiledAgent:
 
     def _segments(self, values: Mapping[Placeholder, Value]) -> Iterator[Segment]:
         yield Segment(self.prefixes[0], "p0")
-        filled = zip(self.placeholders, self.lead_ins, self.stand_ins, self.trails, self.prefixes[1:], strict=True)
-        for i, (placeholder, base_context, placeholder_text, trail, prefix) in enumerate(filled, 1):
+        filled = zip(self.placeholders, self.contexts, self.stand_ins, self.trails, self.prefixes[1:], strict=True)
+        for i, (placeholder, context, placeholder_text, trail, prefix) in enumerate(filled, 1):
             if placeholder not in values:
                 raise UnknownPlaceholder(f"agent {self.agent}", placeholder.name, "has no value")
             tokens, sample = values[placeholder]
-            yield Segment(tokens, placeholder.name, sample, base_context, placeholder_text, trail)
+            yield Segment(
+                tokens,
+                placeholder.name,
+                sample,
+                context.tokens,
+                placeholder_text,
+                trail,
+                in_context=context.is_prompt,
+            )
             yield Segment(prefix, f"p{i}")
 
 
@@ -171,19 +187,17 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
     """Render and tokenize the prompts of agents that share placeholder values.
 
     Every prefix part is tokenized by itself, so that its token ids do not depend on its neighbours. A placeholder has
-    one lead-in for all agents: the last line of text before it in the first agent that uses it, as the beginning of a
-    chat without system message. Raises `WorkflowError` where the chat template loses or repeats a placeholder.
+    one base context for all agents. Raises `WorkflowError` where the chat template loses or repeats a placeholder.
     """
-    lines = _last_lines(agents)
-    lead_ins = {at: tokenizer.encode(_up_to_mark(tokenizer, line)) for at, line in lines.items()}
     cuts = {AgentId(agent.id): _cut(agent, tokenizer) for agent in agents}
+    contexts = _contexts(agents, cuts.values(), tokenizer)
     trails = _trails(cuts.values())
     return {
         agent: CompiledAgent(
             agent,
             prefixes,
             found,
-            tuple(lead_ins[placeholder] for placeholder in found),
+            tuple(contexts[placeholder] for placeholder in found),
             tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
             tuple(trails[_trailed(placeholder)] for placeholder in found),
             trails.get((ValueKind.AGENT, agent), ()),
@@ -236,6 +250,21 @@ def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[P
 
 def _mark(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _contexts(
+    agents: Sequence[Prompt], cuts: Iterable[Cut], tokenizer: ChatTokenizer
+) -> dict[Placeholder, BaseContext]:
+    """Return the base context of every placeholder: what the first agent that has nothing but fixed text before it has
+    there. Where there is no such agent, it is the last line before it in the first agent that uses it, as the beginning
+    of a chat without system message.
+    """
+    lines = _last_lines(agents)
+    contexts = {at: BaseContext(tokenizer.encode(_up_to_mark(tokenizer, line)), False) for at, line in lines.items()}
+    for prefixes, found in cuts:
+        if found and not contexts[found[0]].is_prompt:
+            contexts[found[0]] = BaseContext(prefixes[0], True)
+    return contexts
 
 
 def _last_lines(agents: Sequence[Prompt]) -> dict[Placeholder, str]:

@@ -63,7 +63,8 @@ class CopyMachine:
             segments.append(Segment(prefix, f"p{i}"))
             if i < len(fills):
                 name, sample, tokens = fills[i]
-                segments.append(Segment(tokens, name, sample, self._lead_in, self._names[i], self._trail))
+                context = self._prefixes[0][0] if i == 0 else self._lead_in
+                segments.append(Segment(tokens, name, sample, context, self._names[i], self._trail, in_context=i == 0))
         return GenerateRequest(
             tuple(segments),
             reuse=reuse,

@@ -38,7 +38,7 @@ TEMPLATE = (20, 9, 5)
 """Tokens of the prefix segments of every agent: before the question, before the answer, and the last."""
 QUESTION, ANSWER = 40, 24
 ASKED = tokens(70, QUESTION)
-PLANNER = PlannerSettings(by_cost=False, recompute_head=2, unknown="dense")
+PLANNER = PlannerSettings(by_cost=False, recompute_head=2, move="never")
 SPACE, RUN = Namespace(TenantId("default")), RunId("run")
 RUN_KEY = RunKey(SPACE, ClientId("client"), RUN)
 _ids = count()

@@ -124,7 +124,7 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
 def test_an_answer_that_no_anchor_knows_may_be_moved_ahead() -> None:
     outcomes = []
     for ahead in (False, True):
-        stage = Stage(planner=PLANNER.model_copy(update={"unknown": "rotate"}))
+        stage = Stage(planner=PLANNER.model_copy(update={"move": "unlearned"}))
         request = prompt_of("reader", ASKED, stage.write(ASKED))
         if ahead:
             stage.prepare(request)

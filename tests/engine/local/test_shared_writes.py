@@ -23,7 +23,7 @@ from tests.engine.local.test_translation import request, tokens
 
 QUESTIONS = [(tokens(seed, 30), tokens(seed + 1, 24)) for seed in (70, 80)]
 TRANSLATED = Source.TRANSLATED
-DENSE = PlannerSettings(by_cost=False, unknown="dense")
+DENSE = PlannerSettings(by_cost=False, move="never")
 _ids = (RequestId(f"shared-{number}") for number in count())
 
 
@@ -207,7 +207,7 @@ def test_32_readers_share_one_blend() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "abort", "step"]), st.integers(0, 7)), min_size=4, max_size=24))
 def test_whatever_ends_in_between_answers_are_those_of_one_that_is_alone(steps: list[tuple[str, int]]) -> None:
-    engine = taught(num_blocks=96, planner=PlannerSettings(by_cost=False, unknown="dense", recompute_head=2))
+    engine = taught(num_blocks=96, planner=PlannerSettings(by_cost=False, move="never", recompute_head=2))
     alone = {(of, who): engine.serve(asked(of, who)).response for of in (0, 1) for who in ("critic", "solver")}
     live: list[tuple[tuple[int, str], RequestSequence]] = []
     for step, number in steps:

@@ -36,7 +36,7 @@ OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
 """Thresholds so wide that whatever was observed once is shared."""
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
-    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+    "planner": PlannerSettings(by_cost=False, recompute_head=0, move="unlearned"),
 }
 
 
@@ -287,6 +287,36 @@ def test_a_new_teams_first_answer_is_moved_to_its_reader() -> None:
     assert reasons["user_question"] == "no anchor of this agent yet" and "p2" in reasons
 
 
+def in_context(asked: GenerateRequest) -> GenerateRequest:
+    """The same request, with the solver's prompt as the base context of the question."""
+    question = replace(asked.segments[1], base_context=tokens(20, 20), in_context=True)
+    return replace(asked, segments=(asked.segments[0], question, *asked.segments[2:]))
+
+
+def test_a_question_is_moved_from_the_first_prompt_that_reads_it() -> None:
+    """Its values are those of that prompt, and nothing was computed for it besides."""
+    driver = Driver(planner=PlannerSettings(by_cost=False))
+    question = tokens(50, 30)
+    _, first = driver.serve(in_context(request(question)))
+    sequence, kv = driver.serve(in_context(request(question, agent="critic")))
+    assert sequence.receipt().translated == len(question)
+    assert sequence.receipt().computed == 33 + 9 + 5, "the template"
+    read, moved = first.slice(20, 50), kv.slice(33, 63)
+    assert relative(moved.keys, read.keys) < 1e-5 and relative(moved.values, read.values) < 1e-5
+    stats = driver.core.inspection.learning.stats()
+    assert stats["base_prefills_done"] == stats["observed"] == 0
+
+
+def test_a_question_that_its_first_reader_has_not_read_yet_is_computed_in_its_prompt() -> None:
+    driver, question = Driver(), tokens(50, 30)
+    asked = in_context(request(question, agent="critic"))
+    assert driver.serve(asked)[0].receipt().translated == 0
+    again, moved = driver.serve(replace(asked, request_id="again"))
+    _, read = driver.serve(in_context(request(question)))
+    assert again.receipt().translated == len(question)
+    assert relative(moved.slice(33, 63).values, read.slice(20, 50).values) < 1e-5
+
+
 def test_a_team_learns_from_what_its_readers_compute() -> None:
     """No prompt is dense for it: what the first two left translates the third one's question and the template behind
     both values, and the answer is moved as before.
@@ -307,7 +337,7 @@ def test_a_team_learns_from_what_its_readers_compute() -> None:
 
 
 def test_where_unknown_values_are_dense_a_reader_computes_its_whole_prompt() -> None:
-    planner = PlannerSettings(by_cost=False, unknown="dense")
+    planner = PlannerSettings(by_cost=False, move="never")
     driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}), planner=planner)
     sequence, _ = driver.serve(reading(answered(driver, tokens(50, 12), "first"), tokens(50, 12), "first"))
     assert sequence.receipt().translated == 0

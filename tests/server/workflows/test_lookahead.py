@@ -213,7 +213,7 @@ def test_a_run_that_expires_is_forgotten_for_everybodys_sake(
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    with engine_of(tiny_model("llama"), planner={"by_cost": False, "unknown": "dense"}) as built:
+    with engine_of(tiny_model("llama"), planner={"by_cost": False, "move": "never"}) as built:
         yield built
 
 

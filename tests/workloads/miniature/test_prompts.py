@@ -126,7 +126,7 @@ def test_segments_are_those_of_training(task: Task, tokenizer: NanoTokenizer) ->
 @pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
 def test_lead_in_of_the_question(task: Task, tokenizer: NanoTokenizer) -> None:
     agent = compile_agents(workflow(task).agents, tokenizer)["final"]
-    assert agent.lead_ins[0] == tokenizer.encode(f"{BOS}<|user|>Question: ")
+    assert agent.contexts[0].is_prompt
 
 
 @pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)

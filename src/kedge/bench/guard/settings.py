@@ -36,7 +36,7 @@ class GuardBenchSettings:
 
     def engine(self, anchors: dict[str, object], guard: GuardSettings | None = None) -> EngineSettings:
         """Return the settings of an engine that translates whatever the anchors allow."""
-        given = {"device": self.device, "anchors": anchors, "planner": {"by_cost": False}}
+        given = {"device": self.device, "anchors": anchors, "planner": {"by_cost": False, "move": "unlearned"}}
         return EngineSettings.model_validate({**given, "guard": (guard or GuardSettings()).model_dump()})
 
 

@@ -30,9 +30,11 @@ _PAPER: Mapping[str, Any] = {
     "recompute_short": 0,
     "trail": 0,
     "min_translated": 0.0,
-    "unknown": "dense",
+    "move": "never",
 }
 """The paper recomputes one token, keeps no trail behind values, and has no least share."""
+
+_ANCHORED: Mapping[str, Any] = {"move": "unlearned"}
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,11 @@ METHODS: Mapping[str, Method] = {
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
-    **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name)) for name in ESTIMATORS},
+    "kedge": Method(ReuseMode.TRANSLATE),
+    **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name), _ANCHORED) for name in ESTIMATORS},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors (Kedge serves as
-`answers` what no anchor knows), and an estimator's name is that estimator with Kedge's defaults."""
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors, `kedge` is the
+default, and an estimator's name is Kedge with that estimator's anchors wherever they are learned."""
 
 
 def method_named(name: str) -> Method:

@@ -36,7 +36,7 @@ def soak(settings: SoakSettings, on_sample: Callable[[dict[str, Any]], None] = l
     config = EngineSettings(
         num_blocks=256,
         anchors=AnchorSettings(capacity=settings.capacity, max_base_bytes=1 << 20),
-        planner=PlannerSettings(by_cost=False, unknown="dense"),  # so that all pools fill
+        planner=PlannerSettings(by_cost=False, move="never"),  # so that all pools fill
         guard=GuardSettings(mode=GuardMode.OFF),
     )
     samples = []

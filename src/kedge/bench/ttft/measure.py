@@ -43,11 +43,13 @@ class TtftSettings:
     """Samples in every pool before the measurement."""
     repeats: int = 3
     estimator: str = "token"
+    """`MOVED` is no estimator: values are moved without anchors, as Kedge does where nothing else is set."""
     recompute_head: int | None = None
     device: str = "auto"
     seed: int = 0
 
 
+MOVED = "moved"
 QUICK = TtftSettings(question=200, prefix=128, output=64, agents=3, samples=4, repeats=1)
 """A measurement of less than a minute."""
 
@@ -160,8 +162,9 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
     Translation is measured even where computing would cost less.
     """
     recompute: dict[str, Any] = {} if settings.recompute_head is None else {"recompute_head": settings.recompute_head}
+    is_moved = settings.estimator == MOVED
     anchors = AnchorSettings(
-        **estimator_settings(settings.estimator),
+        **estimator_settings("token" if is_moved else settings.estimator),
         capacity=settings.samples,
         min_anchors=settings.samples,
         gamma=2.0,
@@ -175,7 +178,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
         num_blocks=settings.agents * longest // 16 + 64,
         max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
-        planner=PlannerSettings(by_cost=False, unknown="dense", **recompute),
+        planner=PlannerSettings(by_cost=False, move="always" if is_moved else "never", **recompute),
         guard=GuardSettings(mode=GuardMode.OFF),
     )
 

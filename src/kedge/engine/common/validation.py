@@ -126,6 +126,8 @@ def _require_segment(key: str, segment: Segment, vocab_size: int | None) -> None
     _require_sample(f"{key}.sample", segment.sample)
     for part in ("tokens", "base_context", "placeholder_text", "trail", "held"):
         _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
+    if not isinstance(segment.in_context, bool):
+        raise RequestError(f"{key}.in_context", brief(segment.in_context), "must be True or False")
     held, tokens = segment.held, segment.tokens
     if held and tokens and tokens[-len(held) :] != held:
         raise RequestError(f"{key}.held", brief(held), "must be what the segment's tokens end with")

@@ -53,6 +53,7 @@ MISSHAPEN_SEGMENTS: Mapping[str, tuple[Any, ...]] = {
     "name": (*NO_TEXT, ""),
     "sample": IMPOSSIBLE_SAMPLES,
     **dict.fromkeys(("tokens", "base_context", "placeholder_text", "trail", "held"), (None, 5, [1], "text", b"x")),
+    "in_context": (None, 1, "yes"),
 }
 NO_TOKENS: tuple[Any, ...] = (1.5, math.nan, True, None, "a", (1,), -1, MAX_COUNT, MAX_COUNT + 1, 2**63, HUGE)
 

@@ -18,7 +18,7 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import BaseNeed
+from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.layout import Placed
 from kedge.reuse.runtime import Runtime
 from kedge.settings import LearningSettings
@@ -87,9 +87,9 @@ class Learning:
         """Register a request that has its first token: queue the base prefills that its values need, and learn from its
         prompt, if that is dense.
         """
-        self._queue_base_prefills(sequence)
         request, plan, table = sequence.request, sequence.plan, sequence.table
         assert plan is not None and table is not None
+        self._provide_bases(sequence, partial(self._storage.read, table))
         if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table), plan)
             observation = PendingObservation(sequence, steps)
@@ -217,7 +217,13 @@ class Learning:
             job.is_awaited = True
         return tuple(job.key for job in jobs)
 
-    def _queue_base_prefills(self, sequence: RequestSequence) -> None:
+    def _provide_bases(self, sequence: RequestSequence, read: ReadKV) -> None:
+        """Keep base KV that a computed prompt leaves behind, and queue prefills of what else its values need."""
+        try:
+            self._runtime.keep_in_place(sequence.request, read, sequence.plan)
+        except Exception:  # out of memory, say: its readers ask for it
+            self._stats.failed += 1
+            logger.exception("base KV of what %s read could not be kept", sequence.request.request_id)
         for need in self._runtime.needs(sequence.request):
             if len(need.tokens) <= self._capacity:
                 self._queue(need, sequence)

@@ -8,6 +8,9 @@ from functools import partial
 
 import torch
 
+from kedge.anchors.estimate import no_offsets
+from kedge.anchors.offsets import OffsetTable, row_dtype, row_width
+from kedge.anchors.translator import Translate, translate_into
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
@@ -15,10 +18,11 @@ from kedge.engine.local.sequence import Sequence
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.plan import Translation
 from kedge.types import Namespace, RequestId, TenantId
 
-LONG = 128
-"""Tokens of the longest pass that is measured"""
+LONG, LONG_ON_GPU = 128, 1024
+"""Tokens of the longest pass that is measured; on a GPU some hundred take hardly longer than one"""
 MANY = 4
 """Sequences of the pass with several"""
 REPEATS = 3
@@ -28,7 +32,7 @@ SLOW = 0.25
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
     """Run a few passes and write a few segments; `capacity` is the tokens of the storage, none of them in use."""
-    longest = min(LONG, capacity, runner.max_positions)
+    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONG, capacity, runner.max_positions)
     run = partial(_run, runner, storage)
     run(1, 1)  # the first use of anything takes longer
     alone = _seconds(partial(run, 1, 1))
@@ -36,9 +40,11 @@ def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capa
         if alone < SLOW or tokens == 1:
             for _ in range(REPEATS):
                 costs.observe_pass(tokens, sequences, _seconds(partial(run, tokens, sequences)))
+    write = partial(_write, storage, translate_into(storage))
+    write(1)  # builds the kernel
     for tokens in (1, longest):
         for _ in range(REPEATS):
-            costs.observe_translation(1, tokens, _seconds(partial(_write, storage, tokens)))
+            costs.observe_translation(1, tokens, _seconds(partial(write, tokens)))
     costs.settle()
 
 
@@ -59,12 +65,13 @@ def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int
     runner.forward(flatten(work, storage))[0, 0].item()
 
 
-def _write(storage: PagedStorage, tokens: int) -> None:
-    """Write so many tokens of base KV with offsets of zero."""
+def _write(storage: PagedStorage, translate: Translate, tokens: int) -> None:
+    """Move so many tokens of base KV to other slots."""
     spec = storage.spec
     shape = (spec.layers, tokens, spec.kv_heads, spec.head_dim)
     zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
-    base, offsets = KVSegment(zeros, zeros), KVSegment(zeros[1:], zeros[1:])
-    storage.write(SlotTable(torch.arange(tokens)), 0, base, offsets)
+    base = KVSegment(zeros, zeros)
+    table = OffsetTable(row_width(base), row_dtype(base), base.device)
+    translate(SlotTable(torch.arange(tokens)), Translation(0, base, no_offsets(base, table), table))
     if storage.keys.is_cuda:
         torch.cuda.synchronize(storage.keys.device)

@@ -14,11 +14,12 @@ from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings,
 
 METHODS = MappingProxyType(
     {
-        "rotate": method_named("token"),
-        "dense": replace(method_named("token"), planner={"unknown": "dense"}),
+        "always": method_named("kedge"),
+        "unlearned": method_named("token"),
+        "never": replace(method_named("token"), planner={"move": "never"}),
     }
 )
-"""What `planner.unknown` may be"""
+"""What `planner.move` may be"""
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
@@ -33,7 +34,7 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
             one = runs.summary()
             found = {"right_dense": one.accuracy_dense, "right": one.accuracy, "same_final": one.same_final_answer}
             shares = {"readers": of_readers(runs), "computed": 1 - (one.reused_tokens or 0.0)}
-            rows.append({"task": task, "unknown": name, **found, **shares})
+            rows.append({"task": task, "move": name, **found, **shares})
     return rows
 
 
@@ -49,7 +50,7 @@ STUDY = Study(
     "The first question of a new team",
     "Not in the paper, which prefills it densely.",
     measure,
-    Plot("task", ("right", "readers", "computed"), "unknown"),
+    Plot("task", ("right", "readers", "computed"), "move"),
     default={"task": ALL, "questions": 50, "seeds": 1},
     quick={"task": ALL},
 )

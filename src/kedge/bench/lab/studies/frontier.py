@@ -32,7 +32,7 @@ _BLENDS = {"10%": (0.15, 0.12, 0.1), "20%": (0.3, 0.25, 0.2), "40%": (0.6, 0.5, 
 def estimated(name: str, weak_error: float) -> Method:
     """Return an estimator that shares every value it can, and computes tokens above this predicted error."""
     anchors = {**estimator_settings(name), **_SHARED, "weak_error": weak_error}
-    planner = {"trail": PlannerSettings().trail, "recompute_short": 0, "min_translated": 0.0}
+    planner = {"move": "unlearned", "trail": PlannerSettings().trail, "recompute_short": 0, "min_translated": 0.0}
     return Method(ReuseMode.TRANSLATE, anchors, planner)
 
 
@@ -41,7 +41,7 @@ def swept(*, quick: bool) -> dict[tuple[str, str], Method]:
     levels, names = (QUICK_LEVELS, ESTIMATED[:1]) if quick else (LEVELS, ESTIMATED)
     blends = ("20%",) if quick else tuple(_BLENDS)
     return {
-        ("kedge", "default"): method_named("token"),
+        ("kedge", "default"): method_named("kedge"),
         **{(name, f"{level:g}"): estimated(name, level) for name in names for level in levels},
         **{("seams", level): seams(last) for level, last in _SEAMS.items()},
         ("answers", ""): method_named("answers"),

@@ -232,7 +232,7 @@ def _step(value: Any) -> float:
 
 
 def _segments(value: Any, tokens: Tokens) -> tuple[Segment, ...] | None:
-    """Read a list of objects with `name`, `length`, `sample`, `base_context` and `placeholder_text`.
+    """Read a list of objects with `name`, `length`, `sample`, `base_context`, `in_context` and `placeholder_text`.
 
     Their lengths must sum to the prompt's.
     """
@@ -260,6 +260,7 @@ def _segment(value: Any, tokens: Tokens, start: int) -> Segment:
         None if sample is None else _sample(sample),
         _tokens(value.get("base_context", ())),
         _tokens(value.get("placeholder_text", ())),
+        in_context=value.get("in_context") is True,
     )
 
 
@@ -283,6 +284,7 @@ def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
             "length": len(segment.tokens),
             "sample": None if segment.sample is None else str(segment.sample),
             "base_context": list(segment.base_context),
+            "in_context": segment.in_context,
             "placeholder_text": list(segment.placeholder_text),
         }
         for segment in request.segments

@@ -147,7 +147,7 @@ class Learner:
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, seconds)
-            is_lesson = plan.translates or head is None or teaches
+            is_lesson = plan.translates or head is None or teaches or self._runtime.reads_first(request)
             dense = (range(request.prompt_tokens),)
             return TranslationVerdict(
                 dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
@@ -155,8 +155,8 @@ class Learner:
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
-        ready_to = max(stops, default=0)
-        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=teaches)
+        ready_to, is_lesson = max(stops, default=0), teaches or self._runtime.reads_first(request)
+        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
 
     def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
         """Plan a prompt, going on from what was prepared of it. Returns that, too, and the seconds that it took."""
@@ -213,6 +213,7 @@ class Learner:
         if plan is None:
             self.rotation.check(request.tokens, kv)
         self._keep_head(request, kv)
+        self._runtime.keep_in_place(request, kv.slice, plan)
         self._captured.append(_CapturedPrompt(request, kv, plan))
 
     def _keep_head(self, request: GenerateRequest, kv: KVSegment) -> None:
