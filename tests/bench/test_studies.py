@@ -80,7 +80,7 @@ def test_rows_have_what_the_figure_shows(name: str) -> None:
 
 def test_accuracy_has_every_method_and_team() -> None:
     rows = STUDIES["accuracy"].run(STUDIES["accuracy"].settings(quick=True, **TINY))
-    methods = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token")
+    methods = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token", "kedge")
     assert [(row["agents"], row["method"]) for row in rows] == [(agents, name) for agents in (2, 3) for name in methods]
     for row in rows:
         times = row["ttft_ms"], row["teams_per_minute"]

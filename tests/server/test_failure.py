@@ -161,7 +161,7 @@ class Process:
             "PYTHONPATH": str(ROOT / "src"),
             "KEDGE_API_KEYS": "",
             "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # what is learned here is not to depend on this machine
-            "KEDGE_ENGINE__PLANNER__UNKNOWN": "dense",  # of answers too, at the first question
+            "KEDGE_ENGINE__PLANNER__MOVE": "never",  # of answers too, at the first question
             "KEDGE_SERVER__SNAPSHOT_INTERVAL": "0.2",
         }
         command = [sys.executable, "-c", code, "serve", *args, "--port", "0", "--log-format", "json"]

@@ -228,7 +228,7 @@ class Planner:
 
     def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
-        if reads_in_place(request, here):
+        if self.rotates and reads_in_place(request, here):
             return False
         is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
         return not (self._policy.move == "always" and can_move(here.segment) and is_short)

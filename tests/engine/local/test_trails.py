@@ -157,7 +157,7 @@ def teach(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("trail", [0, 1, 2, 3])
 def test_a_reader_computes_nothing_behind_it(trail: int) -> None:
-    with engine(planner=PlannerSettings(by_cost=False, trail=trail)) as one:
+    with engine(planner=PlannerSettings(by_cost=False, trail=trail, move="unlearned")) as one:
         teach(one)
         answer = serve(one, written(run="again")).tokens
         receipt = serve(one, reading(answer, run="again")).receipt

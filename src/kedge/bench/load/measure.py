@@ -20,7 +20,7 @@ from kedge.bench.load.clients import LoadRecord, LoadWindow, drive, warm
 from kedge.bench.load.teams import LoadTeam, case_names, team
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineSettings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings
 from kedge.types import ReuseMode
 
 Key = tuple[str, int, ReuseMode]
@@ -44,11 +44,17 @@ class LoadSettings:
     device: str = "auto"
     seed: int = 0
 
-    def engine(self, anchors: AnchorSettings = AnchorSettings()) -> EngineSettings:  # noqa: B008 (it is frozen)
+    def engine(
+        self,
+        anchors: AnchorSettings = AnchorSettings(),  # noqa: B008 (it is frozen)
+        guard: GuardSettings = GuardSettings(),  # noqa: B008
+    ) -> EngineSettings:
         """Return the settings of an engine. Raises `ConfigError`."""
         bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
         settings = _given(device=self.device, kv_memory=self.kv_memory)
-        return EngineSettings.model_validate({**settings, "anchors": {**anchors.model_dump(), **bounds}})
+        return EngineSettings.model_validate(
+            {**settings, "anchors": {**anchors.model_dump(), **bounds}, "guard": guard.model_dump()}
+        )
 
 
 def _given(**settings: str | None) -> dict[str, str]:
@@ -115,7 +121,7 @@ def _threads(wanted: int | None) -> Iterator[None]:
 
 def _engine(loaded: LoadTeam, settings: LoadSettings) -> LocalEngine:
     """Return an engine that has cached and learned nothing."""
-    return LocalEngine.from_runner(loaded.runner, loaded.tokenizer, settings.engine(loaded.anchors))
+    return LocalEngine.from_runner(loaded.runner, loaded.tokenizer, settings.engine(loaded.anchors, loaded.guard))
 
 
 def _free(loaded: LoadTeam) -> None:

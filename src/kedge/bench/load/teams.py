@@ -17,7 +17,7 @@ from kedge.bench.shapes import SHAPES, random_runner
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import AnchorSettings, EngineSettings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads.miniature import TASKS, workflow
@@ -32,6 +32,8 @@ AGENTS = 5
 SHARE_ALL = {"gamma": 2.0, "max_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
 OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
+OPEN_GUARD = {"margin": 1e9, "max_kl": 1e9, "max_sentinel_error": 1e9}
+"""Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
 
 Questions = Callable[[str], Iterator[str]]
 """Client name -> its endless questions, the same on every call."""
@@ -46,6 +48,7 @@ class LoadTeam:
     flow: Workflow
     questions: Questions
     anchors: AnchorSettings = AnchorSettings()
+    guard: GuardSettings = GuardSettings()
     threads: int | None = None
     """Threads of one operation on a CPU; None is torch's default."""
 
@@ -93,7 +96,9 @@ def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> Lo
     runner.eos_token_ids = frozenset()
     vocab = SHAPES[model_size]["vocab_size"]
     questions = random_questions(vocab, shape, seed)
-    return LoadTeam(runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN)
+    return LoadTeam(
+        runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN, GuardSettings(**OPEN_GUARD)
+    )
 
 
 def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:

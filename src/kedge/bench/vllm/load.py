@@ -18,6 +18,7 @@ from kedge.bench.load.clients import LoadWindow, drive, warm
 from kedge.bench.load.teams import (
     NANO,
     OPEN,
+    OPEN_GUARD,
     SHARE_ALL,
     USUAL,
     Questions,
@@ -71,6 +72,7 @@ class ServedTeam:
     flow: Workflow
     questions: Questions
     anchors: Mapping[str, float] = field(default_factory=dict)
+    guard: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def random_team(model_size: str, folder: Path, seed: int) -> ServedTeam:
     vocab = SHAPES[model_size]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
     anchors, questions = {**SHARE_ALL, "weak_error": OPEN.weak_error}, random_questions(vocab, USUAL, seed)
-    return ServedTeam(model_size, folder, random_flow(vocab, USUAL.answer), questions, anchors)
+    return ServedTeam(model_size, folder, random_flow(vocab, USUAL.answer), questions, anchors, OPEN_GUARD)
 
 
 def measure_one(load: VllmLoad, team: ServedTeam, clients: int, name: str) -> Figures:
@@ -143,4 +145,4 @@ def engine_settings(load: VllmLoad, team: ServedTeam) -> EngineSettings:
         "num_gpu_blocks_override": load.kv.blocks,
         "max_num_seqs": load.rows,
     }
-    return EngineSettings(backend="vllm", anchors=dict(team.anchors), vllm=arguments)
+    return EngineSettings(backend="vllm", anchors=dict(team.anchors), guard=dict(team.guard), vllm=arguments)

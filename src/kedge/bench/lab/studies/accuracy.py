@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, compared, picked
 
-METHODS = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token")
+METHODS = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token", "kedge")
 _TEAMS, _QUICK_TEAMS = (2, 3, 4, 5), (2, 3)
 _COLUMNS = (
     "accuracy",
