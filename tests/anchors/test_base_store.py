@@ -51,6 +51,16 @@ def test_the_start_of_a_response_is_found_and_named_apart() -> None:
     assert store.find(RUN, SAMPLE, tokens, ()).key != whole.key  # new base KV, new name
 
 
+def test_what_a_producer_did_not_expect_is_found_with_its_response() -> None:
+    store = BaseStore(100 * ONE)
+    store.put_sample(RUN, SAMPLE, (1, 2, 3, 4), random_kv(4, 1), exact_lineage=True, surprising=(0, 2))
+    found = [store.find(RUN, SAMPLE, (1, 2, 3, 4)[:size], ()) for size in (4, 2)]
+    assert [one and one.surprising for one in found] == [(0, 2), (0,)]
+    kept(store)
+    again = store.find(RUN, SAMPLE, (0, 1, 2, 3), ())
+    assert again is not None and again.surprising == ()
+
+
 def test_a_last_token_that_nobody_ran_has_no_base_kv() -> None:
     store = BaseStore(100 * ONE)
     store.put_sample(RUN, SAMPLE, (1, 2, 3), random_kv(2, 1), exact_lineage=True)

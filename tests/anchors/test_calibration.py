@@ -42,6 +42,23 @@ def test_a_token_that_was_worse_than_predicted_is_expected_to_be_again() -> None
     torch.testing.assert_close(errors.factors([7, 9, 8, 7]), wanted)
 
 
+def test_a_token_that_was_hardly_seen_is_reckoned_to_be_twice_as_bad() -> None:
+    """In "skip the first 8 numbers" the last word sums up the step: of its id the lookup knew those of other steps."""
+    near = torch.full((10,), 0.05)
+    once = learned(near, torch.full((10,), 0.1))
+    known, unknown = ((0,), (NEVER_SEEN,))
+    assert once.predict_worst(near[:1], unknown).tolist() == pytest.approx([0.2])
+    assert once.predict(near[:1], unknown).tolist() == pytest.approx([0.1])
+    assert once.predict_worst(near[:1], known).tolist() == pytest.approx([0.1 * (0.1 + 0.4) / (0.1 + 0.2)])
+    often = once
+    for _ in range(40):
+        often = learned(near, torch.full((10,), 0.1), often)
+    assert 0.1 < float(often.predict_worst(near[:1], known)) < 0.11
+    assert float(often.predict_worst(torch.tensor([0.9]), unknown)) == 1.0, "no more than without any offset"
+    bad = learned(near, torch.full((10,), 1.6))
+    assert bad.predict_worst(near[:1], known).tolist() == bad.predict(near[:1], known).tolist() == pytest.approx([1.6])
+
+
 def test_it_is_monotone_and_looks_upwards_where_it_knows_nothing() -> None:
     noisy = learned(torch.tensor([0.02] * 10 + [0.1] * 30), torch.tensor([0.5] * 10 + [0.1] * 30))
     assert predicted(noisy, torch.tensor([0.02, 0.1])).tolist() == pytest.approx([0.2, 0.2])

@@ -35,6 +35,7 @@ class Known:
 
     kv = SimpleNamespace(tokens=8, slice=lambda start, stop=None: None)  # noqa: ARG005
     key = "base"
+    surprising: tuple[int, ...] = ()
 
     def __init__(self, weak: list[int], weak_prefix: list[int]) -> None:
         self._estimate = SimpleNamespace(
@@ -192,6 +193,16 @@ def test_translated_tokens_are_drawn_as_sentinels_of_watched_values_only() -> No
     (drawn,) = watched.sentinels  # at most one in eight
     assert not drawn.is_weak and watched.computed == [drawn.position, 18] and 5 <= drawn.position < 13
     assert plan_with([], [], guard=GuardOrders(sentinels=2, watched=frozenset("y"))).sentinels == ()
+
+
+def test_tokens_that_a_producer_did_not_expect_are_computed_and_say_nothing_of_offsets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Known, "surprising", (1, 3))
+    plan = plan_with([3, 7], [], guard=GuardOrders(sentinels=2))
+    assert plan.computed == [6, 8, 12, 18]
+    assert {one.position for one in plan.sentinels} == {8, 12}
+    assert plan_with([], [], Cost(6)).computed == list(range(5, 19)), "six of eight tokens are spared"
 
 
 def test_a_segment_of_which_too_little_is_spared_is_computed() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.anchors.tiered_store import NO_HOST, HostBound, Offloadable, TieredStore, TieredStoreStats
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Owner, TemplateOwner
+from kedge.reuse.contracts import Owner, Places, TemplateOwner
 from kedge.types import Namespace, RunKey, SampleId, Tokens
 
 
@@ -56,6 +56,8 @@ class KnownBase:
     kv: KVSegment
     exact_lineage: bool
     """Whether it was computed exactly: False where the producer itself read translated KV."""
+    surprising: Places = ()
+    """The tokens that its producer's model did not expect."""
 
 
 class TemplateBase(NamedTuple):
@@ -84,6 +86,7 @@ class _Stored(Offloadable):
     parts: dict[int, KVSegment]
     tokens: Tokens = ()
     exact_lineage: bool = True
+    surprising: Places = ()
 
     @property
     def nbytes(self) -> int:
@@ -123,11 +126,20 @@ class BaseStore:
         self._serials = count()
         self._residence = TieredStore(max_bytes, host, self._entries.values)
 
-    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
+    def put_sample(
+        self,
+        run: RunKey,
+        sample: SampleId,
+        tokens: Tokens,
+        kv: KVSegment,
+        *,
+        exact_lineage: bool,
+        surprising: Places = (),
+    ) -> None:
         """Keep the base KV that a producer's decoding left. It may lack the last tokens, which were never run through
-        the model.
+        the model. The `surprising` tokens are those that the producer's model did not expect.
         """
-        self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage)
+        self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage, surprising)
 
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
         """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value."""
@@ -210,12 +222,14 @@ class BaseStore:
             raise PlanError("device_bytes", self._residence.device_bytes, f"{self._max_bytes} are allowed")
         self._residence.check_integrity()
 
-    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
+    def _put(
+        self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool, surprising: Places = ()
+    ) -> None:
         parts = {index: kv.owned()}
         if isinstance(key, PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
             parts = {**known, **parts}
         self._drop(key)
-        stored = _Stored(next(self._serials), parts, tokens, exact_lineage)
+        stored = _Stored(next(self._serials), parts, tokens, exact_lineage, surprising)
         stored.owner = _owner(key)
         self._residence.touch(stored)
         self._entries[key] = stored
@@ -245,4 +259,5 @@ def _owner(key: _Key) -> Owner | None:
 
 
 def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:
-    return KnownBase((stored.serial, len(tokens)), tokens, stored.parts[0].slice(0, len(tokens)), stored.exact_lineage)
+    kv, surprising = stored.parts[0].slice(0, len(tokens)), tuple(at for at in stored.surprising if at < len(tokens))
+    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.exact_lineage, surprising)

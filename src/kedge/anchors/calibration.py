@@ -29,6 +29,8 @@ _UNKNOWN = 1.0
 """Relative error assumed at distances beyond all observed ones: as bad as no offset at all."""
 _PRIOR = 0.2
 """Prior for the observed and for the predicted errors of a token id."""
+_DOUBT = 2.0
+"""Factor on the error of a token id that was never seen, where the worst counts and not the mean."""
 _FORGOTTEN = 1e-3
 """Sum of predicted errors below which a token id is dropped."""
 
@@ -48,11 +50,13 @@ class TokenErrors:
             sums[one] = before[0] + error, before[1] + due
         return TokenErrors({one: pair for one, pair in sums.items() if pair[1] >= _FORGOTTEN})
 
-    def factors(self, tokens: Sequence[int]) -> Tensor:
-        """Return float32 [tokens]: the factors on predicted errors."""
+    def factors(self, tokens: Sequence[int], unseen: float = 1.0) -> Tensor:
+        """Return float32 [tokens]: the factors on predicted errors. That of a token id that was never seen is `unseen`,
+        from which every observation leads away.
+        """
         sums, nothing = self.sums, (0.0, 0.0)
         pairs = (sums.get(one, nothing) for one in tokens)
-        return torch.tensor([(seen + _PRIOR) / (due + _PRIOR) for seen, due in pairs])
+        return torch.tensor([(seen + unseen * _PRIOR) / (due + _PRIOR) for seen, due in pairs])
 
 
 class Calibration:
@@ -121,7 +125,18 @@ class Calibration:
 
     def predict(self, distance: Tensor, tokens: Tokens) -> Tensor:
         """Return float32 [tokens], on the CPU: predicted relative error of a value's tokens."""
-        return self._curve[torch.bucketize(distance.cpu(), self._edges)] * self.token_errors.factors(tokens)
+        return self._at(distance) * self.token_errors.factors(tokens)
+
+    def predict_worst(self, distance: Tensor, tokens: Tokens) -> Tensor:
+        """Return float32 [tokens], on the CPU: the relative error to reckon with, token by token. Of an id that was
+        seen little it is up to `_DOUBT` times the predicted one, as it may sum up more than others at its distance.
+        """
+        curve = self._at(distance)
+        doubted = (curve * self.token_errors.factors(tokens, _DOUBT)).clamp_max(_UNKNOWN)
+        return torch.maximum(curve * self.token_errors.factors(tokens), doubted)
+
+    def _at(self, distance: Tensor) -> Tensor:
+        return self._curve[torch.bucketize(distance.cpu(), self._edges)]
 
     @property
     def prefix_error(self) -> Tensor:

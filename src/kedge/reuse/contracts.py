@@ -16,6 +16,10 @@ ReadKV = Callable[[int, int], KV]
 """The real KV of prompt positions [start, stop), keys unrotated."""
 
 
+Places = tuple[int, ...]
+"""Places of tokens in a value, ascending."""
+
+
 class PoolKey(NamedTuple):
     """The name of an anchor pool: the placeholder it is for, in one tenant's workflow."""
 
@@ -54,6 +58,8 @@ class SampleView:
     base: KV
     key: Hashable
     """Names this base KV: equal keys in a pool mean equal base KV"""
+    surprising: Places = ()
+    """The tokens that its producer's model did not expect"""
 
     def __post_init__(self) -> None:
         if self.base.tokens != len(self.tokens):
@@ -137,6 +143,8 @@ class BaseEntry(Protocol):
     def kv(self) -> KV: ...
     @property
     def key(self) -> Hashable: ...
+    @property
+    def surprising(self) -> Places: ...
 
 
 class Bases(Tiered, Protocol):
@@ -144,7 +152,9 @@ class Bases(Tiered, Protocol):
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> BaseEntry | None: ...
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KV] | None: ...
-    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool) -> None: ...
+    def put_sample(
+        self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool, surprising: Places = ()
+    ) -> None: ...
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KV) -> None: ...
     def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KV) -> None: ...
     def end_run(self, run: RunKey) -> None: ...

@@ -195,13 +195,14 @@ class Planner:
         if draft.dense:
             return False
         weak = estimate.weak_positions()
-        spared = len(here) - len(weak)
+        computed = sorted({*weak, *sample.surprising})
+        spared = len(here) - len(computed)
         self._savings.observe(pool_of(request, here), len(here), spared)
         if not self._costs.translation_pays(len(here), spared):
             draft.misses.append(Miss(here.segment.name, CHEAPER))
             return False
         draft.estimates.append(estimate)
-        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
+        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, computed)
         self._post_sentinels(request, draft, here, weak)
         if after is None or after.segment.is_placeholder or not len(after):
             return False
@@ -309,7 +310,7 @@ class Planner:
         entry = self._bases.find(request.run_key, segment.sample, segment.tokens, segment.base_context)
         if entry is None:
             return None
-        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key)
+        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key, entry.surprising)
 
 
 def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:

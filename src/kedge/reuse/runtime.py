@@ -13,6 +13,7 @@ from kedge.reuse.contracts import (
     Bases,
     Costs,
     PlaceholderSite,
+    Places,
     ReadKV,
 )
 from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
@@ -43,7 +44,7 @@ class Runtime:
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or UpcomingSteps()
         self._planner = Planner(anchors, bases, policy, refusal, costs)
-        self._short = policy.recompute_short
+        self._short, self.surprise = policy.recompute_short, policy.surprise
         self._needs = BaseNeeds(anchors, bases, self._planner, self._expected)
         self._saturated = 0
 
@@ -96,12 +97,15 @@ class Runtime:
         """Return whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
-    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool) -> None:
+    def keep_response(
+        self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool, surprising: Places = ()
+    ) -> None:
         """Keep an answer's own KV, with that of what follows it everywhere, as the base KV of the placeholder that it
-        fills.
+        fills. Its readers compute its `surprising` tokens.
         """
         if self.learns(request) and request.produces is not None:
-            self._bases.put_sample(request.run_key, request.produces, tokens, kv, exact_lineage=exact)
+            run, sample = request.run_key, request.produces
+            self._bases.put_sample(run, sample, tokens, kv, exact_lineage=exact, surprising=surprising)
 
     def reads_first(self, request: GenerateRequest) -> bool:
         """Return whether base KV that others need is to be kept from this request's prompt, once it is computed."""

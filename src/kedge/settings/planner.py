@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveFloat
 
 from kedge.settings.section import SettingsSection, Share
 
@@ -22,9 +22,13 @@ class PlannerSettings(SettingsSection):
     """Template tokens right behind a value that are kept and translated with it, because the model sums the value up
     in them. Behind an agent's answer this takes one more pass, so there it needs an `anchors.weak_error` of 1 or more
     or a criterion other than `error`."""
+    surprise: PositiveFloat = 2.0
+    """Nats by which the information of a token in an agent's answer exceeds the entropy of the distribution that it was
+    drawn from, above which its readers compute it: a token against the odds is what nothing else in their prompts makes
+    up for. Greedy answers have none; with `inf`, and on vLLM, none is computed."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
-    min_translated: Share = 0.2
+    min_translated: Share = 0.05
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
     move: Literal["always", "unlearned", "never"] = "always"

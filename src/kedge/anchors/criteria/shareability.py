@@ -109,7 +109,7 @@ class Error:
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
         error = calibration.predict(match.proposal.distance, match.query.tokens)
-        weak = error > self.weak_error
+        weak = calibration.predict_worst(match.proposal.distance, match.query.tokens) > self.weak_error
         learns = calibration.observations < 2 * self.min_anchors
         mean = float((error if learns or weak.all() else error[~weak]).mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""

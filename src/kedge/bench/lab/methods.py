@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +30,12 @@ _PAPER: Mapping[str, Any] = {
     "recompute_head": 0,
     "recompute_short": 0,
     "trail": 0,
+    "surprise": math.inf,
     "min_translated": 0.0,
     "move": "never",
 }
-"""The paper recomputes one token, keeps no trail behind values, and has no least share."""
+"""The paper recomputes one token, keeps no trail behind values, computes no token for being
+a surprise, and has no least share."""
 
 _ANCHORED: Mapping[str, Any] = {"move": "unlearned"}
 

@@ -6,6 +6,7 @@ Whatever is raised on behalf of one request ends that request, and nothing else.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from kedge.cache import CacheManager
 from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
-from kedge.engine.local.sampler import draw_tokens
+from kedge.engine.local.sampler import draw_tokens, surprising_rows
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import RequestSequence
 from kedge.errors import GenerationFailed
@@ -76,11 +77,27 @@ class Answers:
         """Draw the next tokens of all these at once."""
         logits = torch.stack([row for _, row in drawing])
         drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
+        self._note_surprises([sequence for sequence, _ in drawing], logits, drawn)
         for (sequence, row), token in zip(drawing, drawn, strict=True):
             with self._contained(sequence, "its next token was drawn"):
                 if isinstance(token, Exception):
                     raise token
                 self._next_token(sequence, token, row)
+
+    def _note_surprises(
+        self, sequences: Sequence[RequestSequence], logits: Tensor, drawn: Sequence[int | Exception]
+    ) -> None:
+        """Note which of the tokens drawn from logits [sequences, vocab] their readers are to compute."""
+        read = {
+            row: token
+            for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True))
+            if not isinstance(token, Exception) and self._will_be_read(sequence)
+        }
+        if read and math.isfinite(self._runtime.surprise):
+            rows = surprising_rows(logits[list(read)], list(read.values()), self._runtime.surprise)
+            for row, is_surprising in zip(read, rows, strict=True):
+                if is_surprising:
+                    sequences[row].surprising.append(len(sequences[row].response))
 
     def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
         sequence.logprobs.read_answer(token, logits)
@@ -107,8 +124,12 @@ class Answers:
 
     def _is_read(self, sequence: RequestSequence) -> bool:
         """Return whether other agents are going to read the response and may have its KV translated."""
+        return bool(sequence.response) and self._will_be_read(sequence)
+
+    def _will_be_read(self, sequence: RequestSequence) -> bool:
+        """Return the same of a response that need not have begun."""
         request = sequence.request
-        return request.produces is not None and bool(sequence.response) and self._runtime.learns(request)
+        return request.produces is not None and self._runtime.learns(request)
 
     def _note_first_token(self, sequence: RequestSequence) -> None:
         sequence.first_token = time.monotonic()

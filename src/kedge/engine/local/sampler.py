@@ -76,6 +76,16 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
     return [_taken(sampler.grammar, token) for sampler, token in zip(samplers, drawn, strict=True)]
 
 
+def surprising_rows(logits: Tensor, tokens: Sequence[int], margin: float) -> list[bool]:
+    """Return for each of `tokens`, drawn from logits [tokens, vocab], whether its information exceeds the entropy of
+    the model's own distribution, before temperature and top-p, by more than `margin` nats.
+    """
+    log_odds = logits.float().log_softmax(-1)
+    chosen = log_odds.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    surprising: list[bool] = (-chosen - torch.special.entr(log_odds.exp()).sum(-1) > margin).tolist()
+    return surprising
+
+
 def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]:
     """Set logits of tokens that a grammar forbids to -inf. Returns the errors by row."""
     failed: dict[int, Exception] = {}

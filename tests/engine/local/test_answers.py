@@ -1,0 +1,78 @@
+"""Tokens of an answer that its model did not expect: who reads the answer computes them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.sampler import Draw
+from kedge.settings import AnchorSettings
+from kedge.types import GenerateRequest, Receipt, Source, Tokens
+from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.stage import ASKED, prompt_of
+from tests.engine.local.test_translation import OPEN
+
+ANSWER = "agent_writer@0"
+MARGIN = 0.3
+ODD = {3, 4, 17}
+"""Tokens of the answer that are drawn against the odds."""
+
+
+def opened(surprise: float) -> LocalEngine:
+    planner = {"by_cost": False, "surprise": surprise, "recompute_head": 0}
+    return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner)
+
+
+def written() -> GenerateRequest:
+    return prompt_of("writer", ASKED, produces=ANSWER, max_tokens=24, ignore_eos=True)
+
+
+def against_the_odds() -> Draw:
+    """The likeliest token, but at `ODD` places the unlikeliest."""
+    drawn: list[int] = []
+
+    def draw(logits: Tensor) -> int:
+        drawn.append(int(logits.argmin() if len(drawn) in ODD else logits.argmax()))
+        return drawn[-1]
+
+    return draw
+
+
+def surprises(prompt: Tokens, answer: Tokens, margin: float) -> list[int]:
+    """Places whose information exceeds the entropy by more than `margin`, as Transformers computes both."""
+    with torch.inference_mode():
+        logits = tiny_model("llama")(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+    log_odds = logits.log_softmax(-1)
+    information = -log_odds[range(len(answer)), answer]
+    return (information + (log_odds.exp() * log_odds).sum(-1) > margin).nonzero().flatten().tolist()
+
+
+def read(engine: LocalEngine, draw: Draw | None) -> tuple[Tokens, Receipt, int]:
+    """The writer's answer, the reader's receipt, and where the answer begins in the reader's prompt."""
+    done = engine.submit(written(), draw).result(60)
+    engine.wait_idle(60)
+    asked = prompt_of("reader", ASKED, done.tokens)
+    at = next(i for i, one in enumerate(asked.segments) if one.is_answer)
+    return done.tokens, engine.submit(asked).result(60).receipt, sum(len(one.tokens) for one in asked.segments[:at])
+
+
+@pytest.mark.parametrize("margin", [MARGIN, math.inf])
+def test_readers_compute_the_tokens_of_an_answer_that_its_model_did_not_expect(margin: float) -> None:
+    with opened(margin) as engine:
+        answer, receipt, start = read(engine, against_the_odds())
+    expected = surprises(written().tokens, answer, margin)
+    assert set(expected) == (ODD if margin == MARGIN else set())
+    sources = [span.source for span in receipt.spans for _ in range(len(span))][start : start + len(answer)]
+    assert [at for at, source in enumerate(sources) if source is Source.COMPUTED] == expected
+    assert sources.count(Source.TRANSLATED) == len(answer) - len(expected)
+
+
+def test_nothing_in_a_greedy_answer_is_a_surprise() -> None:
+    with opened(1e-9) as engine:
+        answer, receipt, start = read(engine, None)
+    assert surprises(written().tokens, answer, 1e-9) == []
+    assert any(span.start == start and len(span) == len(answer) for span in receipt.spans)
