@@ -115,6 +115,15 @@ def test_hybrids_are_run_with_exact_reuse_and_not_translated(tmp_path: Path) -> 
     shown = rows(tmp_path, Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}, head_dim=16, num_experts=4))
     assert shown["runs, exact reuse"] == "yes"
     assert shown["translation"].startswith("no: layers of type linear_attention keep one state of all tokens before")
+    assert shown["recurrent layers"] == "decode all requests of a pass at once"
+
+
+def test_hybrids_that_decode_one_request_at_a_time_have_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "trial", lambda _: replica.Trial(True, None, stacking_refusal="its logits differ"))
+    shown = rows(tmp_path, Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}, head_dim=16, num_experts=4))
+    assert shown["recurrent layers"] == "decode one request at a time: its logits differ"
 
 
 HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}

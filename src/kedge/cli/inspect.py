@@ -19,6 +19,7 @@ from kedge.errors import ConfigError, UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from kedge.engine.local.model.replica import Trial
     from kedge.kv.spec import KVSpec
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
@@ -118,7 +119,7 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
     """Return the facts of what Kedge can do with a model, found by trying a small random model of its kind."""
     from kedge.engine.local.model.loading import require_buildable
     from kedge.engine.local.model.replica import trial
-    from kedge.kv.spec import KVSpec, longest
+    from kedge.kv.spec import KVSpec, longest, recurrent_types
 
     try:
         require_buildable(config)
@@ -131,8 +132,14 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
         ("KV per token", _kv_per_token(spec)),
         ("RoPE", _rope(config, spec.rotary_dim, spec.latent + spec.rotary_dim if spec.latent else spec.head_dim)),
         ("runs, exact reuse", yes),
+        *([("recurrent layers", _decoding(tried))] if recurrent_types(config) and tried.ran else []),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
+
+
+def _decoding(tried: Trial) -> str:
+    why = tried.stacking_refusal
+    return f"decode one request at a time: {why}" if why else "decode all requests of a pass at once"
 
 
 def _kv_per_token(spec: KVSpec) -> str:

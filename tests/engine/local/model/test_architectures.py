@@ -33,7 +33,6 @@ BY_NAME = {one.name: one for one in ARCHITECTURES}
 REFUSED = {
     "DeepSeek-V3.2, sparse MLA": "layers of type indexed_attention",
     "GLM-5, sparse MLA": "layers of type indexed_attention",
-    "Jamba, state space": "its logits differ",
     "MiniMax, linear attention": "its code fails with Kedge's attention",
     "Llama 4, chunked attention": "layers of type chunked_attention",
     "StableLM": "attention of its own only",

@@ -60,10 +60,10 @@ def kv_config(specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=listed)
 
 
-def config(hash_size: int | None = None, drafts: bool = False) -> Any:
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(hash_block_size=hash_size), speculative_config=object() if drafts else None
-    )
+def config(hash_size: int | None = None, drafts: bool | None = False) -> Any:
+    """`drafts`: whether a head drafts; None: something without KV does."""
+    speculative = None if drafts is False else SimpleNamespace(use_eagle=lambda: bool(drafts))
+    return SimpleNamespace(cache_config=SimpleNamespace(hash_block_size=hash_size), speculative_config=speculative)
 
 
 def groups(specs: Any) -> CacheGroups:
@@ -177,7 +177,7 @@ def test_the_blocks_of_a_request_are_those_of_the_main_group_and_others() -> Non
 
 
 @pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
-@pytest.mark.parametrize("name", ["window", "two windows", "wider blocks", "full attention twice"])
+@pytest.mark.parametrize("name", ["window", "two windows", "wider blocks", "state", "full attention twice"])
 @pytest.mark.parametrize("length", [2, 4, 6, 8])
 def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, length: int) -> None:
     specs = MODELS[name]
@@ -190,6 +190,10 @@ def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, lengt
 
 def test_a_hit_with_drafts_needs_a_block_more_of_a_window() -> None:
     assert groups_of(config(drafts=True), kv_config(MODELS["window"])).others == (CacheGroup.of(0, 1, 3),)
+
+
+def test_a_hit_with_drafts_that_have_no_kv_needs_what_it_needs_without() -> None:
+    assert groups_of(config(drafts=None), kv_config(MODELS["window"])) == groups(MODELS["window"])
 
 
 @pytest.mark.parametrize(

@@ -160,11 +160,11 @@ ARCHITECTURES = (
     Architecture("LFM2, short convolutions", "lfm2", {
         "layer_types": ["conv", "conv", "full_attention"], "block_ff_dim": 96, "block_auto_adjust_ff_dim": False,
     }),
-    Architecture("DeepSeek-V3.2, sparse MLA", "deepseek_v32", DEEPSEEK),
-    Architecture("GLM-5, sparse MLA", "glm_moe_dsa", DEEPSEEK),
     Architecture("Jamba, state space", "jamba", {
         **CHOSEN, "attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
     }),
+    Architecture("DeepSeek-V3.2, sparse MLA", "deepseek_v32", DEEPSEEK),
+    Architecture("GLM-5, sparse MLA", "glm_moe_dsa", DEEPSEEK),
     Architecture("MiniMax, linear attention", "minimax", {
         **CHOSEN, "layer_types": HYBRID, "head_dim": 16, "num_local_experts": 4,
     }),

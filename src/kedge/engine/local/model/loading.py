@@ -24,6 +24,7 @@ from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.latent import unwatch
 from kedge.engine.local.model import masks, probe
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.model.stacking import stacking_refusal
 from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec
 
@@ -108,6 +109,26 @@ def _checked_of(model: PreTrainedModel) -> ModelRunner:
 
 
 def _checked(runner: ModelRunner) -> ModelRunner:
-    probe.require_same(runner)
+    _require_same(runner)
     masks.require_same(runner)
+    if runner.recurrent:
+        runner.recurrent.stacking_refusal = refusal = stacking_refusal(runner)
+        if refusal:
+            logger.warning("requests decode one by one in recurrent layers: %s", refusal)
     return runner
+
+
+def _require_same(runner: ModelRunner) -> None:
+    """Raise `UnsupportedModel` unless results are right; where recurrent layers go on with one token at a time only,
+    they get one at a time from now on.
+    """
+    try:
+        probe.require_same(runner)
+    except UnsupportedModel as first:
+        if not runner.recurrent:
+            raise
+        runner.recurrent.goes_on_by_token = True
+        try:
+            probe.require_same(runner)
+        except UnsupportedModel:
+            raise first from None

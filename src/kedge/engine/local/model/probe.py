@@ -55,8 +55,8 @@ def require_same(runner: ModelRunner) -> None:
     """Raise `UnsupportedModel` unless the paged logits of two prompts equal those of the model's own attention."""
     if runner.spec.dtype not in TOLERANCE:
         raise refusal(runner, f"its weights are of {runner.spec.dtype}, which Kedge does not know")
-    prompts = _prompts(runner)
-    ours, theirs = _paged(runner, prompts), _eager(runner.model, prompts)
+    prompts = random_prompts(runner)
+    ours, theirs = _paged(runner, prompts), eager_logits(runner.model, prompts)
     if ours.shape != theirs.shape:
         raise refusal(runner, f"it gives logits of shape {tuple(ours.shape)}, and {tuple(theirs.shape)} by itself")
     if not theirs.isfinite().all():
@@ -66,7 +66,7 @@ def require_same(runner: ModelRunner) -> None:
         raise refusal(runner, f"its logits differ from those of its own attention by {error:.2g} of their size")
 
 
-def _prompts(runner: ModelRunner) -> Tensor:
+def random_prompts(runner: ModelRunner) -> Tensor:
     """Return int64 [prompts, tokens], always the same, without use of global random state."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(runner.vocab_size, (len(SPLITS), LENGTH), generator=generator).to(runner.device)
@@ -86,21 +86,25 @@ def _paged(runner: ModelRunner, prompts: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _eager(model: PreTrainedModel, prompts: Tensor) -> Tensor:
+def eager_logits(model: PreTrainedModel, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab] as the model computes them without Kedge."""
     with attention(model, "eager"):
         return model(input_ids=prompts, use_cache=False).logits.float()
 
 
 def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the relative difference of logits [prompts, tokens, vocab], and its limit.
-
-    A constant added to all logits of a row does not count.
-    """
-    ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
-    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
+    """Return the relative difference of logits [prompts, tokens, vocab], and its limit."""
+    errors = relative_errors(ours, theirs)
     worst = errors.max() if dtype is torch.float32 else _usual(errors.cpu())
     return float(worst), TOLERANCE[dtype]
+
+
+def relative_errors(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the relative difference of the logits of every row, [prompts, tokens]. A constant added to all logits of
+    a row does not count.
+    """
+    ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
+    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
 
 
 def _usual(errors: Tensor) -> Tensor:

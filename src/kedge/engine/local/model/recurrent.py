@@ -1,7 +1,8 @@
 """Layers with a recurrent state: linear attention, state spaces and short convolutions, as Transformers runs them.
 
 A batch is one row of several sequences' tokens. Attention tells them apart by its slots; a recurrent layer cannot. So
-the modules that keep a state, found by running one token, are called once per sequence, with that sequence's states.
+the modules that keep a state, found by running one token, are called once for all sequences that decode, whose states
+are stacked by row, and once for each other sequence.
 """
 
 from __future__ import annotations
@@ -18,23 +19,40 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from kedge.engine.local.model.comparing import attention
+from kedge.engine.local.stacked_states import StackedStates, StateStack
 from kedge.engine.local.states import States
 from kedge.kv.spec import recurrent_types
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MARK = "_kedge_by_sequence"
-"""Attribute of a `forward` that splits its row by sequence"""
+MARK = "_kedge_by_share"
+"""Attribute of a `forward` that splits its row by share"""
 
 
 @dataclass(frozen=True, slots=True)
 class StateShare:
-    """A sequence's rows [start, stop) of a batch, and its states after the tokens before them, which they change."""
+    """The rows of a batch that one call of a module computes, and the states before them, which that changes: the rows
+    of one sequence, or one row of each sequence in a stack.
+    """
 
-    start: int
-    stop: int
+    rows: range | list[int]
     states: States
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether every row is a sequence's own."""
+        return isinstance(self.states, StackedStates)
+
+    def part(self, value: Tensor) -> Tensor:
+        """Return its rows of a tensor [1, total, ...]: [1, rows, ...], of a stack [rows, 1, ...]."""
+        rows = slice(self.rows.start, self.rows.stop) if isinstance(self.rows, range) else self.rows
+        part = value[:, rows]
+        return part.transpose(0, 1) if self.is_stacked else part
+
+    def whole(self, out: Tensor) -> Tensor:
+        """Return a result for such a part as [1, rows, ...]."""
+        return out.transpose(0, 1) if self.is_stacked else out
 
 
 class BatchStates(States):
@@ -44,18 +62,27 @@ class BatchStates(States):
         """`layers` are empty ones: what a model asks of its cache outside of recurrent layers, it asks of them."""
         super().__init__(layers=layers)
         self.shares = shares
+        rows = [row for share in shares for row in share.rows]
+        self.total = len(rows)
+        self.order = None if rows == sorted(rows) else sorted(range(len(rows)), key=rows.__getitem__)
+        """Where each row of the batch is among those of all shares; None where it is in its place"""
 
 
 class RecurrentLayers:
     """The recurrent layers of a model; there may be none."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the modules that keep a state, and let them run by sequence from now on."""
+        """Find the modules that keep a state, and let them run by share from now on."""
         config = model.config.get_text_config()
+        self.stacking_refusal: str | None = None
+        """Why sequences decode one by one in these layers; None where they decode together."""
+        self.goes_on_by_token = False
+        """Whether these layers compute several tokens at once only where a sequence begins (Jamba)"""
+        self._stack = StateStack()
         self._empty: list[Any] = list(DynamicCache(config=config).layers) if recurrent_types(config) else []
         if self._empty:
             for module in _keepers(model, States(layers=deepcopy(self._empty))):
-                _run_by_sequence(module)
+                _run_by_share(module)
 
     def __bool__(self) -> bool:
         """Return whether the model has any."""
@@ -74,11 +101,31 @@ class RecurrentLayers:
         if not self._empty:
             return {}
         shares: list[StateShare] = []
+        start = 0
         for count, states in pieces:
             assert states is not None, "a model with recurrent layers has states for every sequence"
-            start = shares[-1].stop if shares else 0
-            shares.append(StateShare(start, start + count, states))
-        return {"past_key_values": BatchStates(self._empty, shares)}
+            step = 1 if self.goes_on_by_token and states.has_begun else count
+            shares += [StateShare(range(at, at + step), states) for at in range(start, start + count, step)]
+            start += count
+        together = self._together(shares, [states for count, states in pieces if count == 1 and states])
+        for share in shares:
+            share.states.has_begun = True
+        return {"past_key_values": BatchStates(self._empty, together)}
+
+    def _together(self, shares: list[StateShare], single: list[States]) -> list[StateShare]:
+        """Return the shares with those of sequences that decode as one; `single` are those with one token."""
+        decoding = [one for one in single if one.has_begun]
+        if not decoding or self.stacking_refusal is not None:
+            return shares
+        stacked = self._stack.of(decoding)
+        if stacked is None:
+            return shares
+        ids = set(map(id, decoding))
+        own = {id(one.states): one.rows[0] for one in shares if id(one.states) in ids}
+        rows = [own[id(one)] for one in stacked.members]
+        run = range(rows[0], rows[0] + len(rows))
+        others = [one for one in shares if id(one.states) not in ids]
+        return [StateShare(run if rows == list(run) else rows, stacked), *others]
 
 
 class _Watching(States):
@@ -131,40 +178,50 @@ def _following(model: nn.Module, watching: _Watching) -> Iterator[None]:
             hook.remove()
 
 
-def _run_by_sequence(module: nn.Module) -> None:
-    """Let a module run once per sequence, whenever it is called with the states of a batch."""
+def _run_by_share(module: nn.Module) -> None:
+    """Let a module run once per share, whenever it is called with the states of a batch."""
     if not hasattr(module.forward, MARK):
-        forward = partial(_by_sequence, module.forward)
+        forward = partial(_by_share, module.forward)
         setattr(forward, MARK, True)
         module.forward = forward
 
 
-def _by_sequence(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _by_share(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     states = next((one for one in (*args, *kwargs.values()) if isinstance(one, BatchStates)), None)
     if states is None:
         return forward(*args, **kwargs)
-    total = states.shares[-1].stop
     outs = []
     for share in states.shares:
-        own = partial(_of_share, share=share, total=total)
-        outs.append(forward(*map(own, args), **{name: own(value) for name, value in kwargs.items()}))
-    return _joined(outs)
+        own = partial(_of_share, share=share, total=states.total)
+        out = forward(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+        outs.append(_whole(out, share))
+    return _joined(outs, states.order)
 
 
 def _of_share(value: Any, share: StateShare, total: int) -> Any:
-    """Return a sequence's part of an argument: the rows of a tensor [1, total, ...], its states of a batch's."""
+    """Return a share's part of an argument: its rows of a tensor [1, total, ...], its states of a batch's."""
     if isinstance(value, BatchStates):
         return share.states
     if isinstance(value, tuple):
         return tuple(_of_share(one, share, total) for one in value)
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
-        return value[:, share.start : share.stop]
+        return share.part(value)
     return value
 
 
-def _joined(outs: list[Any]) -> Any:
-    """Return the results of all sequences, each [1, tokens, ...] or a tuple of such, as one row."""
+def _whole(out: Any, share: StateShare) -> Any:
+    """Return the result for a share, a tensor or a tuple of such, as [1, rows, ...]."""
+    if isinstance(out, tuple):
+        return tuple(_whole(one, share) for one in out)
+    return share.whole(out) if isinstance(out, Tensor) else out
+
+
+def _joined(outs: list[Any], order: list[int] | None) -> Any:
+    """Return the results of all shares, each [1, rows, ...] or a tuple of such, as one row in the batch's order."""
     first = outs[0]
     if isinstance(first, tuple):
-        return tuple(_joined(list(parts)) for parts in zip(*outs, strict=True))
-    return torch.cat(outs, dim=1) if isinstance(first, Tensor) else first
+        return tuple(_joined(list(parts), order) for parts in zip(*outs, strict=True))
+    if not isinstance(first, Tensor):
+        return first
+    joined = torch.cat(outs, dim=1) if len(outs) > 1 else first
+    return joined if order is None else joined[:, order]

@@ -68,6 +68,8 @@ class Trial:
     translation_refusal: str | None
     keeps_heads: bool = False
     """Whether keys and values of all heads are kept, where according to the config a latent would do."""
+    stacking_refusal: str | None = None
+    """Why requests decode one by one in recurrent layers; None where they do not, or there are none."""
 
 
 def trial(config: PretrainedConfig) -> Trial:
@@ -79,7 +81,8 @@ def trial(config: PretrainedConfig) -> Trial:
         return Trial(False, translation_refusal(config))
     runner = checked_runner(model)
     keeps_heads = not runner.spec.latent and KVSpec.from_config(runner.model.config).latent > 0
-    return Trial(True, translation_refusal(config) or runner.refusal, keeps_heads)
+    refusal = translation_refusal(config) or runner.refusal
+    return Trial(True, refusal, keeps_heads, runner.recurrent.stacking_refusal)
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -31,15 +31,17 @@ class CacheGroup(NamedTuple):
     """Number of hashes of one block: a prompt is hashed by the smallest blocks of all groups"""
     window: int | None = None
     """How many of its last blocks a hit needs; None: all"""
+    behind: int = 0
+    """How many blocks before its end a hit ends here: beside a head, a state is needed where vLLM computes again"""
 
     @classmethod
-    def of(cls, number: int, hashes: int = 1, window: int | None = None) -> CacheGroup:
+    def of(cls, number: int, hashes: int = 1, window: int | None = None, behind: int = 0) -> CacheGroup:
         """Return the group with vLLM's number."""
-        return cls(number, make_block_hash_with_group_id(BlockHash(b""), number), hashes, window)
+        return cls(number, make_block_hash_with_group_id(BlockHash(b""), number), hashes, window, behind)
 
     def places(self, length: int) -> range:
         """Return the indices of the hashes of the blocks that a hit of `length` hashes needs."""
-        stop = length // self.hashes
+        stop = max(0, length // self.hashes - self.behind)
         start = 0 if self.window is None else max(0, stop - self.window)
         return range((start + 1) * self.hashes - 1, stop * self.hashes, self.hashes)
 
@@ -101,7 +103,7 @@ class CacheGroups:
         for group in self.others:
             for at in reversed(group.places(length)):
                 if not has(hashes[at] + group.key_end):
-                    return at + 1 - group.hashes
+                    return at + 1 - group.hashes + group.behind * group.hashes
         return None
 
     def reach(self, hashes: Sequence[BlockHash], stop: int | None, has: Callable[[bytes], bool]) -> int:
@@ -133,7 +135,7 @@ ONE_GROUP = CacheGroups(CacheGroup.of(0))
 def groups_of(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
     """Return the groups of a model. Raises `LayoutUnknown` for kinds of groups that are not known."""
     hash_size = hash_size_of(config, kv_cache)
-    extra = int(config.speculative_config is not None)  # the last block of a hit may be computed again for a draft
+    extra = int(_computes_last_block_again(config.speculative_config))
     found = [_group(number, one, hash_size, extra) for number, one in enumerate(kv_cache.kv_cache_groups)]
     main = next((one for one in found if one.window is None and one.hashes == 1), None)
     if main is None:
@@ -142,6 +144,11 @@ def groups_of(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
     if len({one.hashes for one in others} | {1}) > 2:
         raise LayoutUnknown("groups", len(found), "blocks have more than two sizes")
     return CacheGroups(main, others, max(one.hashes for one in found))
+
+
+def _computes_last_block_again(drafts: Any) -> bool:
+    """Return whether vLLM drops the last block of a hit, which a drafting head needs computed."""
+    return drafts is not None and drafts.use_eagle() and not getattr(drafts, "disable_eagle_block_drop", False)
 
 
 def _group(number: int, group: Any, hash_size: int, extra: int) -> CacheGroup:
@@ -154,7 +161,8 @@ def _group(number: int, group: Any, hash_size: int, extra: int) -> CacheGroup:
         raise LayoutUnknown("groups", number, "its blocks are in a pool of their own")
     if spec.block_size % hash_size or (isinstance(spec, MambaSpec) and spec.block_size != hash_size):
         raise LayoutUnknown("groups", number, f"blocks of {spec.block_size} tokens are hashed by {hash_size}")
-    return CacheGroup.of(number, spec.block_size // hash_size, windows.pop())
+    behind = extra if isinstance(specs[0], MambaSpec) else 0
+    return CacheGroup.of(number, spec.block_size // hash_size, windows.pop(), behind)
 
 
 def _window(spec: Any, extra: int) -> int | None:
