@@ -28,7 +28,7 @@ class PlannerSettings(SettingsSection):
     up for. Greedy answers have none; with `inf`, and on vLLM, none is computed."""
     recompute_tail: bool = False
     """Compute the whole last segment instead of only the last token."""
-    min_translated: Share = 0.05
+    min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
     move: Literal["always", "unlearned", "never"] = "always"
