@@ -12,6 +12,7 @@ from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model, small_config
 from kedge.engine.local.model.runner import ModelRunner
@@ -27,10 +28,12 @@ from kedge.types import (
     SampleId,
     SamplingParams,
     Segment,
+    TenantId,
     Tokens,
     WorkflowId,
 )
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
+from tests.engine.local.test_engine import greedy
 
 OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
 """Thresholds so wide that whatever was observed once is shared."""
@@ -315,6 +318,46 @@ def test_a_question_that_its_first_reader_has_not_read_yet_is_computed_in_its_pr
     _, read = driver.serve(in_context(request(question)))
     assert again.receipt().translated == len(question)
     assert relative(moved.slice(33, 63).values, read.slice(20, 50).values) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
+    """Readers at once, some before the one in whose prompt the question's base KV is computed; some are cancelled, and
+    some say that this prompt is longer than any may be, or ends otherwise.
+    """
+    rng = random.Random(seed)
+    settings = {"planner": PlannerSettings(by_cost=False), "num_blocks": 40, "max_running": 8}
+    model = tiny_model("llama")
+    answers = {}
+
+    def answer(asked: GenerateRequest) -> Tokens:
+        if asked.tokens not in answers:
+            answers[asked.tokens] = greedy(model, asked.tokens, 6)
+        return answers[asked.tokens]
+
+    crowd = []
+    for at in range(32):
+        asked = in_context(
+            request(tokens(50 + at // 8, 30), agent=rng.choice(("solver", "critic")), run=f"run-{at // 8}")
+        )
+        if at % 8 in (3, 5):
+            wrong = replace(asked.segments[1], base_context=tokens(at, 19 if at % 8 == 3 else 100_000))
+            asked = replace(asked, segments=(asked.segments[0], wrong, *asked.segments[2:]))
+        crowd.append((asked, answer(asked)))
+    with engine_of(model, **settings) as engine:
+        streams, expected = [], {}
+        for at, (asked, wanted) in enumerate(crowd):
+            exact = replace(asked, reuse=ReuseMode.EXACT, request_id=f"exact-{at}", tenant=TenantId("exact"))
+            streams += [engine.submit(asked), engine.submit(exact)]
+            expected[exact.request_id] = wanted
+            if at % 8 == 6:
+                engine.cancel(asked.request_id)
+        done = [stream.result(60) for stream in streams]
+        engine.wait_idle()
+        engine.query(Inspection.check_integrity)
+        assert sum(one.receipt.translated > 0 for one in done) >= 8
+        exact_ones = [one for one in done if one.request_id in expected]
+        assert [one.tokens for one in exact_ones] == [expected[one.request_id] for one in exact_ones]
 
 
 def test_a_team_learns_from_what_its_readers_compute() -> None:

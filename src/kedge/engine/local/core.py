@@ -83,7 +83,7 @@ class EngineCore:
         writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs, sentinels)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
         self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions, self.plain, states)
-        self._learning = Learning(runtime, cache, storage, jobs, config.learning, capacity, requests.release)
+        self._learning = Learning(runtime, cache, storage, jobs, config.learning, longest, requests.release)
         self._admission = Admission(
             *(cache, runtime, loading, assembler, self._preassembly, self._learning, costs, sentinels),
             *(shared := SharedWrites(storage, running), states, requests.preempt, requests.end),

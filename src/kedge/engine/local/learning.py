@@ -67,14 +67,15 @@ class Learning:
         storage: PagedStorage,
         jobs: deque[BaseJob],
         settings: LearningSettings,
-        capacity: int,
+        longest: int,
         release: Callable[[RequestSequence], None],
     ) -> None:
-        """Start with an empty backlog. `jobs` is the scheduler's queue, `capacity` the tokens of the device tier;
+        """Start with an empty backlog. `jobs` is the scheduler's queue, `longest` the tokens of the longest
+        prompt that can be computed;
         `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
-        self._jobs, self._settings, self._capacity = jobs, settings, capacity
+        self._jobs, self._settings, self._longest = jobs, settings, longest
         self._pending: deque[PendingObservation] = deque()
         self._runs: Counter[RunKey] = Counter()
         self._ended: set[RunKey] = set()
@@ -213,7 +214,8 @@ class Learning:
         if sequence.preparation is not None or not self._runtime.learns(sequence.request):
             return ()
         exact = self._cache.match(sequence.namespace, sequence.tokens[: sequence.exact_limit]).tokens_count
-        jobs = [self._queue(need, sequence) for need in self._runtime.prerequisites(sequence.request, exact)]
+        needs = self._runtime.prerequisites(sequence.request, exact)
+        jobs = [self._queue(need, sequence) for need in needs if len(need.tokens) <= self._longest]
         for job in jobs:
             job.is_awaited = True
         return tuple(job.key for job in jobs)
@@ -226,7 +228,7 @@ class Learning:
             self._stats.failed += 1
             logger.exception("base KV of what %s read could not be kept", sequence.request.request_id)
         for need in self._runtime.needs(sequence.request):
-            if len(need.tokens) <= self._capacity:
+            if len(need.tokens) <= self._longest:
                 self._queue(need, sequence)
         for job in self._surplus():
             self.drop(job)
