@@ -70,9 +70,8 @@ class Learning:
         longest: int,
         release: Callable[[RequestSequence], None],
     ) -> None:
-        """Start with an empty backlog. `jobs` is the scheduler's queue, `longest` the tokens of the longest
-        prompt that can be computed;
-        `release` frees the blocks of a finished request.
+        """Start with an empty backlog. `jobs` is the scheduler's queue, `longest` the tokens of the longest prompt that
+        can be computed; `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
         self._jobs, self._settings, self._longest = jobs, settings, longest
