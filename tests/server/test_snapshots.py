@@ -177,6 +177,7 @@ class Process:
             "KEDGE_SERVER__SNAPSHOT_INTERVAL": "0.2",
             "KEDGE_API_KEYS": "",
             "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # on a model as small as this one, computing is cheaper
+            "KEDGE_ENGINE__PLANNER__MOVE": "never",  # so that there is something to be learned
         }
         self.popen = subprocess.Popen(
             [*command, "--state", str(state)], stderr=subprocess.PIPE, text=True, env=environment, cwd=state.parent
