@@ -43,8 +43,8 @@ def can_move(segment: Segment) -> bool:
 
 def reads_in_place(request: GenerateRequest, placed: Placed) -> bool:
     """Return whether a prompt begins with a value's base context, and the value follows: its KV there is base KV."""
-    context = placed.segment.base_context
-    return placed.segment.in_context and placed.start == len(context) and request.tokens[: placed.start] == context
+    before = [segment.tokens for segment in request.segments[: placed.index]] or [()]
+    return placed.segment.in_context and before == [placed.segment.base_context]
 
 
 def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
