@@ -105,7 +105,7 @@ def test_random_weights_are_translated_once_enough_has_been_learned(
     """Whatever it costs: what pays on a busy machine changes from run to run."""
     settings = LoadSettings.engine
     always = {"planner": PlannerSettings(by_cost=False)}
-    monkeypatch.setattr(LoadSettings, "engine", lambda self, anchors: settings(self, anchors).model_copy(update=always))
+    monkeypatch.setattr(LoadSettings, "engine", lambda self, *given: settings(self, *given).model_copy(update=always))
     figures = load(some(tiny, 12), LONG, 1, ReuseMode.TRANSLATE).as_json()
     assert figures["translated_share"] > 0
 
