@@ -11,7 +11,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import computed_by_torch, difference, learning_engine, recorded  # noqa: E402
+from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+    SETTINGS,
+    computed_by_torch,
+    difference,
+    learning_engine,
+    recorded,
+)
 
 EXACT = 1e-4
 NEEDED = 4
@@ -26,7 +32,8 @@ AT = HEAD + QUESTION + len(BETWEEN)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
-    with learning_engine(tiny_llama, asynchronous=request.param, max_num_seqs=24) as built:
+    extra = {**SETTINGS, "planner": {**SETTINGS.get("planner", {}), "move": "unlearned"}}
+    with learning_engine(tiny_llama, asynchronous=request.param, extra=extra, max_num_seqs=24) as built:
         yield built
 
 
