@@ -80,8 +80,11 @@ def surprising_rows(logits: Tensor, tokens: Sequence[int], margin: float) -> lis
     """Return for each of `tokens`, drawn from logits [tokens, vocab], whether its information exceeds the entropy of
     the model's own distribution, before temperature and top-p, by more than `margin` nats.
     """
+    drawn = torch.tensor(tokens, device=logits.device)
+    if (logits.argmax(-1) == drawn).all():  # the likeliest token has at most the entropy, and greedy answers no other
+        return [False] * len(tokens)
     log_odds = logits.float().log_softmax(-1)
-    chosen = log_odds.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    chosen = log_odds.gather(-1, drawn[:, None])[:, 0]
     surprising: list[bool] = (-chosen - torch.special.entr(log_odds.exp()).sum(-1) > margin).tolist()
     return surprising
 
