@@ -155,9 +155,8 @@ class Learner:
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
-        lacks_head = head is None and not request.segments[0].is_placeholder
+        ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
         is_lesson = teaches or lacks_head or self._runtime.reads_first(request)
-        ready_to = max(stops, default=0)
         return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
 
     def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
