@@ -120,6 +120,18 @@ def learning_engine(
         yield built
 
 
+@contextmanager
+def knowing_nothing(engine: Driver) -> Iterator[None]:
+    """An engine of `learning_engine` without caches, anchors and base KV; afterwards it holds no block."""
+    engine.reset()
+    engine.worker._learner.clear()
+    engine.worker._learner.rotation.trust()
+    yield
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert not engine.worker._learner.writes
+
+
 def add(engine: Driver, number: int, count: int = 40) -> str:
     return engine.add(tokens(number), count, hints(number))
 

@@ -15,6 +15,7 @@ from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     SETTINGS,
     computed_by_torch,
     difference,
+    knowing_nothing,
     learning_engine,
     recorded,
 )
@@ -39,13 +40,8 @@ def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureReque
 
 @pytest.fixture(autouse=True)
 def engine_that_knows_nothing(engine: Driver) -> Iterator[None]:
-    engine.reset()
-    engine.worker._learner.clear()
-    engine.worker._learner.rotation.trust()
-    yield
-    engine.run()
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert not engine.worker._learner.writes
+    with knowing_nothing(engine):
+        yield
 
 
 def written(engine: Driver, number: int) -> list[int]:

@@ -11,7 +11,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import computed_by_torch, difference, learning_engine, recorded  # noqa: E402
+from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+    computed_by_torch,
+    difference,
+    knowing_nothing,
+    learning_engine,
+    recorded,
+)
 
 EXACT = 1e-4
 FIRST, READER = 2 * BLOCK + 5, 3 * BLOCK + 9
@@ -30,13 +36,8 @@ def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureReque
 
 @pytest.fixture(autouse=True)
 def engine_that_knows_nothing(engine: Driver) -> Iterator[None]:
-    engine.reset()
-    engine.worker._learner.clear()
-    engine.worker._learner.rotation.trust()
-    yield
-    engine.run()
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert not engine.worker._learner.writes
+    with knowing_nothing(engine):
+        yield
 
 
 def reads(number: int, agent: str, context: list[int] | None = None) -> tuple[list[int], dict[str, Any]]:
