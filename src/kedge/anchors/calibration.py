@@ -50,13 +50,17 @@ class TokenErrors:
             sums[one] = before[0] + error, before[1] + due
         return TokenErrors({one: pair for one, pair in sums.items() if pair[1] >= _FORGOTTEN})
 
-    def factors(self, tokens: Sequence[int], unseen: float = 1.0) -> Tensor:
-        """Return float32 [tokens]: the factors on predicted errors. That of a token id that was never seen is `unseen`,
-        from which every observation leads away.
+    def factors(self, tokens: Sequence[int]) -> Tensor:
+        """Return float32 [tokens]: the factors on predicted errors."""
+        return self.factors_from(tokens, 1.0)[0]
+
+    def factors_from(self, tokens: Sequence[int], *unseen: float) -> Tensor:
+        """Return float32 [len(unseen), tokens]: the factors on predicted errors, for each factor of a token id that was
+        never seen, from which every observation leads away.
         """
         sums, nothing = self.sums, (0.0, 0.0)
-        pairs = (sums.get(one, nothing) for one in tokens)
-        return torch.tensor([(seen + unseen * _PRIOR) / (due + _PRIOR) for seen, due in pairs])
+        seen, due = torch.tensor([sums.get(one, nothing) for one in tokens], dtype=torch.float64).view(-1, 2).T
+        return ((seen + torch.tensor(unseen)[:, None] * _PRIOR) / (due + _PRIOR)).float()
 
 
 class Calibration:
@@ -131,9 +135,8 @@ class Calibration:
         """Return float32 [tokens], on the CPU: the relative error to reckon with, token by token. Of an id that was
         seen little it is up to `_DOUBT` times the predicted one, as it may sum up more than others at its distance.
         """
-        curve = self._at(distance)
-        doubted = (curve * self.token_errors.factors(tokens, _DOUBT)).clamp_max(_UNKNOWN)
-        return torch.maximum(curve * self.token_errors.factors(tokens), doubted)
+        predicted, doubted = self._at(distance) * self.token_errors.factors_from(tokens, 1.0, _DOUBT)
+        return torch.maximum(predicted, doubted.clamp_max(_UNKNOWN))
 
     def _at(self, distance: Tensor) -> Tensor:
         return self._curve[torch.bucketize(distance.cpu(), self._edges)]

@@ -11,7 +11,7 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.criteria.shareability import Verdict
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.estimators.site import SiteOffsets
-from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width
+from kedge.anchors.offsets import Blend, OffsetTable, empty_table
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView
 
@@ -76,7 +76,7 @@ def rotated(sample: SampleView, after: OffsetEstimate | None = None) -> OffsetEs
     """Return the estimate by which a value's base KV is only rotated to its place. The prefix segment behind it is as
     in `after`, an estimate from anchors.
     """
-    table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
+    table = empty_table(sample.base)
     value = no_offsets(sample.base, table)
     if after is None:
         return OffsetEstimate(True, "", learnable=False, value=value, value_table=table)

@@ -213,3 +213,8 @@ class OffsetTable:
             arena[start : start + len(old)] = self.arena[old.start : old.stop]
             start += len(old)
         self.arena, self._ranges, self.version = arena, ranges, self.version + 1
+
+
+def empty_table(kv: KVSegment) -> OffsetTable:
+    """Return a table without rows for offsets of such KV."""
+    return OffsetTable(row_width(kv), row_dtype(kv), kv.device)

@@ -64,22 +64,26 @@ class BaseNeeds:
         """
         key, placed = template_key(request), layout(request)
         values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
+        if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
+            values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
         paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
     def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
         """Return whether its agent would translate a value, once base KV of it is there."""
-        if placed.segment.in_context and self._planner.rotates:
+        if self._moves(placed):
             return not reads_in_place(request, placed)
-        if self._bases.prefixes(request.namespace, key) is None and later_prefixes(layout(request)):
-            return False
         site, pool = PlaceholderSite(key, placed.index), pool_of(request, placed)
         experience = self._anchors.experience(site, pool)
         if experience.is_calibrated:
             return True
         was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
         return was_read and not experience.missing
+
+    def _moves(self, placed: Placed) -> bool:
+        """Return whether a value is moved without anchors and a translated template, once base KV of it is there."""
+        return placed.segment.in_context and self._planner.rotates
 
     def lessons_missing(self, request: GenerateRequest, exact_tokens: int) -> int:
         """Return how many prompts of its agent have to be learned from until all values behind its first `exact_tokens`

@@ -11,7 +11,7 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.estimators.blending import Match
 from kedge.anchors.estimators.ridge import Ridge
 from kedge.anchors.estimators.site import Observation, Offsets, SiteOffsets
-from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.offsets import Blend, OffsetTable, empty_table, row_width, rows_of
 from kedge.errors import TranslationRefused
 from kedge.kv.segment import KVSegment
 
@@ -70,7 +70,7 @@ class CorrectedOffsets(SiteOffsets):
 
     def __init__(self, base: KVSegment, prefix_tokens: int, strength: float, bits: int = 16) -> None:
         super().__init__(base, prefix_tokens, bits)
-        self.base = OffsetTable(row_width(base), row_dtype(base), base.device)
+        self.base = empty_table(base)
         self.ridge = _ridge_for(base, strength)
         self._dtype = base.dtype
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from kedge.anchors.estimate import OffsetEstimate, no_offsets
-from kedge.anchors.offsets import OffsetTable, row_dtype, row_width
+from kedge.anchors.offsets import empty_table
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translator
 from kedge.engine.local.components import Assembler
@@ -29,7 +29,7 @@ class NoAnchors(AnchorStore):
     """An anchor store without offsets: every value with base KV is shareable, and its keys are only rotated."""
 
     def estimate(self, slot: PlaceholderSite, sample: SampleView) -> OffsetEstimate:  # noqa: ARG002
-        table = OffsetTable(row_width(sample.base), row_dtype(sample.base), sample.base.device)
+        table = empty_table(sample.base)
         nothing = no_offsets(sample.base, table)
         return OffsetEstimate(
             True, "", learnable=False, value=nothing, prefix=nothing, value_table=table, prefix_table=table

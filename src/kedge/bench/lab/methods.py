@@ -34,8 +34,8 @@ _PAPER: Mapping[str, Any] = {
     "min_translated": 0.0,
     "move": "never",
 }
-"""The paper recomputes one token, keeps no trail behind values, computes no token for being
-a surprise, and has no least share."""
+"""The paper recomputes one token, keeps no trail behind values, computes no unexpected tokens of answers, and has no
+least share."""
 
 _ANCHORED: Mapping[str, Any] = {"move": "unlearned"}
 

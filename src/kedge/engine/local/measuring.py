@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from kedge.anchors.estimate import no_offsets
-from kedge.anchors.offsets import OffsetTable, row_dtype, row_width
+from kedge.anchors.offsets import empty_table
 from kedge.anchors.translator import Translate, translate_into
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.runner import ModelRunner
@@ -71,7 +71,7 @@ def _write(storage: PagedStorage, translate: Translate, tokens: int) -> None:
     shape = (spec.layers, tokens, spec.kv_heads, spec.head_dim)
     zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
     base = KVSegment(zeros, zeros)
-    table = OffsetTable(row_width(base), row_dtype(base), base.device)
+    table = empty_table(base)
     translate(SlotTable(torch.arange(tokens)), Translation(0, base, no_offsets(base, table), table))
     if storage.keys.is_cuda:
         torch.cuda.synchronize(storage.keys.device)

@@ -81,7 +81,7 @@ def surprising_rows(logits: Tensor, tokens: Sequence[int], margin: float) -> lis
     the model's own distribution, before temperature and top-p, by more than `margin` nats.
     """
     drawn = torch.tensor(tokens, device=logits.device)
-    if (logits.argmax(-1) == drawn).all():  # the likeliest token has at most the entropy, and greedy answers no other
+    if (logits.argmax(-1) == drawn).all():  # as in greedy decoding: its information is never above the entropy
         return [False] * len(tokens)
     log_odds = logits.float().log_softmax(-1)
     chosen = log_odds.gather(-1, drawn[:, None])[:, 0]
