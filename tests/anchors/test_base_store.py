@@ -92,6 +92,18 @@ def test_prefix_segments_of_a_template() -> None:
     store.check_integrity()
 
 
+def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() -> None:
+    store, kv = BaseStore(100 * ONE), random_kv(3, 1)
+    store.put_shared_text(RUN, (9, 8, 1, 2, 3), kv)
+    found = store.shared_text(RUN, (9, 8, 1, 2, 3))
+    assert found is not None and found.tokens == (1, 2, 3) and torch.equal(found.kv.keys, kv.keys)
+    for run, text in ((run_key("x"), (9, 8, 1, 2, 3)), (RUN, (8, 1, 2, 3)), (run_key("r", "x"), (9, 8, 1, 2, 3))):
+        assert store.shared_text(run, text) is None
+    assert store.lasting(values=True) == [] and store.stats().templates == 1
+    store.end_run(RUN)
+    assert store.shared_text(RUN, (9, 8, 1, 2, 3)) is None and store.nbytes() == 0
+
+
 def test_the_end_of_a_run_frees_what_it_produced() -> None:
     store = BaseStore(100 * ONE)
     kept(store)
@@ -127,7 +139,7 @@ def test_a_view_does_not_keep_the_whole_alive() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("scpe"), st.integers(0, 3), st.integers(1, 5)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("scpte"), st.integers(0, 3), st.integers(1, 5)), max_size=40))
 def test_never_more_than_its_bytes(steps: list[tuple[str, int, int]]) -> None:
     store = BaseStore(9 * ONE)
     for step, name, size in steps:
@@ -137,6 +149,8 @@ def test_never_more_than_its_bytes(steps: list[tuple[str, int, int]]) -> None:
             store.put_content(SPACE, (name,) * size, (), random_kv(size, 1))
         elif step == "p":
             store.put_prefix(SPACE, str(name // 2), name, random_kv(size, 1))
+        elif step == "t":
+            store.put_shared_text(run_key(str(name)), (7, *range(size)), random_kv(size, 1))
         else:
             store.end_run(run_key(str(name)))
         store.check_integrity()

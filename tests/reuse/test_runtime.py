@@ -155,15 +155,15 @@ def in_place(seed: int, *, agent: str = "first") -> GenerateRequest:
 def test_base_kv_is_kept_from_the_prompt_that_reads_the_value_in_its_base_context() -> None:
     runtime, kv = Taught(0).runtime, random_kv(3 + SIZE, 5)
     first, other = in_place(1), in_place(1, agent="other")
-    assert runtime.reads_first(first) and runtime.needs(first) == [] and runtime.prerequisites(first, 0) == []
-    assert not runtime.reads_first(other)
+    assert runtime.leaves_base(first) and runtime.needs(first) == [] and runtime.prerequisites(first, 0) == []
+    assert not runtime.leaves_base(other)
     assert [need.tokens for need in runtime.prerequisites(other, 0)] == [first.tokens], "it waits for base KV"
-    runtime.keep_in_place(other, kv.slice)
+    runtime.keep_base(other, kv.slice)
     assert runtime.needs(other), "nothing was kept"
 
-    runtime.keep_in_place(first, kv.slice)
+    runtime.keep_base(first, kv.slice)
 
-    assert not runtime.reads_first(first) and runtime.needs(other) == []
+    assert not runtime.leaves_base(first) and runtime.needs(other) == []
     [moved] = runtime.plan(other, ()).translations
     assert moved.start == 2 and torch.equal(moved.base.keys, kv.slice(3).keys)
     assert not runtime.wants_harvest(other, runtime.plan(other, ())), "nothing is learned for it"
@@ -172,15 +172,15 @@ def test_base_kv_is_kept_from_the_prompt_that_reads_the_value_in_its_base_contex
 def test_base_kv_is_not_kept_from_what_is_translated_itself() -> None:
     runtime, first = Taught(0).runtime, in_place(1)
     spans = (Span(0, 2, Source.DEVICE), Span(2, 5, Source.TRANSLATED), Span(5, 3 + SIZE, Source.COMPUTED))
-    runtime.keep_in_place(first, random_kv(3 + SIZE, 5).slice, ReusePlan(spans))
-    assert runtime.reads_first(first)
+    runtime.keep_base(first, random_kv(3 + SIZE, 5).slice, ReusePlan(spans))
+    assert runtime.leaves_base(first)
 
 
 def test_base_kv_that_only_one_agent_reads_is_not_kept() -> None:
     runtime = Taught(0).runtime
     for seed in range(2 * MAX_VALUES):
         runtime.needs(in_place(seed))
-    assert not runtime.reads_first(in_place(3 * MAX_VALUES))
+    assert not runtime.leaves_base(in_place(3 * MAX_VALUES))
 
 
 def test_another_base_context_is_another_template() -> None:
@@ -188,6 +188,85 @@ def test_another_base_context_is_another_template() -> None:
     first = in_place(1, agent="other")
     question = replace(first.segments[1], base_context=(7, 7, 7))
     assert template_key(first) != template_key(replace(first, segments=(first.segments[0], question)))
+
+
+# template text behind values ------------------------------------------------------------------------------------------
+
+TEXT = tuple(range(200, 209))
+"""Tokens of the template behind the question"""
+
+
+def linked(seed: int, agent: str, text: tuple[int, ...] = TEXT) -> GenerateRequest:
+    """The prompt of `in_place`, in which `text` and an end follow the question."""
+    asked = in_place(seed, agent=agent)
+    return replace(asked, segments=(*asked.segments, Segment(text, "p1"), Segment((3, 3, 3, 3, 3, 3), "p2")))
+
+
+class ReadTwice(Taught):
+    """A runtime that has kept the question, and what follows it, from the prompt of `first`."""
+
+    def __init__(self, costs: Costs | None = None, text: tuple[int, ...] = TEXT, **policy: Any) -> None:
+        super().__init__(0, costs, **policy)
+        self.first, self.kv = linked(1, "first", text), random_kv(3 + SIZE + len(text) + 6, 5)
+        self.runtime.keep_base(self.first, self.kv.slice)
+
+    def moved(self, asked: GenerateRequest) -> list[tuple[int, int]]:
+        """Return where a prompt's translations begin, and how many tokens each has."""
+        return [(one.start, one.tokens) for one in self.runtime.plan(asked, ()).translations]
+
+
+def test_text_behind_a_value_is_moved_from_the_first_prompt_of_the_run_that_computed_it() -> None:
+    stage, other = ReadTwice(), linked(1, "other")
+    assert stage.moved(other) == [(2, SIZE), (2 + SIZE, len(TEXT))]
+    text = stage.runtime.plan(other, ()).translations[1]
+    assert torch.equal(text.base.values, stage.kv.slice(3 + SIZE, 3 + SIZE + len(TEXT)).values)
+    assert not text.table.blend(text.blend).any(), "it is only rotated"
+    plan = stage.runtime.plan(other, ())
+    assert plan.computed == [0, 1, *range(2 + SIZE + len(TEXT), other.prompt_tokens)]
+    assert not stage.runtime.leaves_base(other, plan), "nothing is left to keep"
+
+
+def test_a_prompt_that_moves_only_the_value_leaves_the_text_behind_it() -> None:
+    stage, other = ReadTwice(), linked(1, "other", TEXT[::-1])
+    plan = stage.runtime.plan(other, ())
+    assert [(one.start, one.tokens) for one in plan.translations] == [(2, SIZE)]
+    assert stage.runtime.leaves_base(other, plan)
+    stage.runtime.keep_base(other, stage.kv.slice, plan)
+    assert stage.moved(replace(other, agent=AgentId("third"))) == [(2, SIZE), (2 + SIZE, len(TEXT))]
+
+
+def test_text_is_moved_only_within_its_run_and_behind_the_same_text() -> None:
+    stage, other = ReadTwice(), linked(1, "other")
+    assert stage.moved(replace(other, run=RunId("another"))) == [(2, SIZE)]
+    head, question, *rest = other.segments
+    before = replace(other, segments=(head, question, Segment((4,), "p1"), question, *rest))
+    assert stage.moved(before) == [(2, SIZE), (3 + SIZE, SIZE)], "what is before it is other text"
+    stage.runtime.end_run(other.run_key)
+    assert stage.moved(other) == [(2, SIZE)]
+
+
+@pytest.mark.parametrize("size", [4, 5, 64, 65])
+def test_text_is_kept_that_is_neither_short_nor_long(size: int) -> None:
+    stage = ReadTwice(text=tuple(range(100, 100 + size)))
+    moved = stage.moved(linked(1, "other", tuple(range(100, 100 + size))))
+    assert ((2 + SIZE, size) in moved) == (size in (5, 64)), "anchors serve longer text"
+
+
+@pytest.mark.parametrize("policy", ["unlearned", "never"])
+def test_where_anchors_serve_the_text_behind_a_value_none_is_kept(policy: str) -> None:
+    stage = ReadTwice(move=policy)
+    stage.runtime.keep_base(linked(1, "other"), stage.kv.slice)
+    assert stage.bases.stats().templates == 0
+
+
+def test_text_is_computed_where_moving_it_takes_longer() -> None:
+    assert ReadTwice(Above(len(TEXT))).moved(linked(1, "other")) == [(2, SIZE)]
+
+
+def test_nothing_is_kept_for_a_prompt_without_a_run() -> None:
+    runtime, asked = Taught(0).runtime, replace(linked(1, "first"), run=RunId(""))
+    runtime.keep_base(asked, random_kv(asked.prompt_tokens, 5).slice)
+    assert len(runtime.plan(replace(linked(1, "other"), run=RunId("")), ()).translations) == 1
 
 
 # answers that were moved by rotation alone ----------------------------------------------------------------------------

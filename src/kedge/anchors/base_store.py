@@ -27,6 +27,17 @@ class _SampleKey(NamedTuple):
         return self.run.namespace
 
 
+class _SharedTextKey(NamedTuple):
+    """Template text behind values that several prompts of a run read: all tokens since the first value, up to it."""
+
+    run: RunKey
+    tokens: Tokens
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.run.namespace
+
+
 class ContentKey(NamedTuple):
     """A value, or tokens that prompts begin with: then no tokens are before them."""
 
@@ -43,7 +54,8 @@ class PrefixKey(NamedTuple):
 
 
 LastingKey = ContentKey | PrefixKey
-_Key = _SampleKey | LastingKey
+_RunKey = _SampleKey | _SharedTextKey
+_Key = _RunKey | LastingKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,18 @@ class BaseStore:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
         self._put(PrefixKey(namespace, template), index, kv, (), True)
 
+    def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment) -> None:
+        """Keep the KV that a prompt of a run has of the last tokens of `text`, which it reads from its first value on:
+        the template behind one of its values.
+        """
+        self._put(_SharedTextKey(run, text), 0, kv, text[len(text) - kv.tokens :], False)
+
+    def shared_text(self, run: RunKey, text: Tokens) -> KnownBase | None:
+        """Return the KV of the last tokens of a text that another prompt of the run has left."""
+        key = _SharedTextKey(run, text)
+        stored = self._entries.get(key)
+        return _entry(stored, stored.tokens) if stored and self._fetched(key, stored) else None
+
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
         equal content.
@@ -182,8 +206,8 @@ class BaseStore:
         return ContentBase(key, stored.serial, stored.parts[0])
 
     def end_run(self, run: RunKey) -> None:
-        """Forget the values that a run's agents produced."""
-        self._forget(lambda key: isinstance(key, _SampleKey) and key.run == run)
+        """Forget the values that a run's agents produced, and what their prompts left of the texts that they share."""
+        self._forget(lambda key: isinstance(key, _RunKey) and key.run == run)
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """Forget the base KV of a namespace; of all of them if None."""
@@ -210,7 +234,7 @@ class BaseStore:
 
     def stats(self) -> BaseStats:
         """Return a snapshot of the figures."""
-        templates = sum(isinstance(key, PrefixKey) for key in self._entries)
+        templates = sum(isinstance(key, PrefixKey | _SharedTextKey) for key in self._entries)
         return BaseStats(len(self._entries) - templates, templates, self.nbytes(), self._residence.stats())
 
     def check_integrity(self) -> None:
@@ -253,7 +277,7 @@ class BaseStore:
 
 def _owner(key: _Key) -> Owner | None:
     """Return the owner by which the forecast ranks an entry; equal content belongs to its latest reader."""
-    if isinstance(key, _SampleKey):
+    if isinstance(key, _RunKey):
         return key.run
     return TemplateOwner(key.namespace, key.template) if isinstance(key, PrefixKey) else None
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 
 from kedge.reuse.contracts import KV, Anchors, BaseNeed, Bases, Cut, PlaceholderSite, ReadKV, TemplateOwner
-from kedge.reuse.layout import Placed, later_prefixes, layout, reads_in_place, template_key, template_tokens
+from kedge.reuse.layout import (
+    Placed,
+    later_prefixes,
+    layout,
+    reads_in_place,
+    shared_text,
+    template_key,
+    template_tokens,
+)
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Planner, pool_of
 from kedge.reuse.readers import Readers
 from kedge.reuse.upcoming import UpcomingSteps
@@ -49,6 +60,29 @@ class BaseNeeds:
         for one in self.in_place(request):
             if one.stop <= exact_tokens:
                 self._keep_value(request, one, read(one.start, one.stop))
+
+    def shared_texts(self, request: GenerateRequest, plan: ReusePlan | None) -> list[Placed]:
+        """Return the prefix segments behind moved values whose KV this prompt is the first of its run to compute, where
+        others are expected to read them.
+        """
+        placed = layout(request)
+        pairs = pairwise(placed[:-1]) if request.run else ()
+        computed = (after for here, after in pairs if self._is_shared(request, here, after, plan))
+        return [one for one in computed if self._planner.shared_text(request, placed, one) is None]
+
+    def _is_shared(self, request: GenerateRequest, here: Placed, after: Placed, plan: ReusePlan | None) -> bool:
+        """Return whether `after` is text behind a value that is moved with it, and is not moved in this prompt."""
+        is_text = here.segment.is_placeholder and not after.segment.is_placeholder and len(after) > self._planner.short
+        if not is_text or (plan and plan.writes_in(after.start, after.stop)):
+            return False
+        is_moved = self._planner.moves_alone(here, after) and self._planner.pays(request, here)
+        return is_moved and self._readers.expected(pool_of(request, here)) > 1
+
+    def keep_shared_texts(self, request: GenerateRequest, plan: ReusePlan | None, read: ReadKV) -> None:
+        """Keep the KV of those prefix segments for the other prompts."""
+        placed = layout(request)
+        for one in self.shared_texts(request, plan):
+            self._bases.put_shared_text(request.run_key, shared_text(placed, one), read(one.start, one.stop))
 
     def prerequisites(
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
@@ -104,6 +138,16 @@ class BaseNeeds:
         after = (*placed[1:], None)
         values = self.worth_translating(request, placed)
         return [one for one in values if self._planner.needs_anchors(request, one, after[one.index])]
+
+    def learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[tuple[Placed, Placed | None]]:
+        """Yield the values that anchors serve and that a plan does not translate by them, with what follows each."""
+        placed = layout(request)
+        for here, after in zip(placed, [*placed[1:], None], strict=True):
+            if not here.segment.is_placeholder or len(here) <= self._planner.short:
+                continue
+            is_written = plan is not None and plan.writes_in(here.start, here.stop) and here.index not in plan.moved
+            if not is_written and self._planner.needs_anchors(request, here, after):
+                yield here, after
 
     def is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
         """Return whether the agent with template `key` has observed enough values at this place."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from kedge.types import GenerateRequest, Segment, Tokens
 
@@ -45,6 +47,15 @@ def reads_in_place(request: GenerateRequest, placed: Placed) -> bool:
     """Return whether a prompt begins with a value's base context, and the value follows: its KV there is base KV."""
     before = [segment.tokens for segment in request.segments[: placed.index]] or [()]
     return placed.segment.in_context and before == [placed.segment.base_context]
+
+
+def shared_text(placed: Sequence[Placed], last: Placed) -> Tokens:
+    """Return the tokens of a prompt from its first value on up to the end of the segment `last`: what comes before, an
+    agent's own, is all that is read otherwise in the prompt of another agent that has the same text.
+    """
+    first = next(one.index for one in placed if one.segment.is_placeholder)
+    parts = (one.segment.tokens for one in placed[first : last.index + 1])
+    return tuple(chain.from_iterable(parts))
 
 
 def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:

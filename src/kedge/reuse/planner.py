@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from kedge.reuse.contracts import (
     KV,
     Anchors,
+    BaseEntry,
     Bases,
     Costs,
     Estimate,
@@ -18,7 +19,7 @@ from kedge.reuse.contracts import (
     PoolKey,
     SampleView,
 )
-from kedge.reuse.layout import Placed, can_move, later_prefixes, layout, reads_in_place, template_key
+from kedge.reuse.layout import Placed, can_move, later_prefixes, layout, reads_in_place, shared_text, template_key
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
 from kedge.reuse.savings import Savings
 from kedge.settings import PlannerSettings
@@ -163,7 +164,7 @@ class Planner:
             draft.misses.append(Miss(here.segment.name, WITHHELD))
             return
         if not self.pays(request, here):
-            if len(here) > self._policy.recompute_short:
+            if len(here) > self.short:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
         prefixes = self._bases.prefixes(request.namespace, draft.key)
@@ -207,6 +208,7 @@ class Planner:
         if after is None or after.segment.is_placeholder or not len(after):
             return False
         if not self.needs_anchors(request, here, after):
+            self._move_after(request, draft, here, after)
             return False
         is_translated = self._fill_after(draft, after, estimate, prefixes)
         if teaches and not is_translated:
@@ -229,10 +231,13 @@ class Planner:
 
     def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
-        if self.rotates and reads_in_place(request, here):
-            return False
+        is_in_place = self.rotates and reads_in_place(request, here)
+        return not (is_in_place or self.moves_alone(here, after))
+
+    def moves_alone(self, here: Placed, after: Placed | None) -> bool:
+        """Return whether a value is always moved without anchors, in whichever agent's prompt."""
         is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
-        return not (self._policy.move == "always" and can_move(here.segment) and is_short)
+        return self._policy.move == "always" and can_move(here.segment) and is_short
 
     def _fill_after(self, draft: Draft, after: Placed, estimate: Estimate, prefixes: Mapping[int, KV]) -> bool:
         """Draft the prefix segment after a translated value. Returns whether it could be translated."""
@@ -243,6 +248,27 @@ class Planner:
         if self._costs.translation_pays(len(after), len(after) - len(weak)):
             self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
         return True
+
+    def _move_after(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed) -> None:
+        """Draft the prefix segment after a moved value: moved as well, where another prompt of the run, in which all
+        since the first value was the same, has left its KV.
+        """
+        entry = self.shared_text(request, draft.placed, after)
+        if entry is None or not self._costs.translation_pays(len(after), len(after)):
+            return
+        blend = self._anchors.without_offsets(
+            SampleView(pool_of(request, here), after.segment.tokens, entry.kv, entry.key)
+        )
+        self._translate(draft, after, entry.kv, blend.value, blend.value_table, ())
+
+    def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> BaseEntry | None:
+        """Return the KV of a prefix segment behind values that an earlier prompt of the run has left."""
+        return self._bases.shared_text(request.run_key, shared_text(placed, after)) if request.run else None
+
+    @property
+    def short(self) -> int:
+        """Segments of at most so many tokens are computed."""
+        return self._policy.recompute_short
 
     @property
     def rotates(self) -> bool:
@@ -287,8 +313,7 @@ class Planner:
 
     def pays(self, request: GenerateRequest, placed: Placed) -> bool:
         """Return whether translating a placeholder's value is expected to take less time than computing it."""
-        long = len(placed) > self._policy.recompute_short
-        return long and self._costs.translation_pays(len(placed), self._spared(request, placed))
+        return len(placed) > self.short and self._costs.translation_pays(len(placed), self._spared(request, placed))
 
     def base_pays(self, request: GenerateRequest, placed: Placed, readers: float) -> bool:
         """Return whether to compute base KV of a value that so many requests are going to read."""

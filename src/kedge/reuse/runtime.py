@@ -44,7 +44,7 @@ class Runtime:
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or UpcomingSteps()
         self._planner = Planner(anchors, bases, policy, refusal, costs)
-        self._short, self.surprise = policy.recompute_short, policy.surprise
+        self.surprise = policy.surprise
         self._needs = BaseNeeds(anchors, bases, self._planner, self._expected)
         self._saturated = 0
 
@@ -107,17 +107,21 @@ class Runtime:
             run, sample = request.run_key, request.produces
             self._bases.put_sample(run, sample, tokens, kv, exact_lineage=exact, surprising=surprising)
 
-    def reads_first(self, request: GenerateRequest) -> bool:
-        """Return whether base KV that others need is to be kept from this request's prompt, once it is computed."""
-        return self.learns(request) and bool(self._needs.in_place(request))
+    def leaves_base(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
+        """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""
+        if not self.learns(request):
+            return False
+        return bool(self._needs.in_place(request) or self._needs.shared_texts(request, plan))
 
-    def keep_in_place(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
-        """Keep the base KV of values that this prompt reads in their base context. With a `plan`, only what is before
-        all translated tokens.
+    def keep_base(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
+        """Keep from a computed prompt what other prompts of its run read: the base KV of values that it reads in their
+        base context, and of template text behind values. With a `plan`, of values only what is before all translated
+        tokens, of text only what was not translated.
         """
         if self.learns(request):
             exact = request.prompt_tokens if plan is None else plan.exact_tokens
             self._needs.keep_in_place(request, exact, read)
+            self._needs.keep_shared_texts(request, plan, read)
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
         """Return whether to learn from a request: its whole prompt was computed, or a value in it because that teaches
@@ -152,20 +156,20 @@ class Runtime:
         prefixes = self._bases.prefixes(request.namespace, key)
         if prefixes is None and later_prefixes(placed):
             return
-        for here, after in zip(placed, [*placed[1:], None], strict=True):
-            if not here.segment.is_placeholder or len(here) <= self._short:
-                continue
-            if not self._planner.needs_anchors(request, here, after):
-                continue
+        for here, after in self._needs.learnable(request, plan):
             base_prefix = prefixes.get(after.index) if prefixes and after else None
-            is_moved = plan is not None and here.index in plan.moved and base_prefix is not None
-            if plan and plan.writes_in(here.start, here.stop) and not is_moved:
+            is_moved = plan is not None and here.index in plan.moved
+            if is_moved and base_prefix is None:
                 continue
             if (sample := self._planner.sample(request, here)) is not None:
                 real = sample.base if is_moved else read(here.start, here.stop)
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
                 self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
+
+    def may_observe(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
+        """Return whether `observe` may find something in a prompt, once its base KV is there."""
+        return self.learns(request) and next(self._needs.learnable(request, plan), None) is not None
 
     def end_run(self, run: RunKey) -> None:
         """Forget what a run shared between its agents."""

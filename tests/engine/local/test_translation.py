@@ -302,12 +302,26 @@ def test_a_question_is_moved_from_the_first_prompt_that_reads_it() -> None:
     question = tokens(50, 30)
     _, first = driver.serve(in_context(request(question)))
     sequence, kv = driver.serve(in_context(request(question, agent="critic")))
-    assert sequence.receipt().translated == len(question)
-    assert sequence.receipt().computed == 33 + 9 + 5, "the template"
-    read, moved = first.slice(20, 50), kv.slice(33, 63)
+    assert sequence.receipt().translated == len(question) + 9, "and the text behind it"
+    assert sequence.receipt().computed == 33 + 5, "what is the agent's own"
+    read, moved = first.slice(20, 59), kv.slice(33, 72)
     assert relative(moved.keys, read.keys) < 1e-5 and relative(moved.values, read.values) < 1e-5
     stats = driver.core.inspection.learning.stats()
     assert stats["base_prefills_done"] == stats["observed"] == 0
+
+
+def test_text_behind_a_moved_question_is_moved_from_whichever_agent_of_the_run_computed_it_first() -> None:
+    driver, question = Driver(planner=PlannerSettings(by_cost=False)), tokens(50, 30)
+    driver.serve(in_context(request(question, run="earlier")))
+    asked = in_context(request(question, agent="critic"))
+    _, read = driver.serve(asked)
+    third = replace(asked, segments=(Segment(tokens(27, 27), "p0"), *asked.segments[1:]), agent=AgentId("judge"))
+    sequence, kv = driver.serve(replace(third, request_id="third"))
+    assert (sequence.receipt().translated, sequence.receipt().computed) == (30 + 9, 27 + 5)
+    moved, text = kv.slice(57, 66), read.slice(63, 72)
+    assert relative(moved.keys, text.keys) < 1e-5 and relative(moved.values, text.values) < 1e-5
+    driver.core.inspection.learned[1].end_run(asked.run_key)
+    assert driver.serve(replace(third, request_id="later"))[0].receipt().translated == 30
 
 
 def test_a_question_that_its_first_reader_has_not_read_yet_is_computed_in_its_prompt() -> None:

@@ -40,17 +40,22 @@ def engine_that_knows_nothing(engine: Driver) -> Iterator[None]:
         yield
 
 
-def reads(number: int, agent: str, context: list[int] | None = None) -> tuple[list[int], dict[str, Any]]:
-    """A prompt with a question, whose base context is what the prompt of `first` begins with, or `context`."""
+def reads(
+    number: int, agent: str, context: list[int] | None = None, text: list[int] | None = None
+) -> tuple[list[int], dict[str, Any]]:
+    """A prompt with a question, whose base context is what the prompt of `first` begins with, or `context`; `text` is
+    between it and the end.
+    """
     first = prompt(FIRST, 5)
     head = first if agent == "first" else prompt(READER, len(agent))
     question = {"name": "question", "length": QUESTION, "sample": "question", "in_context": True}
     segments = [
         {"name": "p0", "length": len(head)},
         {**question, "base_context": first if context is None else context},
-        {"name": "p1", "length": len(END)},
+        *([{"name": "p1", "length": len(text)}] if text else []),
+        {"name": "p2" if text else "p1", "length": len(END)},
     ]
-    tokens = [*head, *prompt(QUESTION, 700 + number), *END]
+    tokens = [*head, *prompt(QUESTION, 700 + number), *(text or []), *END]
     return tokens, {"workflow": "w", "run": f"r{number}", "agent": agent, "segments": segments}
 
 
@@ -80,6 +85,20 @@ def test_the_second_agent_has_the_kv_that_the_first_one_computed(
     moved, read = kv.slice(READER + AGAIN, READER + QUESTION), dense.slice(FIRST + AGAIN, FIRST + QUESTION)
     assert float((moved.values - read.values).abs().max()) < EXACT
     assert float((moved.keys - read.keys).abs().max()) < EXACT, "both unrotated"
+
+
+def test_text_behind_the_question_is_moved_from_the_prompt_that_computed_it_first(engine: Driver) -> None:
+    text, kept = prompt(20, 11), []
+    for agent in ("reader", "reader", "another"):
+        tokens, hints = reads(4, agent, text=text)
+        with recorded(engine) as recorder:
+            found = receipt(engine.ask(tokens, 4, hints))
+            kept.append(recorder.read().slice(0, len(tokens)))
+        engine.run()
+    assert found["tokens"]["translated"] == MOVED + len(text) - AGAIN, found["misses"]
+    place = slice(READER + QUESTION + AGAIN, READER + QUESTION + len(text))
+    assert float((kept[2].keys[:, place] - kept[1].keys[:, place]).abs().max()) < EXACT
+    assert float((kept[2].values[:, place] - kept[1].values[:, place]).abs().max()) < EXACT
 
 
 def test_without_the_first_agent_its_prompt_is_computed_for_the_others(engine: Driver) -> None:

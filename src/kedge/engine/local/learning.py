@@ -222,7 +222,7 @@ class Learning:
     def _provide_bases(self, sequence: RequestSequence, read: ReadKV) -> None:
         """Keep base KV that a computed prompt leaves behind, and queue prefills of what else its values need."""
         try:
-            self._runtime.keep_in_place(sequence.request, read, sequence.plan)
+            self._runtime.keep_base(sequence.request, read, sequence.plan)
         except Exception:  # out of memory, say: its readers ask for it
             self._stats.failed += 1
             logger.exception("base KV of what %s read could not be kept", sequence.request.request_id)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
@@ -15,11 +16,12 @@ from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, Rea
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.prompt_heads import PromptHeads
 from kedge.integrations.vllm.plugin.rotation_check import UNCHECKED, RotationCheck
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.policies.balance import Balances
-from kedge.reuse.contracts import BaseNeed
+from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.holes import Holes
 from kedge.reuse.layout import Placed
@@ -33,12 +35,10 @@ from kedge.types import (
     Miss,
     Namespace,
     RunKey,
-    SampleId,
     Source,
     Span,
     TenantId,
     Tokens,
-    ValueKind,
     WorkflowAgent,
 )
 
@@ -47,8 +47,6 @@ MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
-_NO_SAMPLE = SampleId(ValueKind.INPUT, "")
-"""For the beginning of a prompt, which is identified by its tokens alone"""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +69,7 @@ class Learner:
         is worth translating.
         """
         self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
+        self._heads = PromptHeads(self._bases)
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
@@ -79,7 +78,7 @@ class Learner:
         self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances()
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
-        self._expected = ExpectedPrompts(self._runtime, pages, self._exact_at_hand, most, self._balances.spend)
+        self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._balances.spend)
         self.writes = PlannedWrites(pages, costs, self._balances, most)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
@@ -132,13 +131,13 @@ class Learner:
         return tuple(tokens for _, tokens in by_prompt)
 
     def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
-        exact = max(query.exact, self._exact_at_hand(query.request))
+        exact = max(query.exact, self._heads.tokens(query.request))
         return self._note(query.request, self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
         began = time.monotonic()
-        request, head = query.request, self._head(query.request)
+        request, head = query.request, self._heads.find(query.request)
         exact = max(query.exact, head.tokens if head else 0)
         plan, ready, seconds = self._plan(request, exact)
         holes, misses = plan.holes, plan.misses
@@ -147,7 +146,7 @@ class Learner:
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, seconds)
-            is_lesson = plan.translates or head is None or teaches or self._runtime.reads_first(request)
+            is_lesson = plan.translates or head is None or teaches or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
             return TranslationVerdict(
                 dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
@@ -156,7 +155,7 @@ class Learner:
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
         ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
-        is_lesson = teaches or lacks_head or self._runtime.reads_first(request)
+        is_lesson = teaches or lacks_head or self._runtime.leaves_base(request, plan)
         return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
 
     def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
@@ -179,18 +178,6 @@ class Learner:
         few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
         return (range(stop),), (*plan.misses, few)
 
-    def _exact_at_hand(self, request: GenerateRequest) -> int:
-        head = self._head(request)
-        return head.tokens if head else 0
-
-    def _head(self, request: GenerateRequest) -> KVSegment | None:
-        """Return the KV of the first prefix segment. vLLM keeps its full blocks only, and may have evicted them."""
-        first = request.segments[0]
-        if first.is_placeholder or len(request.segments) == 1:
-            return None
-        entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
-        return entry.kv if entry else None
-
     # around a pass ----------------------------------------------------------------------------------------------
 
     def capture(self, order: Capture, seconds: float = 0.0) -> None:
@@ -206,21 +193,20 @@ class Learner:
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
         elif any(segment.is_placeholder for segment in request.segments):
-            self._capture_prompt(request, self.pages.read(table, 0, start))
+            self._capture_prompt(request, partial(self.pages.read, table))
         self._balances.spend(request, seconds + time.monotonic() - began)
 
-    def _capture_prompt(self, request: GenerateRequest, kv: KVSegment) -> None:
+    def _capture_prompt(self, request: GenerateRequest, read: ReadKV) -> None:
+        """Take from a prompt what others need of it: all of it where it is learned from."""
         plan = self.writes.take_written(request.request_id)
-        if plan is None:
-            self.rotation.check(request.tokens, kv)
-        self._keep_head(request, kv)
-        self._runtime.keep_in_place(request, kv.slice, plan)
-        self._captured.append(_CapturedPrompt(request, kv, plan))
-
-    def _keep_head(self, request: GenerateRequest, kv: KVSegment) -> None:
-        first = request.segments[0]
-        if first.tokens and not first.is_placeholder and self._head(request) is None:
-            self._bases.put_content(request.namespace, first.tokens, (), kv.slice(0, len(first.tokens)))
+        if plan is None and not self.rotation.is_checked:
+            self.rotation.check(request.tokens, read(0, request.prompt_tokens))
+        self._heads.keep(request, read)
+        self._runtime.keep_base(request, read, plan)
+        if self._runtime.may_observe(request, plan):
+            self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
+        else:
+            self._taught.append(request.workflow_agent)
 
     # learning -----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ class RotationCheck:
         self._limit = max(MAX_ROTATION_ERROR, rounding)
         self.refusal: str | None = UNCHECKED
         """Why nothing is translated, None where keys are rotated as the model does it"""
-        self._is_checked = False
+        self.is_checked = False
+        """Whether a prompt has shown that they are rotated so"""
 
     @property
     def has_passed(self) -> bool:
@@ -37,10 +38,10 @@ class RotationCheck:
 
     def check(self, tokens: Tokens, kv: KVSegment) -> None:
         """Compare the keys of equal tokens in a captured prompt, unless that was done."""
-        error = None if self._is_checked else rotation_error(tokens, kv.keys[0])
+        error = None if self.is_checked else rotation_error(tokens, kv.keys[0])
         if error is None:
             return
-        self._is_checked = error < self._limit
-        self.refusal = None if self._is_checked else "its rotary embedding differs from Kedge's"
-        if not self._is_checked:
+        self.is_checked = error < self._limit
+        self.refusal = None if self.is_checked else "its rotary embedding differs from Kedge's"
+        if not self.is_checked:
             logger.warning("translation is off: %s (keys of equal tokens differ by %.2f)", self.refusal, error)
