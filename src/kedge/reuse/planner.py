@@ -61,6 +61,8 @@ class Draft:
     misses: list[Miss] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     """Numbers of the values that are translated without offsets, with the prefix segment after it computed"""
+    texts: list[tuple[Placed, Placed]] = field(default_factory=list)
+    """Moved values with the prefix segments behind them that no other prompt of the run had left when drafted"""
 
     @property
     def exact_tokens(self) -> int:
@@ -88,6 +90,7 @@ class Draft:
         self.estimates.clear()
         self.sentinels.clear()
         self.moved.clear()
+        self.texts.clear()
         self.misses += misses
 
     def sealed(self) -> ReusePlan:
@@ -129,11 +132,16 @@ class Planner:
             draft.give_up(Miss("*", self._refusal))
         return draft
 
-    def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> None:
+    def grow(self, draft: Draft, request: GenerateRequest, segments: int, *, again: bool = False) -> None:
         """Draft on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
-        prefix segments.
+        prefix segments. With `again`, which is for drafts of which nothing has been computed yet, template text that
+        other prompts have left since is moved, too.
         """
         draft.look_at(request)
+        if again:
+            texts, draft.texts = draft.texts, []
+            for value, text in texts:
+                self._move_after(request, draft, value, text)
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
         if self._may_translate(request):
@@ -254,6 +262,8 @@ class Planner:
         since the first value was the same, has left its KV.
         """
         entry = self.shared_text(request, draft.placed, after)
+        if entry is None:
+            draft.texts.append((here, after))
         if entry is None or not self._costs.translation_pays(len(after), len(after)):
             return
         blend = self._anchors.without_offsets(

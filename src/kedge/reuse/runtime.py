@@ -70,11 +70,15 @@ class Runtime:
         """Begin the plan of a request of which not all may be known yet, to be grown and sealed."""
         return self._planner.draft(request, exact)
 
-    def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> tuple[Translation, ...]:
-        """Draft the first `segments` of the request. Returns the translations that this adds, to be written at once."""
+    def grow(
+        self, draft: Draft, request: GenerateRequest, segments: int, *, again: bool = False
+    ) -> tuple[Translation, ...]:
+        """Draft the first `segments` of the request, see `Planner.grow`. Returns the translations that this adds, to be
+        written at once.
+        """
         self._anchors.begin()
         before = len(draft.translations)
-        self._planner.grow(draft, request, segments)
+        self._planner.grow(draft, request, segments, again=again)
         return tuple(draft.translations[before:])
 
     def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:

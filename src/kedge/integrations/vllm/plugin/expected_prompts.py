@@ -151,7 +151,7 @@ class ExpectedPrompts:
     def _advance(self, prompt: ExpectedPrompt) -> None:
         if prompt.draft is None:
             prompt.draft = self._runtime.draft(prompt.request, (Span(0, prompt.exact, Source.DEVICE),))
-        for translation in self._runtime.grow(prompt.draft, prompt.request, prompt.next_segments.stop):
+        for translation in self._runtime.grow(prompt.draft, prompt.request, prompt.next_segments.stop, again=True):
             prompt.ready[translation.start] = translated(self._pages, translation)
 
     def claim(self, request: GenerateRequest, exact: int) -> ExpectedPrompt | None:

@@ -163,8 +163,7 @@ class Learner:
         found = self._expected.claim(request, exact)
         if found is None or found.draft is None:
             return self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), {}, 0.0
-        if found.draft.drafted < len(request.segments):
-            self._runtime.grow(found.draft, request, len(request.segments))
+        self._runtime.grow(found.draft, request, len(request.segments), again=True)
         plan = self._runtime.seal(found.draft, request)
         self._runtime.use(plan)
         return plan, found.ready, found.seconds
