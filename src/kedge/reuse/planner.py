@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -145,7 +146,8 @@ class Planner:
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
         if self._may_translate(request):
-            for here, after in zip(known[draft.drafted :], [*known[draft.drafted + 1 :], None], strict=True):
+            pairs = zip(known, [*known[1:], None], strict=True) if known else ()
+            for here, after in islice(pairs, draft.drafted, None):
                 self._fill(request, draft, here, after)
         draft.drafted = max(draft.drafted, segments)
 
