@@ -86,6 +86,18 @@ LAST = ROTARY.paired(Pairing(start=4))
 """The rotation of the last 16 of 20 dimensions"""
 
 
+@pytest.mark.parametrize(("spec", "rotary"), [(SPEC, ROTARY), (LATENT, LAST)], ids=["heads", "latent"])
+def test_the_beginning_of_a_block_is_copied_and_nothing_else(spec: KVSpec, rotary: Rotary) -> None:
+    storage = PagedStorage(spec, 4, 4, torch.device("cpu"), rotary)
+    storage.keys.normal_()
+    storage.values.normal_()
+    expected = [pool.clone() for pool in (storage.keys, storage.values)]
+    for pool in expected:
+        pool[:, 12:15] = pool[:, 4:7]
+    storage.copy_beginning(1, 3, 3)
+    assert all(torch.equal(a, b) for a, b in zip((storage.keys, storage.values), expected, strict=True))
+
+
 def test_with_a_latent_attention_reads_rows_of_which_values_and_keys_are_the_halves() -> None:
     storage = PagedStorage(LATENT, 8, 4, torch.device("cpu"), LAST)
     rows, slots = torch.randn(5, 1, 24 + 16), torch.tensor([3, 31, 4, 0, 17])

@@ -6,12 +6,17 @@ target blocks belong to the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from kedge.types import Namespace
+
+CopyBeginning = Callable[[int, int, int], None]
+"""(source, target, tokens): copies the KV of the first tokens of a device block to another one, before anything that is
+started later writes to either.
+"""
 
 
 class Direction(StrEnum):

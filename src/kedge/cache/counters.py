@@ -43,6 +43,8 @@ class CacheStats:
     """Those of the hit tokens whose load a request had to wait for."""
     prefetched_hit_tokens: int = 0
     """Those of the hit tokens that a prefetch had brought in time."""
+    copied_hit_tokens: int = 0
+    """Those of the hit tokens that were copied from a block that goes on differently."""
     missed_tokens: int = 0
     evictions: int = 0
     """Blocks evicted from the device."""
@@ -92,6 +94,7 @@ class Counters:
     hit_tokens: int = 0
     host_hit_tokens: int = 0
     prefetched_hit_tokens: int = 0
+    copied_hit_tokens: int = 0
     missed_tokens: int = 0
     evictions: int = 0
     host_evictions: int = 0
@@ -106,8 +109,11 @@ class Counters:
     by_step: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[tuple[Purpose, Outcome]] = field(default_factory=Counter)
 
-    def lookup(self, exact: int, missed: int) -> None:
-        """Count an admission that was allowed to reuse: it found `exact` tokens and missed the others."""
+    def lookup(self, exact: int, missed: int, copied: int) -> None:
+        """Count an admission that was allowed to reuse: it found `exact` tokens, of which some were `copied`, and
+        missed the others.
+        """
+        self.copied_hit_tokens += copied
         self.hits += exact > 0
         self.misses += exact == 0
         self.hit_tokens += exact

@@ -5,7 +5,10 @@
 | exact hit           | tree  | anybody  | stays cached, its lock goes                       |
 | committed           | tree  | anybody  | stays cached, its lock goes                       |
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
-| translated, partial | lease | its own  | freed; never in the tree                          |
+| translated, partial | lease | its own  | freed, or kept for its exact beginning            |
+
+Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
+fixed prompt that ends within a block, that block may enter the tree for its beginning (see `partial_blocks`).
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from kedge.cache.copies import CopyBeginning
 from kedge.cache.counters import Reason
 from kedge.cache.node import DEVICE, HOST, TreeNode
+from kedge.cache.partial_blocks import Beginning, PartialBlocks
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers
 from kedge.errors import OutOfBlocks, PlanError
@@ -47,8 +52,9 @@ class Holding:
 class Leases:
     """All leases, by request. Contracts are those of the methods of `CacheManager` of the same names."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, copy_beginning: CopyBeginning | None) -> None:
         self._tiers, self._tree, self._block_size = tiers, tiers.tree, tiers.tree.block_size
+        self._partial = PartialBlocks(tiers.tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
 
     def holdings(self) -> Collection[Holding]:
@@ -70,17 +76,19 @@ class Leases:
         if total_tokens < len(reusable):
             raise PlanError("total_tokens", total_tokens, f"{len(reusable)} tokens may be reused")
         node, hit = self._tree.lock(namespace, reusable)
+        shared = tuple(reusable[: len(hit) * self._block_size])
         try:
-            new = self._allocate(self._blocks_for(total_tokens) - len(hit), hit, Reason.ADMIT, steps)
-        except OutOfBlocks:
+            begun = self._partial.find(node, reusable[len(shared) :])
+            new, copied = self._begin(begun, self._blocks_for(total_tokens) - len(hit), hit, steps)
+        except BaseException:
             self._tree.unlock(node)
             raise
         self._tree.touch(node)
-        exact = len(hit) * self._block_size
+        exact = len(shared) + copied
         if exact_limit > 0:
-            self._tiers.counters.lookup(exact, len(tokens) - exact)
-        lease = Lease(request_id, (*hit, *new), exact, self._hit_path(node))
-        self._held[request_id] = Holding(lease, namespace, node, tuple(reusable[:exact]), set(new))
+            self._tiers.counters.lookup(exact, len(tokens) - exact, copied)
+        lease = Lease(request_id, (*hit, *new), exact, _extended(self._hit_path(node), copied))
+        self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         return lease
 
     def extend(self, request_id: RequestId, total_tokens: int, steps: float | None) -> Lease:
@@ -111,12 +119,14 @@ class Leases:
             self._tree.unlock(held.node)
             held.node, held.shared = inserted.node, full
 
-    def finish(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
+    def finish(self, request_id: RequestId, exact_tokens: Sequence[int], fixed: int) -> None:
         """End a lease whose first tokens are exact."""
         held = self._holding(request_id)
         full = self._full_tokens(held, exact_tokens)
         if full:
             self._insert(held, full)
+        if rest := exact_tokens[len(full) : fixed]:
+            self._keep_beginning(held, full, rest)
         self._end(held)
 
     def abort(self, request_id: RequestId) -> None:
@@ -144,24 +154,49 @@ class Leases:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
+    def _begin(self, begun: Beginning | None, n: int, hit: Sequence[int], steps: float | None) -> tuple[list[int], int]:
+        """Allocate the blocks behind a hit and copy the beginning of the first one. Returns them, and how many tokens
+        were copied: none where there is no other room than the block that has them.
+        """
+        if begun is not None and (new := self._allocate_beside(begun, n, hit, steps)) is not None:
+            try:
+                self._partial.copy(begun, new[0])
+            except BaseException:
+                self._tiers.pools[DEVICE].free(new)
+                raise
+            return new, begun.tokens
+        return self._allocate(n, hit, Reason.ADMIT, steps), 0
+
+    def _allocate_beside(self, begun: Beginning, n: int, hit: Sequence[int], steps: float | None) -> list[int] | None:
+        """Allocate blocks so that what has a beginning stays. Returns None without room; no backup is given up."""
+        self._tree.lock_path(begun.node)
+        try:
+            return self._take(n, hit, Reason.ADMIT, steps)
+        except OutOfBlocks:
+            return None
+        finally:
+            self._tree.unlock(begun.node)
+
     def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
+        they have started.
+        """
+        try:
+            return self._take(n, following, reason, steps)
+        except OutOfBlocks:
+            if steps is not None or not self._tiers.give_up_backups():
+                raise
+        return self._take(n, following, reason, steps)
+
+    def _take(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
         after = following[-1] if following else None
         if steps is None:
-            return self._allocate_now(n, after, reason)
+            return self._tiers.pools.allocate(DEVICE, n, reason, after)
 
         def may_go(victim: TreeNode) -> bool:
             return not victim.wanted and may_replace(victim, steps, self._tiers.settings.unlabelled_step)
 
         return self._tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
-
-    def _allocate_now(self, n: int, after: int | None, reason: Reason) -> list[int]:
-        """Allocate blocks; backups that hold what would have to go are given up, unless they have started."""
-        try:
-            return self._tiers.pools.allocate(DEVICE, n, reason, after)
-        except OutOfBlocks:
-            if not self._tiers.give_up_backups():
-                raise
-        return self._tiers.pools.allocate(DEVICE, n, reason, after)
 
     def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
@@ -178,6 +213,15 @@ class Leases:
         held.own.difference_update(inserted.adopted)
         self._back_up_hits(inserted.node)
         return inserted
+
+    def _keep_beginning(self, held: Holding, full: tuple[int, ...], rest: Sequence[int]) -> None:
+        """Keep the block that begins with `rest`, unless one that does so is cached."""
+        node, _ = self._tree.lock(held.namespace, full)
+        if self._partial.keeps(node, rest):
+            tokens = (*full, *self._partial.padded(rest))
+            inserted = self._tree.insert(held.namespace, tokens, held.lease.blocks[: len(tokens) // self._block_size])
+            held.own.difference_update(inserted.adopted)
+        self._tree.unlock(node)
 
     def _end(self, held: Holding) -> None:
         del self._held[held.lease.request_id]
@@ -217,3 +261,13 @@ class Leases:
         often = next((step for step in node.path() if step.hits >= hits), None)
         if often is not None and often.parent is not None and not often.blocks[HOST]:
             self._tiers.backups.back_up(often)
+
+
+def _extended(spans: tuple[Span, ...], tokens: int) -> tuple[Span, ...]:
+    """Return `spans` with so many more tokens that were on the device."""
+    if not tokens:
+        return spans
+    start = stop = spans[-1].stop if spans else 0
+    if spans and spans[-1].source is Source.DEVICE:
+        start, spans = spans[-1].start, spans[:-1]
+    return (*spans, Span(start, stop + tokens, Source.DEVICE))

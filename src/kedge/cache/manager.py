@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.cache.copies import BlockFiles, Copier, Direction
+from kedge.cache.copies import BlockFiles, Copier, CopyBeginning, Direction
 from kedge.cache.counters import CacheStats
 from kedge.cache.demands import Demands, Readiness, Status
 from kedge.cache.leases import Lease, Leases
@@ -29,7 +29,7 @@ Changes = Mapping[Any, tuple[float, float] | None]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest exact prefix on the device: `tokens_count` tokens in `blocks`."""
+    """The longest exact prefix on the device by whole blocks: `tokens_count` tokens in `blocks`."""
 
     blocks: tuple[int, ...]
     tokens_count: int
@@ -47,9 +47,10 @@ class CacheManager:
         copier: Copier | None = None,
         block_bytes: int = 1,
         files: BlockFiles | None = None,
+        copy_beginning: CopyBeginning | None = None,
     ) -> None:
         """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV. What `files`
-        have stored on the disk behind the host tier is known from the start.
+        have on the disk is known from the start. Without `copy_beginning` only whole blocks are reused.
 
         Raises `ConfigError` for sizes below one, or a host tier without a copier.
         """
@@ -69,7 +70,7 @@ class CacheManager:
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._prefetcher = Prefetcher(self.tiers, self._probability)
-        self._leases = Leases(self.tiers)
+        self._leases = Leases(self.tiers, copy_beginning)
         self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
@@ -108,7 +109,8 @@ class CacheManager:
         total_tokens: int,
         steps: float | None = None,
     ) -> Lease:
-        """Lease blocks for `total_tokens`: the exact prefix, at most `exact_limit` tokens of it, and new blocks.
+        """Lease blocks for `total_tokens`: the exact prefix, at most `exact_limit` tokens of it, and new blocks. Where
+        the prefix ends within a cached block, its part of that has been copied to the first new one.
 
         With `steps` the request is speculative, and only what is needed later than so many steps ahead is evicted.
         Raises `OutOfBlocks`, having changed nothing, if eviction could not make room now; `PlanError` if the request
@@ -141,13 +143,13 @@ class CacheManager:
         """
         self._leases.commit_prefix(request_id, exact_tokens)
 
-    def finish(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
+    def finish(self, request_id: RequestId, exact_tokens: Sequence[int], fixed: int = 0) -> None:
         """End a lease. Its first `len(exact_tokens)` tokens are exact, identical to dense prefill, and enter the tree
-        by full blocks; all other blocks (translated, partial, duplicate) are freed.
+        by full blocks, and the beginning of the block in which the first `fixed` of them end. All others are freed.
 
         Raises `PlanError` without a lease, or where `exact_tokens` does not fit it.
         """
-        self._leases.finish(request_id, exact_tokens)
+        self._leases.finish(request_id, exact_tokens, fixed)
         self._prefetcher.due = True
 
     def abort(self, request_id: RequestId) -> None:
@@ -242,9 +244,7 @@ class CacheManager:
     # upkeep ---------------------------------------------------------------------------------------------------
 
     def clear(self, namespace: Namespace) -> int:
-        """Forget what no lease and no copy under way holds in `namespace`, on disk too. Returns how many blocks of both
-        tiers that freed.
-        """
+        """Forget what no lease and no copy holds in `namespace`, on disk too. Returns how many blocks that freed."""
         return self.tiers.clear(namespace)
 
     def clear_all(self) -> int:

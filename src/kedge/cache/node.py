@@ -22,6 +22,7 @@ from enum import IntEnum, StrEnum
 from kedge.cache.copies import Copy, Direction, Outcome, Purpose
 from kedge.policies.eviction import EvictionKey
 from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.sorted_keys import SortedKeys
 from kedge.structures.step_counts import StepCounts
 from kedge.types import Namespace, TenantId
 
@@ -75,7 +76,7 @@ class TreeNode:
 
     def __init__(self, namespace: Namespace, parent: TreeNode | None, key: bytes, size: int) -> None:
         self.namespace, self.parent, self.key, self.size = namespace, parent, key, size
-        self.children: dict[bytes, TreeNode] = {}
+        self.children: SortedKeys[TreeNode] = SortedKeys()
         self.blocks: list[list[int]] = [[], []]
         """Block numbers by tier; empty where the tier does not hold the node."""
         self.resident_children = [0, 0]
@@ -128,7 +129,7 @@ class TreeNode:
 
     def leave(self) -> None:
         """Let go of everything, so that what still refers to it finds nothing."""
-        self.parent, self.children, self.blocks = None, {}, [[], []]
+        self.parent, self.children, self.blocks = None, SortedKeys(), [[], []]
         self.generation += 1
 
     def path(self) -> Iterator[TreeNode]:

@@ -44,10 +44,13 @@ class PrefixIndex:
 
     def pack(self, tokens: Sequence[int]) -> bytes:
         """Return the key of the full blocks of `tokens`. Raises `InvalidToken` for an id beyond 32 bits."""
+        return self.packed(tokens[: len(tokens) - len(tokens) % self._block_size])
+
+    def packed(self, tokens: Sequence[int]) -> bytes:
+        """Return what a key that begins with `tokens` begins with. Raises `InvalidToken` for an id beyond 32 bits."""
         packed = array("i")
         try:
-            # not array("i", tokens): that would read `bytes` as raw memory
-            packed.extend(tokens[: len(tokens) - len(tokens) % self._block_size])
+            packed.extend(tokens)  # not array("i", tokens): that would read `bytes` as raw memory
         except OverflowError:
             raise InvalidToken("tokens", max(tokens, key=abs), "does not fit 32 bits") from None
         return packed.tobytes()

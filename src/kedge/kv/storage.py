@@ -119,6 +119,12 @@ class PagedStorage:
             for pool in (self.keys, self.values):
                 pool[:, here] = pool[:, there]
 
+    def copy_beginning(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of block `source` to block `target`, for the same positions."""
+        there, here = source * self.block_size, target * self.block_size
+        for pool in (self.keys, self.values):
+            pool[:, here : here + tokens] = pool[:, there : there + tokens]
+
 
 def _allocated(spec: KVSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor, Pools | None]:
     """Return keys and values of all slots, and the pools that attention reads unless these are its keys and values.

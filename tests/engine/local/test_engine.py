@@ -47,7 +47,7 @@ def test_every_family_continues_as_transformers_does(family: str) -> None:
         assert [stream.result(60).tokens for stream in streams] == expected
         again = [engine.submit(request(prompt(i, n))).result(60) for i, n in enumerate((5, 70, 200))]
         assert [c.tokens for c in again] == expected
-        assert [c.receipt.exact for c in again] == [0, 64, 192]
+        assert [c.receipt.exact for c in again] == [4, 69, 199], "all but the last token, also within blocks"
 
 
 def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,8 @@ def core(
     copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if host_blocks else None
     policy = policy or policy_of(config.tiers)
     files = disk_files(runner, config, host, copier, on_copied)
-    cache = CacheManager(num_blocks, config.block_size, policy, config.tiers, copier, block_bytes, files)
+    parts = policy, config.tiers, copier, block_bytes, files, storage.copy_beginning
+    cache = CacheManager(num_blocks, config.block_size, *parts)
     carriers = tuple(one for one in (copier, files) if one is not None)
     loading = Loading(cache, config.tiers, has_host=copier is not None)
     assembler = components.assembler(runner, storage)

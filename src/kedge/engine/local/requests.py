@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import takewhile
 
 from kedge.cache import CacheManager
 from kedge.discovery import PlainRequests, Served
@@ -15,7 +16,7 @@ from kedge.engine.local.sessions import SessionCaching, stop_reason
 from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import ForwardFailed
 from kedge.policies.sessions import TurnEnd
-from kedge.types import FinishReason, RequestId, ReuseMode
+from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode
 
 
 class Requests:
@@ -81,7 +82,8 @@ class Requests:
         computed = sequence.todo[0] if sequence.todo else last
         exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
-        self._cache.finish(sequence.key, sequence.tokens[:exact])
+        fixed = _fixed(sequence.request) if sequence.plan.translates else 0
+        self._cache.finish(sequence.key, sequence.tokens[:exact], fixed)
         self._snapshots.ended(sequence, exact)
         if sequence.turn and sequence.finish:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
@@ -122,3 +124,8 @@ class Requests:
         for sequence in self.sequences:
             if not sequence.is_over:
                 sequence.failed(error)
+
+
+def _fixed(request: GenerateRequest) -> int:
+    """Return how many tokens a prompt has before its first value."""
+    return sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, request.segments))

@@ -1,0 +1,208 @@
+"""Prompts that leave what is cached within a block: its beginning is copied, and answers are those of Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sequence import RequestSequence
+from kedge.kv.storage import SlotTable
+from kedge.settings import PlannerSettings
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Source,
+    Span,
+    TenantId,
+    Tokens,
+    WorkflowId,
+)
+from tests.engine.local.model.test_architectures import model_of
+from tests.engine.local.stepping import Stepped, runner
+from tests.engine.local.test_engine import greedy
+from tests.engine.local.test_engine import request as exact_request
+from tests.engine.local.test_translation import tokens
+
+HEAD = tokens(30, 30)
+"""A fixed prompt: a block of 16 tokens, and 14 of the next one"""
+BLOCK = 16
+KINDS = ("Llama", "Mistral, sliding window", "DeepSeek-V2, MLA")
+
+
+@cache
+def expected(prompt: Tokens, count: int) -> Tokens:
+    return greedy(runner().model, prompt, count)
+
+
+def ask(seed: int, size: int = 20, count: int = 4, tenant: str = "") -> GenerateRequest:
+    """A prompt with the head and a value of its own, which begins as no other one does."""
+    asked = exact_request((*HEAD, seed, *tokens(seed, size - 1)), max_tokens=count)
+    return replace(asked, tenant=TenantId(tenant)) if tenant else asked
+
+
+def require_right(sequence: RequestSequence) -> None:
+    asked = sequence.request
+    assert tuple(sequence.response) == expected(asked.tokens, asked.sampling.max_tokens)
+
+
+def exact(sequence: RequestSequence) -> int:
+    return sequence.receipt().exact
+
+
+def rows(engine: Stepped, blocks: SlotTable, start: int, stop: int) -> list[Tensor]:
+    storage = engine.core.inspection.storage
+    return [pool[:, blocks.slots[start:stop]] for pool in (storage.keys, storage.values)]
+
+
+# what is copied -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
+    """With full attention, with windows that are shorter than the head, and with a latent cache."""
+    engine = Stepped(model=checked_runner(model_of(name)))
+    first = engine.serve(ask(1))
+    blocks = engine.core.inspection.cache.match(first.namespace, first.tokens).blocks
+    second = engine.submit(ask(2))
+    engine.until(lambda: second.first_token is not None)
+    assert second.table is not None
+    assert [item.positions[0] for item in engine.passes[-1]] == [30]
+    there, here = (rows(engine, table, BLOCK, 30) for table in (SlotTable.of(blocks, BLOCK), second.table))
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(there, here, strict=True))
+    assert second.table.slots[BLOCK] != SlotTable.of(blocks, BLOCK).slots[BLOCK]
+    engine.rest()
+    assert second.receipt().spans == (Span(0, 30, Source.DEVICE), Span(30, 50, Source.COMPUTED))
+
+
+def test_a_head_is_exact_from_the_second_call_on() -> None:
+    engine = Stepped()
+    served = [engine.serve(ask(seed)) for seed in range(6)]
+    assert [exact(one) for one in served] == [0, *[30] * 5]
+    assert engine.stats("cache")["copied_hit_tokens"] == 5 * 14
+    for one in served:
+        require_right(one)
+
+
+def test_no_more_than_all_but_the_last_token_is_copied() -> None:
+    engine = Stepped()
+    engine.serve(ask(1, count=20))
+    again = [engine.serve(ask(1)), engine.serve(exact_request(HEAD, max_tokens=4)), engine.serve(ask(1, 5))]
+    assert [exact(one) for one in again] == [49, 29, 34]
+    for one in again:
+        require_right(one)
+
+
+# agents ---------------------------------------------------------------------------------------------------------------
+
+
+def call(agent: str, question: Tokens, size: int) -> GenerateRequest:
+    """An agent's prompt: a head of so many tokens, the question, which is computed in the prompt of the agent with a
+    head of 21, and what to do with it.
+    """
+    segments = (
+        Segment(tokens(size, size), "p0"),
+        Segment(question, "q", SampleId.parse("input_q@0"), tokens(21, 21), tokens(2, 6), in_context=True),
+        Segment(tokens(size + 1, 9), "p1"),
+    )
+    params, run = SamplingParams(4, ignore_eos=True), RunId(f"run-{question[0]}")
+    names = {"run": run, "workflow": WorkflowId("test"), "agent": AgentId(agent)}
+    return GenerateRequest(segments, params, ReuseMode.TRANSLATE, **names)
+
+
+@pytest.mark.parametrize("move", ["always", "never"])
+def test_an_agents_head_is_exact_from_its_second_call_on_whether_prompts_are_translated_or_not(move: str) -> None:
+    """The reader's first prompt may be translated: then no block with the end of its head is exact as a whole."""
+    engine = Stepped(planner=PlannerSettings(by_cost=False, move=move))
+    heads, translated = [], []
+    for seed in range(6):
+        engine.serve(call("first", question := (seed, *tokens(seed, 39)), 21))
+        reader = engine.serve(call("reader", question, 30))
+        assert reader.plan is not None
+        translated.append(reader.plan.translates)
+        heads.append(sum(min(one.stop, 30) - one.start for one in reader.plan.spans if one.source is Source.DEVICE))
+    assert heads == [0, *[30] * 5]
+    assert any(translated) and translated[0] == (move == "always")
+
+
+# pressure -------------------------------------------------------------------------------------------------------------
+
+
+def test_32_requests_at_once_copy_from_one_block() -> None:
+    engine = Stepped(max_running=32)
+    engine.serve(ask(99))
+    served = [engine.submit(ask(seed)) for seed in range(32)]
+    engine.rest()
+    assert [exact(one) for one in served] == [30] * 32
+    for one in served:
+        require_right(one)
+
+
+def test_in_a_full_pool_every_answer_is_right() -> None:
+    """The pool has room for two requests and little more; what is copied from comes and goes."""
+    engine = Stepped(num_blocks=9)
+    served = [engine.submit(ask(seed % 7, 20 + seed % 5)) for seed in range(24)]
+    engine.rest()
+    assert engine.stats("cache")["evictions"] > 0 < engine.stats("cache")["copied_hit_tokens"]
+    assert engine.leased == 0
+    for one in served:
+        require_right(one)
+
+
+def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind() -> None:
+    engine = Stepped()
+    engine.serve(ask(1))
+    cached = engine.stats("cache")["cached_blocks"]
+    ended = engine.submit(ask(2))
+    engine.core.scheduler.schedule()
+    assert ended.admitted and engine.stats("cache")["copied_hit_tokens"] == 14
+    assert engine.core.requests.cancel(ended.request.request_id)
+    engine.core.inspection.check_integrity()
+    assert (engine.leased, engine.stats("cache")["cached_blocks"]) == (0, cached)
+    after = engine.serve(ask(3))
+    assert exact(after) == 30
+    require_right(after)
+
+
+def test_who_was_preempted_answers_as_if_it_had_not_been() -> None:
+    engine = Stepped(num_blocks=12)
+    engine.serve(ask(1, tenant="neighbour"))
+    victims = [engine.submit(ask(seed, 20, 24, "neighbour")) for seed in (2, 3)]
+    engine.until(lambda: all(len(one.response) > 4 for one in victims))
+    stranger = engine.submit(ask(4, 60, 4, "stranger"))
+    engine.until(lambda: stranger.admitted)
+    assert list(engine.core.scheduler.preempted) == victims[1:]
+    engine.rest()
+    assert engine.leased == 0
+    for one in (*victims, stranger):
+        require_right(one)
+    assert exact(stranger) == 0
+
+
+def test_tenants_copy_from_their_own_blocks_only() -> None:
+    engine = Stepped()
+    served = [engine.serve(ask(seed, tenant=tenant)) for seed, tenant in enumerate(("one", "two", "one", "two"))]
+    assert [exact(one) for one in served] == [0, 0, 30, 30]
+    for one in served:
+        require_right(one)
+
+
+def test_recurrent_layers_step_aside() -> None:
+    """They have a state at the end of a block, and none within it."""
+    recurrent: ModelRunner = checked_runner(model_of("Qwen3-Next, linear attention"))
+    engine = Stepped(model=recurrent)
+    for seed, most in ((1, 0), (2, 16), (3, 16), (1, 48)):
+        sequence = engine.serve(ask(seed))
+        assert exact(sequence) % BLOCK == 0 and exact(sequence) <= most
+        assert tuple(sequence.response) == greedy(recurrent.model, sequence.request.tokens, 4)
+    assert engine.stats("cache")["copied_hit_tokens"] == 0
