@@ -115,12 +115,15 @@ class DriftedTask(GuardFault):
         return last_agent(lane.flow)
 
 
-class PoisonedAnchor(GuardFault):
-    """The offsets of one anchor are random."""
+class PoisonedAnchors(GuardFault):
+    """The offsets of the anchors that were used most are random."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
 
     def inject(self, lane: GuardLane) -> AgentId:
         agent = last_agent(lane.flow)
-        lane.engine.query(partial(damage.poison_anchor, agent=agent))
+        lane.engine.query(partial(damage.poison_anchors, agent=agent, count=self._count))
         return agent
 
 
@@ -141,7 +144,9 @@ FAULTS: Mapping[str, Callable[[], GuardFault]] = {
     "swapped_heads": SwappedHeads,
     "wrong_scales": WrongScales,
     "drifted_task": DriftedTask,
-    "poisoned_anchor": PoisonedAnchor,
+    "poisoned_anchor": partial(PoisonedAnchors, 1),
+    "poisoned_4": partial(PoisonedAnchors, 4),
+    "poisoned_12": partial(PoisonedAnchors, 12),
     "corrupt_host": CorruptHost,
 }
 """Name -> a new one for each engine"""
