@@ -91,7 +91,7 @@ def test_so_many_anchors_are_poisoned(lane: GuardLane, count: int) -> None:
     if lane.engine.config.anchors.offset_bits == 8:
         pytest.skip("its rows are of another format")
     before = lane.engine.query(stored)
-    changed, own = changed_by(lane, partial(damage.poison_anchors, agent=FINAL, count=count))
+    changed, own = changed_by(lane, partial(damage.poison_anchors, agent=FINAL, count=count, loudness=3.0))
     assert changed <= own and 0 < len(changed) <= 2 * count, "the tables of so many sites at most"
     after = lane.engine.query(stored)
     poisoned = 0
@@ -110,7 +110,7 @@ def test_faults_meet_offsets_that_are_not_zero(lane: GuardLane) -> None:
 
 
 def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
-    for harm in (partial(damage.poison_anchors, count=1), damage.enlarge_scales):
+    for harm in (partial(damage.poison_anchors, count=1, loudness=3.0), damage.enlarge_scales):
         with pytest.raises(PlanError, match="nobody"):
             lane.engine.query(partial(harm, agent=AgentId("nobody")))
     with pytest.raises(PlanError, match="on_host"):

@@ -19,8 +19,6 @@ from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PlaceholderSite
 from kedge.types import AgentId
 
-LOUD = 3.0
-"""Standard deviation of random offsets, in units of the largest right one"""
 TIMES_SCALE = 16.0
 """Wrong scales over the right ones"""
 BLOCK, EVERY = 1 << 16, 64
@@ -64,8 +62,10 @@ def enlarge_scales(parts: Inspection, agent: AgentId) -> None:
         table.scales.mul_(TIMES_SCALE)
 
 
-def poison_anchors(parts: Inspection, agent: AgentId, count: int) -> None:
-    """Make the offsets of so many anchors random, wherever the agent holds them: those that were used most."""
+def poison_anchors(parts: Inspection, agent: AgentId, count: int, loudness: float) -> None:
+    """Make the offsets of so many anchors random, wherever the agent holds them: those that were used most. Their
+    standard deviation is `loudness` times the largest right one.
+    """
     sites = [(pool, pool.sites[site]) for pool, site in agent_sites(parts, agent)]
     held = {(pool.anchors[one].hits, one): pool.anchors[one] for pool, offsets in sites for one in offsets.holders}
     _require("anchors", agent, held)
@@ -73,14 +73,14 @@ def poison_anchors(parts: Inspection, agent: AgentId, count: int) -> None:
     for (pool, offsets), anchor in product(sites, worst):
         if pool.anchors.get(anchor.id) is anchor and anchor.id in offsets.holders:
             for table in offsets.tables:
-                _randomize(table, anchor.id)
+                _randomize(table, anchor.id, loudness)
 
 
-def _randomize(table: OffsetTable, anchor: AnchorId) -> None:
+def _randomize(table: OffsetTable, anchor: AnchorId, loudness: float) -> None:
     rows = table.rows_of_anchors([anchor])
     right = table.arena[rows].float()
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
-    table.arena[rows] = (noise.to(right.device) * LOUD * right.abs().max()).to(table.arena.dtype)
+    table.arena[rows] = (noise.to(right.device) * loudness * right.abs().max()).to(table.arena.dtype)
 
 
 def corrupt_host(parts: Inspection) -> AgentId:
