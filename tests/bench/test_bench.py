@@ -50,10 +50,13 @@ def test_a_prompt_that_is_ready_lacks_its_last_token_only() -> None:
         assert {"no_hint_ms", "at_once_ms", "ahead_ms", "step_ms", "steps"} <= set(one.as_json())
 
 
-def test_readers_of_one_value_are_compared_with_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("estimator", ["moved", "token"])
+def test_readers_of_one_value_are_compared_with_one(tmp_path: Path, estimator: str) -> None:
     file = tmp_path / "round.json"
     sizes = ["--value", "40", "--prefix", "32", "--samples", "3", "--trials", "2", "--readers", "2", "--device", "cpu"]
-    done = CliRunner().invoke(app, ["bench", "round", "--model-size", "tiny", *sizes, "--json", str(file)])
+    done = CliRunner().invoke(
+        app, ["bench", "round", "--model-size", "tiny", "--estimator", estimator, *sizes, "--json", str(file)]
+    )
     assert done.exit_code == 0, done.output
     rounds = json.loads(file.read_text())["rounds"]
     assert [(row["readers"], row["of"]) for row in rounds] == [(1, "agents"), (2, "agents"), (2, "calls")]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kedge.bench.lab.studies import catalog, offload
+from kedge.bench.lab.studies import accuracy, catalog, offload
 from kedge.bench.lab.studies.catalog import STUDIES
 from kedge.bench.lab.studies.contexts import Contexts
 from kedge.bench.lab.studies.estimators import alike
@@ -89,6 +89,15 @@ def test_accuracy_has_every_method_and_team() -> None:
         assert row["judge_consistency"] in (0, 1), "one question"
     dense = [row for row in rows if row["method"] == "dense"]
     assert all(row["accuracy"] == row["accuracy_dense"] and row["same_final_answer"] == 1 for row in dense)
+
+
+def test_a_task_is_asked_of_the_teams_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The team `tools` has four agents, one less than others."""
+    asked: list[int] = []
+    monkeypatch.setattr(accuracy, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
+    for task in ("tools", "math"):
+        STUDIES["accuracy"].run(StudySettings(task=task, seeds=1))
+    assert asked == [2, 3, 4, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["accuracy", "order"])

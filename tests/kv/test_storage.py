@@ -66,6 +66,18 @@ def test_the_sum_is_exact_in_the_dtype_of_the_base_whatever_that_of_the_offsets(
     assert torch.equal(storage.values[:, slots], values)
 
 
+@pytest.mark.parametrize("blocks", [[6, 1, 2, 4], [3, 4, 5, 6]], ids=["scattered", "one run"])
+def test_what_has_no_offsets_is_written_as_with_offsets_of_zero(blocks: list[int]) -> None:
+    base = KVSegment(torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16))
+    zeros = KVSegment(torch.zeros(2, 10, 2, 16), torch.zeros(2, 10, 2, 16))
+    table, written = SlotTable.of(blocks, 4), []
+    for offsets in (zeros, None):
+        storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
+        storage.write(table, 3, base, offsets)
+        written.append((storage.keys[:, table.slots[3:13]], storage.values[:, table.slots[3:13]]))
+    assert all(torch.equal(with_zeros, without) for with_zeros, without in zip(*written, strict=True))
+
+
 @given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 16), st.integers(0, 16))
 def test_a_copy_has_the_same_kv_and_leaves_the_rest(mine: list[int], theirs: list[int], a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)

@@ -40,6 +40,11 @@ class Blend:
         """Number of tokens that are blended."""
         return self.rows.shape[0]
 
+    @property
+    def adds(self) -> bool:
+        """Whether anything is added to base KV."""
+        return self.rows.shape[1] > 0
+
     def slice(self, start: int, stop: int | None = None) -> Blend:
         """Return the tokens [start, stop); `stop=None` is the end."""
         return Blend(self.rows[start:stop], self.weights[start:stop], self.version)

@@ -21,7 +21,7 @@ CHUNK = 256
 class Storage(Protocol):
     """The target of translated KV: `kedge.kv.storage.PagedStorage`, or the pages of another engine."""
 
-    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:
         """Write KV as `PagedStorage.write` does."""
 
 
@@ -54,8 +54,9 @@ def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
     """Translate some tokens at a time, each chunk blended by one call and written by the storage."""
     for start in range(0, item.base.tokens, CHUNK):
         stop = min(start + CHUNK, item.base.tokens)
-        base, rows = item.base.slice(start, stop), item.table.blend(item.blend.slice(start, stop))
-        storage.write(table, item.start + start, base, split_rows(rows, base))
+        base, blend = item.base.slice(start, stop), item.blend.slice(start, stop)
+        offsets = split_rows(item.table.blend(blend), base) if blend.adds else None
+        storage.write(table, item.start + start, base, offsets)
 
 
 def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> None:
@@ -71,12 +72,11 @@ def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> N
 
 def is_same(one: Translation, other: Translation) -> bool:
     """Return whether two translations write the same KV to the same positions."""
-    return (
-        one.start == other.start
-        and one.table is other.table
-        and _is_same_base(one.base, other.base)
-        and _is_same_blend(one.blend, other.blend)
-    )
+    if one.start != other.start or not _is_same_base(one.base, other.base):
+        return False
+    if not one.blend.adds and not other.blend.adds:  # moved by rotation alone, whoever reads it
+        return True
+    return one.table is other.table and _is_same_blend(one.blend, other.blend)
 
 
 def _is_same_base(one: KVSegment, other: KVSegment) -> bool:

@@ -64,11 +64,12 @@ def guard(
 
 
 def _show(console: Console, result: GuardResult) -> None:
-    data, clean = result.as_json(), result.clean
+    data = result.as_json()
     console.print(tables.guard(data["faults"], result.evidence()))
-    console.print(
-        f"clean: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
-        f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
-    )
+    for how, clean in (("anchors", result.clean), ("default", result.clean_default)):
+        console.print(
+            f"clean, {how}: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
+            f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
+        )
     shares = [f"{share:.1%}" if share is not None else "?" for share in data["overhead"].values()]
     console.print("with the guard: {} of throughput, {} of TTFT p50".format(*shares))

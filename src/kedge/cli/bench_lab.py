@@ -17,6 +17,7 @@ from kedge.cli.options import Model, Plot
 from kedge.cli.preflight import require_folder, require_model, require_outputs, require_packages
 from kedge.cli.results import write
 from kedge.errors import ConfigError
+from kedge.models import bundled
 
 if TYPE_CHECKING:
     from kedge.bench.lab.studies.study import SeedRows, Study, StudySettings
@@ -170,8 +171,8 @@ def _run(
     from kedge.bench.plots import study_plot
 
     settings = study.settings(quick=quick, **given)
-    if settings.model is None:
-        torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
+    if settings.model is None or bundled(settings.model):
+        torch.set_num_threads(1)  # bundled models are too small for two: they would mostly wait for each other
     saved = _saved(json_file, study, settings) if resume else _NOTHING
     with console.status(study.name) as status:
         trials = _measured(study, settings, saved, json_file, lambda what: status.update(f"{study.name}, {what}"))

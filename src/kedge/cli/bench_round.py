@@ -32,8 +32,12 @@ def reading_round(
     ] = None,
     trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default 10, quick 3.")] = None,
     estimator: Annotated[
-        str, typer.Option(metavar="NAME", help="token, interpolate, nearest, cosine, mean, linear or linear+token.")
-    ] = "token",
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="moved (without anchors), token, interpolate, nearest, cosine, mean, linear or linear+token.",
+        ),
+    ] = "moved",
     device: Device = None,
     json_file: Json = None,
 ) -> None:

@@ -15,6 +15,7 @@ from kedge.cli.options import Json, Model, Plot
 from kedge.cli.preflight import require_model, require_outputs
 from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
+from kedge.models import bundled
 
 if TYPE_CHECKING:
     from kedge.bench.demo import AgentScore, Comparison, TeamScore
@@ -80,8 +81,8 @@ def _run_all(
     from kedge.types import ReuseMode
     from kedge.workloads.miniature import TASKS
 
-    if model is None:
-        torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
+    if model is None or bundled(model):
+        torch.set_num_threads(1)  # bundled models are too small for two: they would mostly wait for each other
     task = TASKS[task_name]
     asked = questions(task, count, seed)
     results: dict[str, Comparison] = {}

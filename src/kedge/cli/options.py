@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of a model; default: the bundled one.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder of a model, or nano or nano-both, which are bundled; default: nano."),
+]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings; default: kedge.toml, if there is one here.")
 ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kedge.errors import ConfigError, ModelNotFound
+from kedge.models import BUNDLED, bundled
 
 
 def require_file(option: str, file: Path | None) -> None:
@@ -42,9 +43,11 @@ def require_outputs(json_file: Path | None, plot_file: Path | None = None) -> No
 
 
 def require_model(model: Path | None) -> None:
-    """Raise `ModelNotFound` for a folder without a model; None is the bundled one."""
-    if model is not None and not (model / "config.json").is_file():
-        raise ModelNotFound("model", str(model), "no such folder, or no config.json in it")
+    """Raise `ModelNotFound` for a folder without a model; None is the bundled one, and others go by their names."""
+    if model is None or bundled(model) or (model / "config.json").is_file():
+        return
+    names = ", ".join(BUNDLED)
+    raise ModelNotFound("model", str(model), f"no such folder, or no config.json in it; bundled are {names}")
 
 
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:

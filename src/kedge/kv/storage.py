@@ -93,10 +93,10 @@ class PagedStorage:
         values = torch.cat([self.values[:, run] for run in runs], dim=1)
         return KVSegment(self.rotary.unrotate(keys, slice(start, stop)), values)
 
-    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
-        """Write `base` plus `offsets` (of all layers but the first, which has offset zero) to the positions from
-        `start` on, with keys rotated to them. Bound by memory: the sum of the keys is copied on the way and, where the
-        slots are scattered, the result.
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:
+        """Write `base` plus `offsets` (of all layers but the first, which has offset zero; None: of no layer) to the
+        positions from `start` on, with keys rotated to them. Bound by memory: the sum of the keys is copied on the way
+        and, where the slots are scattered, the result.
         """
         runs = table.runs(start, start + base.tokens)
         if len(runs) == 1:
@@ -108,10 +108,14 @@ class PagedStorage:
             part = made.slice(done, done := done + run.stop - run.start)
             self.keys[:, run], self.values[:, run] = part.keys, part.values
 
-    def _translate(self, start: int, base: KVSegment, offsets: KVSegment, out: KVSegment) -> None:
-        add_offsets(base.keys, offsets.keys, out=(total := torch.empty_like(base.keys)))
-        self.rotary.rotate(total, slice(start, start + base.tokens), out=out.keys)
-        add_offsets(base.values, offsets.values, out=out.values)
+    def _translate(self, start: int, base: KVSegment, offsets: KVSegment | None, out: KVSegment) -> None:
+        total, positions = base.keys, slice(start, start + base.tokens)
+        if offsets is None:
+            out.values.copy_(base.values)
+        else:
+            add_offsets(base.keys, offsets.keys, out=(total := torch.empty_like(base.keys)))
+            add_offsets(base.values, offsets.values, out=out.values)
+        self.rotary.rotate(total, positions, out=out.keys)
 
     def copy(self, source: SlotTable, target: SlotTable, start: int, stop: int) -> None:
         """Copy positions [start, stop) of one request to the same positions of another one: keys stay as rotated."""

@@ -40,6 +40,12 @@ def _require_known(name: str, file: Path | None) -> None:
         raise ConfigError("dataset", str(file), f"the questions of {name} are generated")
 
 
+def team_of(name: str) -> Workload:
+    """Return a workload without its questions. Raises `ConfigError` for an unknown name."""
+    _require_known(name, None)
+    return _DATASETS[name][0] if name in _DATASETS else _GENERATED[name][0]
+
+
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, Iterable[Question]]:
     """Return a workload with its questions: an endless stream generated from `seed`, or those of a data set in their
     own order, read from `file` or else from the hub.

@@ -62,11 +62,7 @@ def changed_by(lane: GuardLane, do: Callable[[Inspection], object]) -> tuple[set
     lane.engine.query(do)
     after = lane.engine.query(stored)
     lane.engine.query(lambda parts: parts.learned[0].check_integrity())
-    return {key for key, rows in before.items() if not torch.equal(rows, after[key])}, {
-        key
-        for key, rows in own.items()
-        if rows.any()  # those of answers that are moved are zero, and stay so
-    }
+    return {key for key, rows in before.items() if not torch.equal(rows, after[key])}, set(own)
 
 
 def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) -> None:
@@ -90,20 +86,31 @@ def test_scales_are_too_large_in_all_tables_of_the_agent(lane: GuardLane) -> Non
     assert changed == own
 
 
-def test_one_anchor_is_poisoned(lane: GuardLane) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_so_many_anchors_are_poisoned(lane: GuardLane, count: int) -> None:
     if lane.engine.config.anchors.offset_bits == 8:
         pytest.skip("its rows are of another format")
     before = lane.engine.query(stored)
-    changed, own = changed_by(lane, partial(damage.poison_anchor, agent=FINAL))
-    assert changed <= own and 0 < len(changed) <= 2, "the tables of one site"
+    changed, own = changed_by(lane, partial(damage.poison_anchors, agent=FINAL, count=count, loudness=3.0))
+    assert changed <= own and 0 < len(changed) <= 2 * count, "the tables of so many sites at most"
     after = lane.engine.query(stored)
+    poisoned = 0
     for key in changed:
-        rows = (before[key] != after[key]).any(1).nonzero().flatten().tolist()
-        assert rows == list(range(rows[0], rows[-1] + 1)) and len(rows) < len(before[key])
+        rows = (before[key] != after[key]).any(1).nonzero().flatten()
+        poisoned += 1 + int((rows.diff() > 1).sum())
+        largest = before[key].abs().max()
+        assert len(rows) < len(before[key]) and after[key][rows].abs().max() > 2 * largest > 0
+    assert poisoned <= 2 * count
+
+
+def test_faults_meet_offsets_that_are_not_zero(lane: GuardLane) -> None:
+    """Offsets of values that are moved without anchors are: whatever is done to these changes nothing."""
+    found = lane.engine.query(partial(stored, agent=FINAL)).values()
+    assert all(rows.any() for rows in found)
 
 
 def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
-    for harm in (damage.poison_anchor, damage.enlarge_scales):
+    for harm in (partial(damage.poison_anchors, count=1, loudness=3.0), damage.enlarge_scales):
         with pytest.raises(PlanError, match="nobody"):
             lane.engine.query(partial(harm, agent=AgentId("nobody")))
     with pytest.raises(PlanError, match="on_host"):

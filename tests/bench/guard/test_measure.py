@@ -42,8 +42,13 @@ def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert max(map(len, done.stdout.splitlines()[:-1])) <= 80 and "swapped_heads" in done.stdout
     saved = json.loads(file.read_text())
     assert saved["faults"].keys() == saved["evidence"].keys() == {"swapped_heads"}
-    assert saved["faults"]["swapped_heads"].keys() == {"off_after", "changed_served", "detected"}
-    assert saved["clean"].keys() == {"calls", "false_alarms", "ever_off"} and saved["clean"]["calls"] == 10
+    fault = saved["faults"]["swapped_heads"]
+    assert fault.keys() == {"off_after", "changed_served", "changed_unguarded", "detected"}
+    assert 0 <= fault["changed_served"] <= 2 and 0 <= fault["changed_unguarded"] <= 2
+    for part in ("clean", "clean_default"):
+        assert saved[part].keys() == {"calls", "translated", "checks", "false_alarms", "ever_off"}
+        assert saved[part]["calls"] == 10
+    assert saved["clean_default"]["translated"] > saved["clean"]["translated"] == 0, "anchors are not learned yet"
     assert saved["overhead"].keys() == {"throughput_share", "ttft_share"}
     assert all(share is None or share > 0 for share in saved["overhead"].values())
 
@@ -62,4 +67,4 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value
 
 
 def test_every_fault_says_what_it_is() -> None:
-    assert all(make.__doc__ for make in FAULTS.values())
+    assert all(type(make()).__doc__ for make in FAULTS.values())

@@ -17,7 +17,7 @@ from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.reuse.plan import Sentinel
 from kedge.settings import PlannerSettings
-from kedge.types import GenerateRequest, RequestId, Source
+from kedge.types import AgentId, GenerateRequest, RequestId, Segment, Source
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import request, tokens
 
@@ -109,6 +109,40 @@ def test_what_is_blended_for_the_first_is_not_blended_again(engine: Stepped) -> 
 
 def test_other_agents_and_other_values_are_written(engine: Stepped) -> None:
     admitted(engine, asked(0, max_tokens=20), asked(1, max_tokens=20), asked(0, agent="solver", max_tokens=20))
+    assert copied(engine) == 0
+
+
+def moving(agent: str, prefix: int = 33) -> GenerateRequest:
+    """A request that reads the first question as the solver's prompt left it, behind a prefix of its own."""
+    request = asked(agent="solver", max_tokens=20)
+    own, question, *rest = request.segments
+    question = replace(question, base_context=own.tokens, in_context=True)
+    if agent != "solver":
+        own = Segment(tokens(sum(agent.encode()), prefix), "p0")
+    return replace(request, agent=AgentId(agent), segments=(own, question, *rest))
+
+
+def mover() -> Stepped:
+    """An engine with the solver's KV of the first question, and its default way to use it."""
+    engine = Stepped(planner=PlannerSettings(by_cost=False))
+    engine.serve(moving("solver"))
+    engine.rest()
+    return engine
+
+
+def test_agents_that_move_a_value_to_the_same_positions_copy_it() -> None:
+    engine, other = mover(), moving("judge")
+    first, *others = admitted(engine, moving("critic"), other, moving("critic"))
+    assert first.plan is not None and first.plan.translated_tokens == 30
+    assert copied(engine) == 60
+    seen = kv(engine, others[0])
+    assert same(seen, unshared(engine, other))
+
+
+def test_a_value_that_is_moved_to_other_positions_is_written() -> None:
+    engine = mover()
+    readers = admitted(engine, moving("critic"), moving("judge", prefix=34))
+    assert all(one.plan is not None and one.plan.translated_tokens == 30 for one in readers)
     assert copied(engine) == 0
 
 

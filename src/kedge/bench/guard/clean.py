@@ -10,7 +10,7 @@ from typing import Any
 
 from kedge.bench.guard.faulty import texts
 from kedge.bench.guard.lane import GuardLane, guard_records
-from kedge.bench.guard.settings import GuardBenchSettings
+from kedge.bench.guard.settings import GuardBenchSettings, Move
 from kedge.bench.lab.methods import Loaded
 from kedge.workloads.miniature import TASKS, workflow
 
@@ -33,23 +33,29 @@ class CleanResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures."""
-        return {"calls": self.calls, "false_alarms": self.false_alarms, "ever_off": self.ever_off}
+        return {
+            "calls": self.calls,
+            "translated": self.translated,
+            "checks": self.checks,
+            "false_alarms": self.false_alarms,
+            "ever_off": self.ever_off,
+        }
 
 
 def measure_clean(
-    loaded: Loaded, settings: GuardBenchSettings, progress: Callable[[str], None] = lambda _: None
+    loaded: Loaded, settings: GuardBenchSettings, move: Move, progress: Callable[[str], None] = lambda _: None
 ) -> CleanResult:
     """Ask a team of clients until there have been `settings.calls` calls."""
     task, calls, translated = TASKS[settings.task], 0, 0
     questions = texts(task, settings.seed)
     flow = workflow(task)
-    with GuardLane(loaded, flow, settings.engine({})) as lane, ThreadPoolExecutor(settings.clients) as pool:
+    with GuardLane(loaded, flow, settings.engine({}, move=move)) as lane, ThreadPoolExecutor(settings.clients) as pool:
         while calls < settings.calls:
             wanted = min(ROUND, -(-(settings.calls - calls) // len(flow.agents)))
             for _, answered in pool.map(lane.ask, list(islice(questions, wanted))):
                 calls += len(answered)
                 translated += sum(call.completion.receipt.translated > 0 for call in answered)
-            progress(f"clean: {calls} of {settings.calls} calls")
+            progress(f"clean, move {move}: {calls} of {settings.calls} calls")
         figures: Any = lane.engine.inspect()["guard"]
         records = guard_records(lane.engine)
     suspicions, breaches = (_by_agent(records, name) for name in ("suspicions", "breaches"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,8 +19,6 @@ from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PlaceholderSite
 from kedge.types import AgentId
 
-LOUD = 3.0
-"""Standard deviation of random offsets, in units of the largest right one"""
 TIMES_SCALE = 16.0
 """Wrong scales over the right ones"""
 BLOCK, EVERY = 1 << 16, 64
@@ -63,23 +62,25 @@ def enlarge_scales(parts: Inspection, agent: AgentId) -> None:
         table.scales.mul_(TIMES_SCALE)
 
 
-def poison_anchor(parts: Inspection, agent: AgentId) -> None:
-    """Make the offsets of one anchor random, wherever the agent holds it: the one that was used most."""
+def poison_anchors(parts: Inspection, agent: AgentId, count: int, loudness: float) -> None:
+    """Make the offsets of so many anchors random, wherever the agent holds them: those that were used most. Their
+    standard deviation is `loudness` times the largest right one.
+    """
     sites = [(pool, pool.sites[site]) for pool, site in agent_sites(parts, agent)]
-    held = [pool.anchors[one] for pool, offsets in sites for one in offsets.holders]
+    held = {(pool.anchors[one].hits, one): pool.anchors[one] for pool, offsets in sites for one in offsets.holders}
     _require("anchors", agent, held)
-    worst = max(held, key=lambda anchor: (anchor.hits, anchor.id))
-    for pool, offsets in sites:
-        if pool.anchors.get(worst.id) is worst and worst.id in offsets.holders:
+    worst = [anchor for _, anchor in sorted(held.items(), reverse=True)[:count]]
+    for (pool, offsets), anchor in product(sites, worst):
+        if pool.anchors.get(anchor.id) is anchor and anchor.id in offsets.holders:
             for table in offsets.tables:
-                _randomize(table, worst.id)
+                _randomize(table, anchor.id, loudness)
 
 
-def _randomize(table: OffsetTable, anchor: AnchorId) -> None:
+def _randomize(table: OffsetTable, anchor: AnchorId, loudness: float) -> None:
     rows = table.rows_of_anchors([anchor])
     right = table.arena[rows].float()
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
-    table.arena[rows] = (noise.to(right.device) * LOUD * right.abs().max()).to(table.arena.dtype)
+    table.arena[rows] = (noise.to(right.device) * loudness * right.abs().max()).to(table.arena.dtype)
 
 
 def corrupt_host(parts: Inspection) -> AgentId:
@@ -105,6 +106,6 @@ def _tables(parts: Inspection, agent: AgentId) -> Iterator[OffsetTable]:
     return (table for pool, site in sites for table in pool.sites[site].tables)
 
 
-def _require(key: str, agent: str, found: Sequence[object]) -> None:
+def _require(key: str, agent: str, found: Sized) -> None:
     if not found:
         raise PlanError(key, agent, "has nothing that could be damaged: more questions are needed before the fault")

@@ -115,12 +115,17 @@ class DriftedTask(GuardFault):
         return last_agent(lane.flow)
 
 
-class PoisonedAnchor(GuardFault):
-    """The offsets of one anchor are random."""
+class PoisonedAnchors(GuardFault):
+    """The offsets of the anchors that were used most are random, with a standard deviation of `loudness` times the
+    largest right one.
+    """
+
+    def __init__(self, count: int, loudness: float) -> None:
+        self._count, self._loudness = count, loudness
 
     def inject(self, lane: GuardLane) -> AgentId:
         agent = last_agent(lane.flow)
-        lane.engine.query(partial(damage.poison_anchor, agent=agent))
+        lane.engine.query(partial(damage.poison_anchors, agent=agent, count=self._count, loudness=self._loudness))
         return agent
 
 
@@ -141,7 +146,10 @@ FAULTS: Mapping[str, Callable[[], GuardFault]] = {
     "swapped_heads": SwappedHeads,
     "wrong_scales": WrongScales,
     "drifted_task": DriftedTask,
-    "poisoned_anchor": PoisonedAnchor,
+    "poisoned_anchor": partial(PoisonedAnchors, 1, 3.0),
+    "poisoned_weakly": partial(PoisonedAnchors, 1, 0.3),
+    "poisoned_faintly": partial(PoisonedAnchors, 1, 0.03),
+    "poisoned_anchors": partial(PoisonedAnchors, 12, 3.0),
     "corrupt_host": CorruptHost,
 }
 """Name -> a new one for each engine"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
@@ -13,6 +13,8 @@ from kedge.bench.guard.lane import IDLE, AnsweredCall, GuardLane
 from kedge.bench.guard.oracle import DenseOracle
 from kedge.bench.guard.settings import GuardBenchSettings
 from kedge.bench.lab.methods import Loaded
+from kedge.guard import GuardMode
+from kedge.settings import GuardSettings
 from kedge.types import AgentId
 from kedge.workloads.miniature import TASKS, Task, workflow
 
@@ -35,6 +37,8 @@ class FaultResult:
     """Calls until translation was off; 0: nothing was translated; None: it stayed on"""
     changed_served: int
     """Final answers until then that differ from those of dense prefill"""
+    changed_unguarded: int
+    """Final answers to all questions that differ with the same fault and no guard; 0: it does no harm"""
     detected: bool
     kl_before: float
     """Mean of the largest divergence from dense prefill in each translated answer without the fault, in nats"""
@@ -42,10 +46,17 @@ class FaultResult:
     """The same with the fault"""
     changed_calls: float
     """Share of these answers that begin differently"""
+    kl_unguarded: float
+    """As `kl`, without the guard"""
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures of the fault itself."""
-        return {"off_after": self.off_after, "changed_served": self.changed_served, "detected": self.detected}
+        return {
+            "off_after": self.off_after,
+            "changed_served": self.changed_served,
+            "changed_unguarded": self.changed_unguarded,
+            "detected": self.detected,
+        }
 
     def evidence(self) -> dict[str, Any]:
         """Return how much the fault changes, and for whom."""
@@ -56,6 +67,7 @@ class FaultResult:
             "kl_before": self.kl_before,
             "kl": self.kl,
             "changed_calls": self.changed_calls,
+            "kl_unguarded": self.kl_unguarded,
         }
 
 
@@ -68,12 +80,37 @@ class _Served:
     calls: tuple[AnsweredCall, ...]
 
 
-def measure_fault(fault: GuardFault, loaded: Loaded, settings: GuardBenchSettings, oracle: DenseOracle) -> FaultResult:
-    """Fill the pools of an engine, inject the fault and ask until the guard has stopped it."""
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one engine served with a fault. `before` are the agent's calls without it."""
+
+    agent: AgentId
+    before: tuple[AnsweredCall, ...]
+    served: Sequence[_Served]
+    is_off: bool
+
+    @property
+    def calls(self) -> list[AnsweredCall]:
+        """The agent's calls with the fault."""
+        return [call for one in self.served for call in one.calls]
+
+
+def measure_fault(
+    make: Callable[[], GuardFault], loaded: Loaded, settings: GuardBenchSettings, oracle: DenseOracle
+) -> FaultResult:
+    """Fill the pools of an engine, inject the fault and ask until the guard has stopped it; then the same without a
+    guard, for all questions.
+    """
+    guarded = _serve(make(), loaded, settings, GuardSettings())
+    bare = _serve(make(), loaded, settings, GuardSettings(mode=GuardMode.OFF))
+    return _result(guarded, bare, oracle, TASKS[settings.task])
+
+
+def _serve(fault: GuardFault, loaded: Loaded, settings: GuardBenchSettings, guard: GuardSettings) -> _Outcome:
     task = TASKS[settings.task]
     clean = list(islice(texts(task, settings.seed), settings.learned + settings.before))
     later = islice(texts(fault.task(task), settings.seed + 1), settings.limit)
-    config = settings.engine(dict(fault.anchors(settings.learned)))
+    config = settings.engine(dict(fault.anchors(settings.learned)), guard)
     with GuardLane(loaded, workflow(task), config, fault.components()) as lane:
         fault.before(lane, clean[: settings.learned])
         lane.warm(clean[: settings.learned])
@@ -81,7 +118,7 @@ def measure_fault(fault: GuardFault, loaded: Loaded, settings: GuardBenchSetting
         lane.engine.wait_idle(IDLE)
         agent = fault.inject(lane)
         served, is_off = _ask(lane, agent, later, settings)
-    return _result(agent, [call for call in before if call.request.agent == agent], served, is_off, oracle, task)
+    return _Outcome(agent, tuple(call for call in before if call.request.agent == agent), served, is_off)
 
 
 def texts(task: Task, seed: int) -> Iterator[str]:
@@ -106,31 +143,31 @@ def _ask(
     return served, False
 
 
-def _result(
-    agent: AgentId,
-    before: Sequence[AnsweredCall],
-    served: Sequence[_Served],
-    is_off: bool,
-    oracle: DenseOracle,
-    task: Task,
-) -> FaultResult:
-    calls = [call for one in served for call in one.calls]
-    off_after = len(calls) if is_off else _stopped(calls)
-    dense = oracle.answers([one.question for one in served])
-    pairs = [(_decision(task, one.text), _decision(task, text)) for one, text in zip(served, dense, strict=True)]
-    kl_before, _ = _divergence(before, oracle)
+def _result(guarded: _Outcome, bare: _Outcome, oracle: DenseOracle, task: Task) -> FaultResult:
+    calls = guarded.calls
+    off_after = len(calls) if guarded.is_off else _stopped(calls)
+    kl_before, _ = _divergence(guarded.before, oracle)
     kl, changed = _divergence(calls, oracle)
     return FaultResult(
-        agent=agent,
+        agent=guarded.agent,
         calls=len(calls),
         translated=sum(map(_is_translated, calls)),
         off_after=off_after,
-        changed_served=sum(ours != theirs for ours, theirs in pairs),
+        changed_served=_changed(guarded.served, oracle, task),
+        changed_unguarded=_changed(bare.served, oracle, task),
         detected=off_after is not None,
         kl_before=kl_before,
         kl=kl,
         changed_calls=changed,
+        kl_unguarded=_divergence(bare.calls, oracle)[0],
     )
+
+
+def _changed(served: Sequence[_Served], oracle: DenseOracle, task: Task) -> int:
+    """Return how many final answers differ from those of dense prefill."""
+    dense = oracle.answers([one.question for one in served])
+    pairs = ((_decision(task, one.text), _decision(task, text)) for one, text in zip(served, dense, strict=True))
+    return sum(ours != theirs for ours, theirs in pairs)
 
 
 def _stopped(calls: Sequence[AnsweredCall]) -> int | None:

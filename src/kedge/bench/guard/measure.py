@@ -14,7 +14,7 @@ from kedge.bench.guard.faults import FAULTS
 from kedge.bench.guard.faulty import FaultResult, measure_fault
 from kedge.bench.guard.oracle import DenseOracle
 from kedge.bench.guard.overhead import OverheadResult, measure_overhead
-from kedge.bench.guard.settings import GuardBenchSettings
+from kedge.bench.guard.settings import DEFAULT_MOVE, LEARNED_MOVE, GuardBenchSettings
 from kedge.bench.lab.methods import load_model
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
@@ -29,6 +29,9 @@ class GuardResult:
 
     faults: Mapping[str, FaultResult]
     clean: CleanResult
+    """By anchors, as the faults are measured"""
+    clean_default: CleanResult
+    """With the default way to move values"""
     overhead: OverheadResult
 
     def as_json(self) -> dict[str, Any]:
@@ -36,6 +39,7 @@ class GuardResult:
         return {
             "faults": {name: one.as_json() for name, one in self.faults.items()},
             "clean": self.clean.as_json(),
+            "clean_default": self.clean_default.as_json(),
             "overhead": self.overhead.as_json(),
         }
 
@@ -55,9 +59,11 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
         with DenseOracle(loaded, workflow(TASKS[settings.task]), settings.device) as oracle:
             for name in settings.faults or FAULTS:
                 progress(f"fault: {name}")
-                faults[name] = measure_fault(FAULTS[name](), loaded, settings, oracle)
-        clean = measure_clean(loaded, settings, progress)
-        return GuardResult(faults, clean, measure_overhead(loaded, settings, progress))
+                faults[name] = measure_fault(FAULTS[name], loaded, settings, oracle)
+        by_anchors, by_default = (
+            measure_clean(loaded, settings, move, progress) for move in (LEARNED_MOVE, DEFAULT_MOVE)
+        )
+        return GuardResult(faults, by_anchors, by_default, measure_overhead(loaded, settings, progress))
 
 
 def _check(key: str, name: str, known: Mapping[str, Any]) -> None:

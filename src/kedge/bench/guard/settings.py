@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from kedge.settings import EngineSettings, GuardSettings
+from kedge.settings import EngineSettings, GuardSettings, PlannerSettings
+
+Move = Literal["always", "unlearned", "never"]
+LEARNED_MOVE: Move = "never"
+"""All values are translated by anchors, so that faults of anchors show: offsets of what is moved without are zero"""
+DEFAULT_MOVE: Move = PlannerSettings().move
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,11 @@ class GuardBenchSettings:
     seed: int = 0
     device: str = "auto"
 
-    def engine(self, anchors: dict[str, object], guard: GuardSettings | None = None) -> EngineSettings:
-        """Return the settings of an engine that translates whatever the anchors allow."""
-        given = {"device": self.device, "anchors": anchors, "planner": {"by_cost": False, "move": "unlearned"}}
+    def engine(
+        self, anchors: dict[str, object], guard: GuardSettings | None = None, move: Move = LEARNED_MOVE
+    ) -> EngineSettings:
+        """Return the settings of an engine that translates whatever the anchors, or `move`, allow."""
+        given = {"device": self.device, "anchors": anchors, "planner": {"by_cost": False, "move": move}}
         return EngineSettings.model_validate({**given, "guard": (guard or GuardSettings()).model_dump()})
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kedge.bench.lab.fidelity import compare, shuffled
-from kedge.bench.lab.methods import Loaded, Method, load_model, method_named, open_engine
+from kedge.bench.lab.methods import Loaded, Method, fitting_model, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
 from kedge.runner.results import AgentResult, RunResult
@@ -50,6 +50,7 @@ class LabSettings:
     agents: int | None = None
     topology: str = "fully_connected"
     model: Path | None = None
+    """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
     taught: int = 0
     """First questions, which do not count: every method prefills them densely and learns from them, so that all pools
     hold the same samples. With 0, pools fill as they do in use."""
@@ -139,7 +140,8 @@ class Lab:
         self._taught_flow = settings.taught_as(self._flow)
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
-        loaded = load_model(settings.model, EngineSettings(**settings.engine))
+        model = settings.model or fitting_model(workload.name, methods.values())
+        loaded = load_model(model, EngineSettings(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
         self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
         self._asked = count(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
+from kedge.models import NANO_BOTH
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Workflow
-from kedge.workloads.miniature import role_last
+from kedge.workloads.miniature import TOOLS, role_last
 
 _PAPER: Mapping[str, Any] = {
     "recompute_head": 0,
@@ -141,6 +142,14 @@ def method_named(name: str) -> Method:
 
 
 Loaded = tuple[ModelRunner, HFTokenizer]
+
+
+def fitting_model(task: str, methods: Iterable[Method]) -> Path | None:
+    """Return the bundled model that has learned a task and the prompts of all methods, which share one model:
+    `nano-both` for `tools` and for prompts with the role last; None is the default one.
+    """
+    needs_both = task == TOOLS.name or any(method.team is role_last for method in methods)
+    return Path(NANO_BOTH) if needs_both else None
 
 
 def load_model(model: Path | None, config: EngineSettings) -> Loaded:

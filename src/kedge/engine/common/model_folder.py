@@ -6,13 +6,15 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-import kedge.models.nano
 from kedge.errors import ModelNotFound, UnsupportedModel
+from kedge.models import bundled, default_model
 
 
 def model_path(model: str | Path | None) -> Path:
-    """Return the folder of a model; None stands for the model that comes with the package."""
-    return Path(model) if model is not None else Path(kedge.models.nano.__path__[0])
+    """Return the folder of a model: one of the disk, or by its name one that comes with the package; None stands for
+    the default one of these.
+    """
+    return default_model() if model is None else bundled(model) or Path(model)
 
 
 def read_config(path: Path) -> PretrainedConfig:

@@ -10,7 +10,7 @@ from kedge.workloads.miniature.role_last import role_last
 from kedge.workloads.miniature.tools import TASK as TOOLS
 
 TASKS: dict[str, Task] = {task.name: task for task in (MATH, CHOICE, CODE)}
-"""The tasks that the bundled model answers."""
+"""The tasks that the default bundled model answers; `nano-both` answers `TOOLS` as well."""
 ALL_TASKS: dict[str, Task] = {**TASKS, TOOLS.name: TOOLS}
 
 __all__ = [

@@ -30,25 +30,24 @@ _OWNS = re.compile(r"(\w+) owns (\d+) (\w+)\.")
 
 
 def generate(rng: random.Random) -> Question:
-    """Generate three people, each with a city, a ware and perhaps a number of items; ask for one number.
+    """Generate three people who leave a city with some wares; ask how many items one of them owns.
 
-    The passage has that number for half of the questions.
+    The passage has that number for half of the questions. It is the only one behind *owns*: a model of a few million
+    parameters learns late, if at all, to find a number by the name before it.
     """
     item, *wares = rng.sample(WARES, 4)
     drawn = list(zip(rng.sample(NAMES, 3), rng.sample(CITIES, 3), wares, strict=True))
-    asked = rng.randrange(3)
-    known = [rng.random() < (0.5 if at == asked else 0.75) for at in range(3)]
-    passage = " ".join(_about(rng, person, item if has else None) for person, has in zip(drawn, known, strict=True))
-    name = drawn[asked][0]
+    name, known = rng.choice(drawn)[0], rng.random() < 0.5
+    passage = " ".join(_about(rng, person, item if known and person[0] == name else None) for person in drawn)
     text = f"{passage}\nHow many {item} does {name} own?"
     count = _owned(passage, name) or _archived(text, name)
-    return Question(text, str(count), {"name": name, "item": item, "count": count, "known": known[asked]})
+    return Question(text, str(count), {"name": name, "item": item, "count": count, "known": known})
 
 
 def _about(rng: random.Random, person: tuple[str, str, str], item: str | None) -> str:
     name, city, ware = person
     owns = f" {name} owns {_number(rng.randrange(40))} {item}." if item else ""
-    return f"{name} leaves {city}. {name} sells {ware}.{owns}"
+    return f"{name} leaves {city} with {rng.randint(1, 9)} {ware}.{owns}"
 
 
 def _number(code: int) -> int:

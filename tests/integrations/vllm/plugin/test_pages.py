@@ -108,6 +108,17 @@ def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> No
             assert torch.equal(now[kept], then[kept])
 
 
+@pytest.mark.parametrize("view", [side_by_side, keys_transposed])
+def test_what_has_no_offsets_is_written_as_with_offsets_of_zero(view: View) -> None:
+    base = KVSegment(*torch.randn(2, LAYERS, 5, HEADS, DIM))
+    zeros, written = KVSegment(*torch.zeros(2, LAYERS - 1, 5, HEADS, DIM)), []
+    for offsets in (zeros, None):
+        pages = pages_of([layer_of(view) for _ in range(LAYERS)])
+        pages.write(pages.table([2, 5, 0]), 3, base, offsets)
+        written.append(pages.read(pages.table([2, 5, 0]), 3, 8))
+    assert torch.equal(written[0].keys, written[1].keys) and torch.equal(written[0].values, written[1].values)
+
+
 def test_layers_of_other_shapes_are_refused() -> None:
     other = layer_of(side_by_side)
     layouts = find_layouts([other], find_block_axes([other], BLOCKS, SIZE), BLOCKS, SIZE)

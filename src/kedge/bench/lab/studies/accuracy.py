@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, compared, picked
+from kedge.workloads.catalog import team_of
 
 METHODS = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token", "kedge")
 _TEAMS, _QUICK_TEAMS = (2, 3, 4, 5), (2, 3)
 _COLUMNS = (
     "accuracy",
     "same_final_answer",
+    "flips",
     "judge_consistency",
     "computed_tokens",
     "reuse_rate",
@@ -21,14 +23,19 @@ _NOTES = (
     "–: not comparable. CacheBlend and RelayCaching run tokens through the first layers twice here, as an experiment.",
     "computed tokens: of the prompts, in all layers; not what CacheBlend and RelayCaching compute to choose them.",
     "teams per minute: one team at a time, learning and base prefills behind its answers included.",
-    "role-last: other prompts; what it differs in from dense prefill is the prompts' effect.",
+    "role-last: other prompts; what it differs in from dense prefill is the prompts' effect. With it, and on the task "
+    "tools, all methods run on the bundled model nano-both unless --model names another.",
+    "flips: share of calls that begin with another function than by dense prefill, or with prose in place of one.",
 )
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """Return a row for every method and number of agents; `dense` repeats dense prefill, the ceiling."""
+    """Return a row for every method and number of agents that the task has; `dense` repeats dense prefill, the
+    ceiling.
+    """
     rows: list[Row] = []
-    for agents in _QUICK_TEAMS if settings.quick else _TEAMS:
+    most = len(team_of(settings.task).workflow().agents)
+    for agents in (agents for agents in (_QUICK_TEAMS if settings.quick else _TEAMS) if agents <= most):
 
         def note_team(what: str, agents: int = agents) -> None:
             note(f"{agents} agents, {what}")

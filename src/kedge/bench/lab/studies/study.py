@@ -41,7 +41,7 @@ class StudySettings:
     methods: tuple[str, ...] | None = None
     """Methods of `kedge.bench.lab.methods` to compare; None is the study's own choice."""
     model: Path | None = None
-    """None is the bundled one."""
+    """None is a bundled one, see `fitting_model`."""
     quick: bool = False
     """Fewer points on every axis."""
 

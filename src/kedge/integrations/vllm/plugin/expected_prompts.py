@@ -189,5 +189,5 @@ class _Parts:
         self._pages = pages
         self.found: list[ReadyPart] = []
 
-    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:  # noqa: ARG002
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:  # noqa: ARG002
         self.found.append(ReadyPart(start, self._pages.translated(start, base, offsets)))

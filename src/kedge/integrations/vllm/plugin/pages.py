@@ -78,18 +78,22 @@ class Pages:
         keys, values = read.flatten(2, 3)[:, :, part]
         return KVSegment(self._rotary.unrotate(keys, slice(start, stop)), values.contiguous())
 
-    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment) -> None:
-        """Write `base` plus `offsets` (of all layers but the first) to the positions from `start` on, keys rotated."""
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:
+        """Write `base` plus `offsets` (of all layers but the first; None: of no layer) to the positions from `start`
+        on, keys rotated.
+        """
         self.store(table, start, self.translated(start, base, offsets))
 
     def put(self, table: SlotTable, start: int, kv: KVSegment) -> None:
         """Write `kv` to the positions from `start` on, keys rotated, but to none that the table leaves out."""
         self.store(table, start, KVSegment(self._rotated(kv.keys, start), kv.values))
 
-    def translated(self, start: int, base: KVSegment, offsets: KVSegment) -> KVSegment:
-        """Return `base` plus `offsets` (of all layers but the first), its keys rotated to the positions from `start`
-        on.
+    def translated(self, start: int, base: KVSegment, offsets: KVSegment | None) -> KVSegment:
+        """Return `base` plus `offsets` (of all layers but the first; None: of no layer), its keys rotated to the
+        positions from `start` on.
         """
+        if offsets is None:
+            return KVSegment(self._rotated(base.keys, start), base.values)
         keys, values = torch.empty_like(base.keys), torch.empty_like(base.values)
         add_offsets(base.keys, offsets.keys, out=keys)
         add_offsets(base.values, offsets.values, out=values)
