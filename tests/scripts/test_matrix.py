@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import matrix
-from scripts.matrix import AXES, BEGIN, END, Row, Unavailable, chosen, counts, last_error, table, written
+from scripts.matrix import AXES, BEGIN, END, Row, Unavailable, chosen, counts, last_error, reported, table, written
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,31 @@ def test_a_new_row_replaces_that_of_its_version_alone(tmp_path: Path, monkeypatc
     first, *others = matrix.load()
     assert (first.version, first.note, first.passed) == ("0.28", "not tried: no network", 0)
     assert others == ROWS[1:]
+
+
+def test_reports_are_counted_once_by_their_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests" / "deep").mkdir(parents=True)
+    for name in ("test_a.py", "deep/test_b.py", "deep/test_c.py", "helper.py"):
+        (tmp_path / "tests" / name).touch()
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    first = (
+        '<testcase classname="tests.test_a" name="test_one"><failure/></testcase>'
+        '<testcase classname="tests.test_a" name="test_two[x.y]"/>'
+        '<testcase classname="tests.deep.test_b.TestThree" name="runTest"><error/></testcase>'
+    )
+    second = (
+        '<properties><property name="x" value="y"/></properties>'
+        '<testcase classname="tests.test_a" name="test_one"/>'
+        '<testcase classname="" name="tests.deep.test_c"><skipped/></testcase>'
+    )
+    for name, day, cases in (("z", "2026-01-01", first), ("a", "2026-01-02", second)):
+        suite = f'<testsuite timestamp="{day}T01:00:00+00:00">{cases}</testsuite>'
+        (tmp_path / f"{name}.xml").write_text(f"<testsuites>{suite}</testsuites>")
+    assert reported(tmp_path, ["tests"]) == ({"passed": 2, "failed": 1, "skipped": 1}, "2026-01-02")
+    assert reported(tmp_path, ["tests/test_a.py"])[0]["failed"] == 1
+    (tmp_path / "tests" / "test_d.py").touch()
+    with pytest.raises(SystemExit, match=r"has no results of tests\.test_d$"):
+        reported(tmp_path, ["tests"])
 
 
 def test_a_build_for_cuda_is_installed_only_where_it_is_asked_for(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.base_store import BaseStore, KnownBase
@@ -202,7 +202,7 @@ JSON = st.recursive(
 
 
 @given(anchors=JSON, sites=JSON, holders=JSON, observations=JSON)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_whatever_a_record_says_it_is_restored_or_refused(
     anchors: Any, sites: Any, holders: Any, observations: Any
 ) -> None:

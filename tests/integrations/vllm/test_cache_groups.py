@@ -13,10 +13,20 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.integrations.vllm.conftest import SHAPE, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import (  # noqa: E402
+    SHAPE,
+    VOCABULARY,
+    Driver,
+    driver,
+    prompt,
+    receipt,
+    skipped_where_vllm_fails,
+)
 from tests.integrations.vllm.test_translation import VALUES, hints, tokens  # noqa: E402
 
 AGENTS = 6
+BFLOAT16_SINKS = "expected scalar type BFloat16", "this vLLM has attention sinks in bfloat16 only on a CPU"
+"""How gpt-oss fails before 0.31, and what that means"""
 LAYERS = {"tie_word_embeddings": False, "pad_token_id": 0}
 
 
@@ -106,6 +116,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param.__name__)
     request.param().eval().save_pretrained(folder)
+    if request.param is gpt_oss:
+        with driver(folder, plugged=False) as plain, skipped_where_vllm_fails(*BFLOAT16_SINKS):
+            plain.answer(prompt(4, 0), count=1)
     return folder, MODELS[request.param]
 
 

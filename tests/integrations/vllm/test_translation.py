@@ -12,8 +12,6 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.errors import PlanError  # noqa: E402
-from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 
@@ -54,8 +52,7 @@ def dense(tiny_llama: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def taught(tiny_llama: Path, dense: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time: stock goes first
     """An engine that has seen all values but the last, in chunks of 64 tokens."""
-    own = {} if installed().binds_manager else {"scheduler_cls": SCHEDULER}
-    with driver(tiny_llama, extra={"anchors": ANCHORS}, max_num_batched_tokens=64, **own) as built:
+    with driver(tiny_llama, extra={"anchors": ANCHORS}, max_num_batched_tokens=64) as built:
         for value in VALUES[:-1]:
             found = receipt(teach(built, value))
             assert found["tokens"]["translated"] == 0

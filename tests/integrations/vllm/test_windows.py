@@ -15,7 +15,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.reuse.holes import Holes, between, joined  # noqa: E402
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import (  # noqa: E402
+    VOCABULARY,
+    Driver,
+    driver,
+    prompt,
+    receipt,
+    skipped_where_vllm_fails,
+)
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     HOLES,
     LENGTH,
@@ -35,7 +42,12 @@ from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     solo,
     tokens,
 )
-from tests.integrations.vllm.test_cache_groups import gemma2, gemma3, gpt_oss  # noqa: E402
+from tests.integrations.vllm.test_cache_groups import (  # noqa: E402
+    BFLOAT16_SINKS,
+    gemma2,
+    gemma3,
+    gpt_oss,
+)
 from tests.integrations.vllm.test_lanes_in_batches import state  # noqa: E402
 from tests.integrations.vllm.window_models import Reference  # noqa: E402
 
@@ -73,13 +85,8 @@ def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     MODELS[request.param]().eval().save_pretrained(folder)
     prompts: dict[Any, list[int]] = {number: tokens(number) for number in (ONE, OTHER)}
     prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
-    with driver(folder, plugged=False) as plain:
-        try:
-            stock = {name: plain.answer(one, count=40) for name, one in prompts.items()}
-        except RuntimeError as failure:
-            if "expected scalar type BFloat16" not in str(failure):
-                raise
-            pytest.skip("this vLLM has attention sinks in bfloat16 only")
+    with driver(folder, plugged=False) as plain, skipped_where_vllm_fails(*BFLOAT16_SINKS):
+        stock = {name: plain.answer(one, count=40) for name, one in prompts.items()}
     with lane_engine(folder, asynchronous="async" in request.param, disable_hybrid_kv_cache_manager=True) as built:
         assert len(built.scheduler.kv_cache_config.kv_cache_groups) == 1
         yield Taught(built, Reference(folder), stock)

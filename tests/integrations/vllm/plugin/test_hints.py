@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.guard import GuardOrders
@@ -107,7 +107,7 @@ def test_segments_tile_the_prompt_and_come_back() -> None:
     assert read({"segments": found}).request.segments == segments
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
 def test_no_hint_is_an_error(kedge: dict[str, Any]) -> None:
     call = read(kedge)

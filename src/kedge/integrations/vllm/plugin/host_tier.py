@@ -27,7 +27,7 @@ from kedge.integrations.vllm.plugin.block_pools import (
 from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
-from kedge.integrations.vllm.plugin.kv_events import HOST_MEDIUM, TierEvents, are_possible
+from kedge.integrations.vllm.plugin.kv_events import TierEvents, pool_options
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.tier_lookups import TierLookups
@@ -50,7 +50,7 @@ class HostTier(TierLookups):
         """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block. `quotas`, of
         `num_blocks` + 1, keep tenants to what they may hold.
         """
-        options = {"enable_kv_cache_events": True, "medium": HOST_MEDIUM} if are_possible(device) else {}
+        options = pool_options(device)
         host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
         super().__init__(device, host)
         self.events = TierEvents(device, host) if options else None

@@ -6,6 +6,7 @@ is not known any more, it has the hash alone, as those of vLLM's own offloading 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,25 @@ from kedge.structures.bounded import BoundedDict
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
+logger = logging.getLogger(__name__)
 HOST_MEDIUM = "CPU"
 
 
-def are_possible(device: BlockPool) -> bool:
-    """Return whether events are published, by a vLLM whose pools know their medium."""
-    return bool(device.enable_kv_cache_events and hasattr(device, "medium"))
+def events_refusal(pool: BlockPool) -> str | None:
+    """Return the reason why the host tier beside a pool cannot have events, or None."""
+    return None if hasattr(pool, "medium") else "vLLM's block pool has no medium"  # since 0.30
+
+
+def pool_options(device: BlockPool) -> dict[str, Any]:
+    """Return the arguments of a host's pool with events; none where vLLM publishes none, or where there can be none,
+    with a line in the log.
+    """
+    if not device.enable_kv_cache_events:
+        return {}
+    if refusal := events_refusal(device):
+        logger.warning("kedge: events of the host tier are off: %s", refusal)
+        return {}
+    return {"enable_kv_cache_events": True, "medium": HOST_MEDIUM}
 
 
 class TierEvents:
