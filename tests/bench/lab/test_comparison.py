@@ -55,7 +55,7 @@ def test_methods_reuse_and_pay_for_it(runs: dict[str, MethodRuns]) -> None:
     for name in ("rotation", "cacheblend", "token"):
         one = summaries[name]
         assert one.forced_reuse_rate == pytest.approx(2 / 3)  # nobody has seen the first agent's question
-        assert 0.2 < one.forced_reused_tokens < one.forced_reuse_rate
+        assert 0.2 < one.forced_reused_tokens < 0.8
         assert one.kl > 0
         assert one.error.values[0] < 1e-3  # the first layer sees no context
         assert one.error.values[3] > 0.01

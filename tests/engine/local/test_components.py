@@ -66,7 +66,7 @@ def test_parts_are_built_from_the_settings_and_used() -> None:
         runner, tokenizer = plain.runner, plain.tokenizer
     config = plain.config.model_copy(update=SETTINGS)
     with type(plain).from_runner(runner, tokenizer, config, components=EngineComponents(anchors, Counting)) as engine:
-        for seed in (50, 51, 51):
-            engine.submit(request(tokens(seed, 30))).result(60)
+        for question, hint in ((50, 51), (60, 61), (50, 61)):
+            engine.submit(request(tokens(question, 30), tokens(hint, 12))).result(60)
             engine.wait_idle(60)
     assert built == ["capacity 20", "solver False", "solver False", "solver True"]

@@ -66,7 +66,9 @@ def test_translation_answers_and_changes_no_exact_answer() -> None:
             engine.wait_idle()
             return done
 
-        asked = [agent_request(drawn(50 + i % 3, 40), drawn(70 + i % 3, 20), run=f"run-{i}") for i in range(9)]
+        asked = [
+            agent_request(drawn(50 + i % 3, 40), drawn(70 + (i + i // 3) % 3, 20), run=f"run-{i}") for i in range(9)
+        ]
         done = [served(one) for one in asked]
         assert done[0].receipt.translated == 0 and done[-1].receipt.translated > 0
         for one in asked[:3]:

@@ -133,8 +133,8 @@ def mover() -> Stepped:
 def test_agents_that_move_a_value_to_the_same_positions_copy_it() -> None:
     engine, other = mover(), moving("judge")
     first, *others = admitted(engine, moving("critic"), other, moving("critic"))
-    assert first.plan is not None and first.plan.translated_tokens == 30
-    assert copied(engine) == 60
+    assert first.plan is not None and first.plan.translated_tokens == 30 + 9
+    assert copied(engine) == 2 * 39
     seen = kv(engine, others[0])
     assert same(seen, unshared(engine, other))
 
@@ -142,7 +142,7 @@ def test_agents_that_move_a_value_to_the_same_positions_copy_it() -> None:
 def test_a_value_that_is_moved_to_other_positions_is_written() -> None:
     engine = mover()
     readers = admitted(engine, moving("critic"), moving("judge", prefix=34))
-    assert all(one.plan is not None and one.plan.translated_tokens == 30 for one in readers)
+    assert all(one.plan is not None and one.plan.translated_tokens == 30 + 9 for one in readers)
     assert copied(engine) == 0
 
 

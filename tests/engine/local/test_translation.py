@@ -142,7 +142,7 @@ def test_receipts_account_for_every_token_and_name_the_misses() -> None:
 )
 def test_translated_blocks_never_reach_another_request(room: dict[str, object]) -> None:
     with engine_of(tiny_model("llama"), **SETTINGS, **room) as engine:
-        asked = [request(tokens(50 + i % 3, 40), tokens(70 + i % 3, 20), run=f"run-{i}") for i in range(9)]
+        asked = [request(tokens(50 + i % 3, 40), tokens(70 + (i + i // 3) % 3, 20), run=f"run-{i}") for i in range(9)]
         translated = [_served(engine, item) for item in asked]
         assert translated[-1].receipt.translated > 0
         for item in asked[:3]:

@@ -57,13 +57,19 @@ def expected(tokens: Tokens, count: int = OUT) -> Tokens:
 
 
 def fixed(agent: int) -> Tokens:
-    return prompt(1000 + agent, FIXED)
+    return own(agent, prompt(1000 + agent, FIXED))
+
+
+def own(number: int, tokens: Tokens) -> Tokens:
+    """The tokens with a first one that those of other numbers do not have: no part of a block is theirs, too."""
+    return (number % 256, *tokens[1:])
 
 
 def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> GenerateRequest:
     """Call number `asked` of an agent: its fixed prompt and something new."""
     params = SamplingParams(**{"max_tokens": OUT, "ignore_eos": True, **sampling})
-    segments = (Segment(fixed(agent), "p0"), Segment(prompt(asked, size), "x", SampleId.parse(f"x@{asked}")))
+    new = Segment(own(asked, prompt(asked, size)), "x", SampleId.parse(f"x@{asked}"))
+    segments = (Segment(fixed(agent), "p0"), new)
     return GenerateRequest(
         segments, params, ReuseMode.EXACT, client=ClientId("client"), run=RUN.run_id, agent=AgentId(f"a{agent}")
     )
