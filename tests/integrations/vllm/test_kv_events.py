@@ -15,6 +15,7 @@ from tests.integrations.vllm.test_sessions import ANSWER, BLOCKS, Chat, check
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.integrations.vllm.plugin import kv_events  # noqa: E402
 from kedge.integrations.vllm.plugin.kv_events import events_refusal, pool_options  # noqa: E402
 
 
@@ -117,11 +118,13 @@ def test_an_event_of_the_host_has_the_content_and_the_session(publishing: tuple[
     assert len(loaded) >= whole // BLOCK, "what is loaded is published too"
 
 
-def test_a_vllm_whose_pools_know_no_medium_has_events_of_the_device_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vllm_whose_pools_know_no_medium_has_events_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kv_events.logger, "warning", lambda text, *parts: said.append(text % parts))
     assert pool_options(SimpleNamespace(enable_kv_cache_events=True, medium="GPU")) == {
         "enable_kv_cache_events": True,
         "medium": "CPU",
     }
-    assert pool_options(SimpleNamespace(enable_kv_cache_events=False)) == {} and not caplog.messages
+    assert pool_options(SimpleNamespace(enable_kv_cache_events=False)) == {} and not said
     assert pool_options(SimpleNamespace(enable_kv_cache_events=True)) == {}
-    assert caplog.messages == ["kedge: events of the host tier are off: vLLM's block pool has no medium"]
+    assert said == ["kedge: events of the host tier are off: vLLM's block pool has no medium"]
