@@ -104,4 +104,6 @@ def test_the_embedded_engine_finds_as_many_tokens_as_estimated() -> None:
             named[f"condition_{said.agent}"] = len(encode(said.tool_result or "", special=False))
         savings = estimate_savings(team, engine.tokenizer, ValueLengths(named=named))
     receipts = [said.completion.receipt for said in result.results]
-    assert [(call.prompt, call.prefix) for call in savings.calls] == [(r.exact + r.computed, r.exact) for r in receipts]
+    assert [call.prompt for call in savings.calls] == [r.exact + r.computed for r in receipts]
+    found = [r.exact - call.prefix for call, r in zip(savings.calls, receipts, strict=True)]
+    assert all(0 <= more < BLOCK for more in found), "the engine finds beginnings of blocks, too"

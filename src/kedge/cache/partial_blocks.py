@@ -19,6 +19,8 @@ from kedge.cache.node import DEVICE, TreeNode
 from kedge.cache.radix_tree import RadixTree
 
 NO_TOKEN = -1
+SHARE = 4
+"""At least one token of so many in a block is copied: of fewer, prompts have as many in common by chance"""
 LOOKED_AT = 32
 """Most children of a node that are compared: those that begin most like the prompt, of thousands that may be there"""
 
@@ -42,7 +44,7 @@ class PartialBlocks:
         several the one used last. Its block gets a node of its own, so that it alone counts as used.
         """
         same, child = self._longest(node, tokens) if self._copy else (0, node)
-        if not same:
+        if not self._is_enough(same):
             return None
         return Beginning(child if child.size == 1 else self._tree.index.split(child, 1), same)
 
@@ -62,7 +64,11 @@ class PartialBlocks:
 
     def keeps(self, node: TreeNode, tokens: Sequence[int]) -> bool:
         """Return whether to keep a block that goes on after `node` with `tokens`: no other one does so."""
-        return self._copy is not None and self._longest(node, tokens)[0] < len(tokens)
+        has_copy = self._copy is not None and self._is_enough(len(tokens))
+        return has_copy and self._longest(node, tokens)[0] < len(tokens)
+
+    def _is_enough(self, tokens: int) -> bool:
+        return tokens * SHARE >= self._tree.block_size
 
     def padded(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of a block of which only a beginning can be used: what is behind it equals no prompt's."""
