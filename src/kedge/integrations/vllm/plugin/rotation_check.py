@@ -37,8 +37,8 @@ class RotationCheck:
         self.refusal = None
 
     def check(self, tokens: Tokens, kv: KVSegment) -> None:
-        """Compare the keys of equal tokens in a captured prompt, unless that was done."""
-        error = None if self.is_checked else rotation_error(tokens, kv.keys[0])
+        """Compare the keys of equal tokens in a captured prompt. Nothing changes where no token occurs twice."""
+        error = rotation_error(tokens, kv.keys[0])
         if error is None:
             return
         self.is_checked = error < self._limit
