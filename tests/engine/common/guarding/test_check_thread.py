@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from kedge.engine.common.guarding import check_thread
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.check_thread import MAX_CREDIT, MAX_WAITING, CheckThread
+from kedge.engine.common.guarding.check_thread import GRACE, MAX_CREDIT, MAX_WAITING, CheckThread
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, Overloaded
 from kedge.settings import GuardSettings
@@ -54,6 +56,14 @@ class Bench:
         _, stream = self.under_way.pop(0)
         stream.put(TokenDelta("", (), answered(reason)))
 
+    def finish_after(self, wait: Callable[[], None]) -> None:
+        """End the next request once it has begun and `wait` has been called; return when it has been judged."""
+        assert self.begun.acquire(timeout=10)
+        wait()
+        self.begun.release()
+        self.finish()
+        assert self.checks.drain(10)
+
     def end_run(self, run: str) -> None:
         self.checks.end_run(request(run=run).run_key, lambda: self.ended.append(run))
 
@@ -90,6 +100,25 @@ def test_a_busy_engine_only_within_the_budget() -> None:
         one.add()
         assert not one.begun.acquire(timeout=0.1), "the credit is spent"
         one.checks.left(0)
+        one.finish()
+        assert one.checks.drain(10)
+
+
+def test_a_pause_shorter_than_a_check_is_not_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(check_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with bench() as one:
+        one.add()
+        now[0] += GRACE
+        one.finish_after(lambda: now.__setitem__(0, now[0] + 5))
+        one.checks.arrived()
+        one.checks.left(0)
+        now[0] += 4.9
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "a client may only have paused between two calls"
+        now[0] += 0.2
+        one.add()
+        one.finish()
         one.finish()
         assert one.checks.drain(10)
 

@@ -1,4 +1,8 @@
-"""A thread that carries out checks one by one: freely while the engine is idle, else within a token budget."""
+"""A thread that carries out checks one by one: freely while the engine is idle, else within a token budget.
+
+An engine is idle once no request has come for as long as a check takes, so that what such checks delay is at most as
+much as was waited for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, Ru
 
 logger = logging.getLogger(__name__)
 GRACE = 0.02
-"""Seconds without a request after which an engine counts as idle: a workflow's next agent comes within milliseconds"""
+"""Fewest seconds without a request after which an engine counts as idle: a workflow's next agent comes within
+milliseconds"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 MAX_CREDIT = 16384
@@ -41,6 +46,8 @@ class CheckThread:
         self._waiting: deque[Check] = deque()
         self._current: Check | None = None
         self._in_flight, self._idle_since, self._credit = 0, time.monotonic(), 0.0
+        self._pause = GRACE
+        """Seconds without a request after which the engine counts as idle: as many as the last check took"""
         self._draining, self._closed = 0, False
         self._ends = DeferredEnds()
         self._thread: threading.Thread | None = None
@@ -168,14 +175,14 @@ class CheckThread:
         if self._draining:
             return 0
         if self._in_flight == 0:
-            return max(0.0, self._idle_since + GRACE - time.monotonic())
+            return max(0.0, self._idle_since + self._pause - time.monotonic())
         if self._credit >= (cost := min(MAX_CREDIT, self._waiting[0].cost)):  # a longer one would wait for ever
             self._credit -= cost
             return 0
         return None
 
     def _carry_out(self, check: Check) -> None:
-        is_done = False
+        is_done, began = False, time.monotonic()
         try:
             again = self._submit(check.request).result()
             if is_done := again.finish_reason is not FinishReason.CANCELLED:
@@ -186,5 +193,7 @@ class CheckThread:
             is_done = False
             logger.exception("a check failed")
         with self._changed:
+            # pauses shorter than a check are a client's between two calls, and the check would run beside the second
+            self._pause = max(GRACE, time.monotonic() - began)
             self.done += is_done
             self.dropped += not is_done
