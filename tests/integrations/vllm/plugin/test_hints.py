@@ -89,6 +89,7 @@ def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
         {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
         {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},
         {"segments": [{"name": "q", "length": 5, "sample": "s", "base_context": ["x"]}]},
+        {"segments": [{"name": "q", "length": 5, "sample": "s", "in_context": 1}]},
     ],
 )  # fmt: skip
 def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
 def test_segments_tile_the_prompt_and_come_back() -> None:
     segments = (
         Segment(TOKENS[:2], "p0"),
-        Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), base_context=(1, 2), placeholder_text=(3,)),
+        Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), base_context=(1, 2), placeholder_text=(3,), in_context=True),
         Segment(TOKENS[4:], "p1"),
     )
     found = segment_hints(GenerateRequest(segments))

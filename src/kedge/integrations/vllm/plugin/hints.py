@@ -260,7 +260,7 @@ def _segment(value: Any, tokens: Tokens, start: int) -> Segment:
         None if sample is None else _sample(sample),
         _tokens(value.get("base_context", ())),
         _tokens(value.get("placeholder_text", ())),
-        in_context=value.get("in_context") is True,
+        in_context=_flag(value.get("in_context", False)),
     )
 
 
