@@ -11,7 +11,7 @@ import pytest
 
 from kedge.engine.common.guarding import check_thread
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.check_thread import GRACE, MAX_CREDIT, MAX_WAITING, CheckThread
+from kedge.engine.common.guarding.check_thread import GRACE, MAX_CREDIT, MAX_WAITING, PATIENCE, CheckThread
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, Overloaded
 from kedge.settings import GuardSettings
@@ -104,16 +104,19 @@ def test_a_busy_engine_only_within_the_budget() -> None:
         assert one.checks.drain(10)
 
 
-def test_a_pause_shorter_than_a_check_is_not_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("took", "pause"), [(3.0, 3.0), (1000.0, PATIENCE)])
+def test_a_pause_shorter_than_a_check_is_not_idle_time(
+    took: float, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr(check_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with bench() as one:
         one.add()
         now[0] += GRACE
-        one.finish_after(lambda: now.__setitem__(0, now[0] + 5))
+        one.finish_after(lambda: now.__setitem__(0, now[0] + took))
         one.checks.arrived()
         one.checks.left(0)
-        now[0] += 4.9
+        now[0] += pause - 0.1
         one.add()
         assert not one.begun.acquire(timeout=0.1), "a client may only have paused between two calls"
         now[0] += 0.2

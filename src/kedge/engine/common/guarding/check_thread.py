@@ -20,9 +20,9 @@ from kedge.settings import GuardSettings
 from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, RunKey, WorkflowAgent
 
 logger = logging.getLogger(__name__)
-GRACE = 0.02
-"""Fewest seconds without a request after which an engine counts as idle: a workflow's next agent comes within
-milliseconds"""
+GRACE, PATIENCE = 0.02, 5.0
+"""Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
+milliseconds, and what a check took beside many requests says nothing of an idle engine"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 MAX_CREDIT = 16384
@@ -47,7 +47,7 @@ class CheckThread:
         self._current: Check | None = None
         self._in_flight, self._idle_since, self._credit = 0, time.monotonic(), 0.0
         self._pause = GRACE
-        """Seconds without a request after which the engine counts as idle: as many as the last check took"""
+        """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
         self._draining, self._closed = 0, False
         self._ends = DeferredEnds()
         self._thread: threading.Thread | None = None
@@ -194,6 +194,6 @@ class CheckThread:
             logger.exception("a check failed")
         with self._changed:
             # pauses shorter than a check are a client's between two calls, and the check would run beside the second
-            self._pause = max(GRACE, time.monotonic() - began)
+            self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
             self.done += is_done
             self.dropped += not is_done
