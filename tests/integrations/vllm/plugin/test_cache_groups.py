@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
 
 from kedge.cache.copies import Purpose
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, has_end, replace_queue
 from kedge.integrations.vllm.plugin.cache_groups import CacheGroup, CacheGroups, groups_of
 from kedge.integrations.vllm.plugin.host_tier import HostTier
@@ -114,7 +113,6 @@ def draw_kept(data: st.DataObject, found: CacheGroups) -> dict[int, set[int]]:
     return kept
 
 
-@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
@@ -183,7 +181,6 @@ def test_the_blocks_of_a_request_are_those_of_the_main_group_and_others() -> Non
     assert found.held_blocks(()) == ([], [])
 
 
-@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
 @pytest.mark.parametrize(("name", "head"), HEADS)
 @pytest.mark.parametrize("length", [2, 4, 6, 8])
 def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, head: int | None, length: int) -> None:
