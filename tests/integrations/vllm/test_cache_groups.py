@@ -77,8 +77,11 @@ MODELS: dict[Callable[[], Any], dict[str, Any]] = {
     gemma3: {"block": 32, "num_gpu_blocks_override": 48, "max_model_len": 384},
     gpt_oss: {"block": 32, "num_gpu_blocks_override": 36, "max_model_len": 384},
     gemma4: {"block": 512, "num_gpu_blocks_override": 120, "max_model_len": 2048},
-    qwen3_next: {"block": 544, "num_gpu_blocks_override": 14, "max_model_len": 2048, "dtype": "bfloat16"},
-}
+    qwen3_next: {
+        "block": 544, "num_gpu_blocks_override": 14, "max_model_len": 2048, "dtype": "bfloat16",
+        "mamba_ssm_cache_dtype": "float32",  # as its kernel for CPUs needs it; 0.28 does not find out itself
+    },
+}  # fmt: skip
 """With room for half of what the agents' prompts need"""
 
 

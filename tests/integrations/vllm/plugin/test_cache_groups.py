@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
 
 from kedge.cache.copies import Purpose
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix, has_end, replace_queue
 from kedge.integrations.vllm.plugin.cache_groups import CacheGroup, CacheGroups, groups_of
 from kedge.integrations.vllm.plugin.host_tier import HostTier
@@ -53,10 +52,17 @@ MODELS = {
     "state": (STATE, FULL),
     "full attention twice": (FULL, FullAttentionSpec(block_size=SIZE, **{**SPEC, "num_kv_heads": 2})),
 }
+HEADS = [
+    (name, head)
+    for name, specs in MODELS.items()
+    for head in (None, *(number for number, spec in enumerate(specs) if spec is not STATE))
+]
+"""Models, each with the groups that a drafting head's layers may be in; None: vLLM does not say"""
 
 
-def kv_config(specs: Any) -> KVCacheConfig:
-    listed = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+def kv_config(specs: Any, head: int | None = None) -> KVCacheConfig:
+    """`head`: the group that vLLM marks as that of a drafting head."""
+    listed = [KVCacheGroupSpec([f"layer{at}"], spec, is_eagle_group=at == head) for at, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=listed)
 
 
@@ -80,10 +86,10 @@ def cached(pool: BlockPool, found: CacheGroups, kept: Any) -> None:
             pool.free_blocks([block])
 
 
-def coordinator(specs: Any, drafts: bool = False) -> HybridKVCacheCoordinator:
+def coordinator(specs: Any, drafts: bool = False, head: int | None = None) -> HybridKVCacheCoordinator:
     align = math.lcm(*(spec.block_size for spec in specs))
     return HybridKVCacheCoordinator(
-        kv_cache_config=kv_config(specs),
+        kv_cache_config=kv_config(specs, head),
         max_model_len=1024,
         max_in_flight_tokens=1024,
         use_eagle=drafts,
@@ -107,7 +113,6 @@ def draw_kept(data: st.DataObject, found: CacheGroups) -> dict[int, set[int]]:
     return kept
 
 
-@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
@@ -176,16 +181,27 @@ def test_the_blocks_of_a_request_are_those_of_the_main_group_and_others() -> Non
     assert found.held_blocks(()) == ([], [])
 
 
-@pytest.mark.skipif(installed().since < (0, 31), reason="the oracle's constructor is that of the newest vLLM")
-@pytest.mark.parametrize("name", ["window", "two windows", "wider blocks", "state", "full attention twice"])
+@pytest.mark.parametrize(("name", "head"), HEADS)
 @pytest.mark.parametrize("length", [2, 4, 6, 8])
-def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, length: int) -> None:
+def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, head: int | None, length: int) -> None:
+    """Whether it knows in which group the head's layers are or not."""
     specs = MODELS[name]
-    found, vllm = groups_of(config(drafts=True), kv_config(specs)), coordinator(specs, drafts=True)
+    found = groups_of(config(drafts=True), kv_config(specs, head))
+    vllm = coordinator(specs, drafts=True, head=head)
     replace_queue(vllm.block_pool, POLICY, groups=found)
     cached(vllm.block_pool, found, {group.number: group.places(length) for group in found})
     _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
     assert tokens // SIZE == length - found.align
+    keys = vllm.block_pool.cached_block_hash_to_block._cache
+    assert found.reach(HASHES, None, keys.__contains__) == length
+
+
+def test_beside_a_head_a_group_without_its_layers_needs_nothing_behind_the_hit() -> None:
+    """Of a window vLLM caches no more than that, of a prompt's end."""
+    specs = MODELS["window"]
+    assert groups_of(config(drafts=True), kv_config(specs, 1)).others == (CacheGroup.of(0, 1, 2, behind=1),)
+    assert groups_of(config(drafts=True), kv_config(specs, 0)).others == (CacheGroup.of(0, 1, 3),)
+    assert groups_of(config(), kv_config(specs, 1)) == groups(specs)
 
 
 def test_a_hit_with_drafts_needs_a_block_more_of_a_window() -> None:

@@ -32,7 +32,7 @@ class CacheGroup(NamedTuple):
     window: int | None = None
     """How many of its last blocks a hit needs; None: all"""
     behind: int = 0
-    """How many blocks before its end a hit ends here: beside a head, a state is needed where vLLM computes again"""
+    """How many hashes before its end a hit ends here: beside a head, where vLLM computes again"""
 
     @classmethod
     def of(cls, number: int, hashes: int = 1, window: int | None = None, behind: int = 0) -> CacheGroup:
@@ -41,7 +41,7 @@ class CacheGroup(NamedTuple):
 
     def places(self, length: int) -> range:
         """Return the indices of the hashes of the blocks that a hit of `length` hashes needs."""
-        stop = max(0, length // self.hashes - self.behind)
+        stop = max(0, length - self.behind) // self.hashes
         start = 0 if self.window is None else max(0, stop - self.window)
         return range((start + 1) * self.hashes - 1, stop * self.hashes, self.hashes)
 
@@ -99,11 +99,11 @@ class CacheGroups:
         return length
 
     def _missing(self, hashes: Sequence[BlockHash], length: int, has: Callable[[bytes], bool]) -> int | None:
-        """Return the end of what is before a missing block, which all hits up to `length` need that are longer."""
+        """Return a length such that all hits up to `length` that are longer need a block which is missing."""
         for group in self.others:
             for at in reversed(group.places(length)):
                 if not has(hashes[at] + group.key_end):
-                    return at + 1 - group.hashes + group.behind * group.hashes
+                    return at + group.behind
         return None
 
     def reach(self, hashes: Sequence[BlockHash], stop: int | None, has: Callable[[bytes], bool]) -> int:
@@ -135,8 +135,8 @@ ONE_GROUP = CacheGroups(CacheGroup.of(0))
 def groups_of(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
     """Return the groups of a model. Raises `LayoutUnknown` for kinds of groups that are not known."""
     hash_size = hash_size_of(config, kv_cache)
-    extra = int(_computes_last_block_again(config.speculative_config))
-    found = [_group(number, one, hash_size, extra) for number, one in enumerate(kv_cache.kv_cache_groups)]
+    dropping = _dropping(kv_cache.kv_cache_groups) if _computes_last_block_again(config.speculative_config) else None
+    found = [_group(number, one, hash_size, dropping) for number, one in enumerate(kv_cache.kv_cache_groups)]
     main = next((one for one in found if one.window is None and one.hashes == 1), None)
     if main is None:
         raise LayoutUnknown("groups", len(found), f"none has full attention in blocks of {hash_size} tokens")
@@ -151,18 +151,28 @@ def _computes_last_block_again(drafts: Any) -> bool:
     return drafts is not None and drafts.use_eagle() and not getattr(drafts, "disable_eagle_block_drop", False)
 
 
-def _group(number: int, group: Any, hash_size: int, extra: int) -> CacheGroup:
+def _dropping(groups: Sequence[Any]) -> set[int]:
+    """Return of which groups vLLM finds one block more than a hit has: those with a head's layers and others of their
+    kind, or all where vLLM has not marked any (before 0.33, it marks those of some methods only).
+    """
+    heads = [one.kv_cache_spec for one in groups if one.is_eagle_group]
+    return {number for number, one in enumerate(groups) if not heads or one.kv_cache_spec in heads}
+
+
+def _group(number: int, group: Any, hash_size: int, dropping: set[int] | None) -> CacheGroup:
+    """Return a group. `dropping`: see `_dropping`; None without a head."""
     spec = group.kv_cache_spec
     specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-    windows = {_window(one, extra) for one in specs}
+    drops = dropping is not None and number in dropping
+    windows = {_window(one, int(drops)) for one in specs}
     if len(windows) > 1:
         raise LayoutUnknown("groups", number, "its layers reach over different windows")
     if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         raise LayoutUnknown("groups", number, "its blocks are in a pool of their own")
     if spec.block_size % hash_size or (isinstance(spec, MambaSpec) and spec.block_size != hash_size):
         raise LayoutUnknown("groups", number, f"blocks of {spec.block_size} tokens are hashed by {hash_size}")
-    behind = extra if isinstance(specs[0], MambaSpec) else 0
-    return CacheGroup.of(number, spec.block_size // hash_size, windows.pop(), behind)
+    window, ends_before = windows.pop(), dropping is not None and (isinstance(specs[0], MambaSpec) or not drops)
+    return CacheGroup.of(number, spec.block_size // hash_size, window, int(ends_before and window is not None))
 
 
 def _window(spec: Any, extra: int) -> int | None:
