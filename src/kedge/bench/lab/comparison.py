@@ -194,7 +194,7 @@ class Lab:
 
     def _each(self, bench: MethodBench, asked: Sequence[DenseAnswers], *, timed: bool) -> Callable[..., Iterable[Any]]:
         """Return the map over questions: in turn where times count, or what earlier questions leave behind."""
-        first = asked[0].number == 0  # leaves base KV of templates
+        first = asked[0].number == 0 and not self._settings.taught  # leaves base KV of templates
         follows = bench.reuse is not ReuseMode.OFF and (first or bench.method.keeps)
         return map if timed or follows else self._pool.map
 
