@@ -48,7 +48,7 @@ def test_every_study_has_a_command() -> None:
 
 
 def test_what_is_given_wins() -> None:
-    study = STUDIES["accuracy"]
+    study = STUDIES["criterion"]
     assert study.settings(quick=False) == StudySettings()
     quick = study.settings(quick=True, questions=3, task=None)
     assert (quick.questions, quick.task, quick.seeds, quick.quick) == (3, QUICK["task"], 1, True)
@@ -95,9 +95,19 @@ def test_a_task_is_asked_of_the_teams_that_it_has(monkeypatch: pytest.MonkeyPatc
     """The team `tools` has four agents, one less than others."""
     asked: list[int] = []
     monkeypatch.setattr(accuracy, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
+    study = STUDIES["accuracy"]
     for task in ("tools", "math"):
-        STUDIES["accuracy"].run(StudySettings(task=task, seeds=1))
+        study.run(study.settings(quick=False, task=task, seeds=1))
     assert asked == [2, 3, 4, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_one_size_of_the_team_can_be_chosen(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(accuracy, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
+    study = STUDIES["accuracy"]
+    study.run(study.settings(quick=quick, agents=5, seeds=1))
+    assert asked == [5]
 
 
 @pytest.mark.parametrize("name", ["accuracy", "order"])
@@ -106,7 +116,8 @@ def test_methods_can_be_chosen(name: str, tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "rows.json")])
     assert ran.exit_code == 0, ran.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["method"] for row in rows[:4]] == ["exact", "nearest"] * 2
+    assert [row["method"] for row in rows[:2]] == ["exact", "nearest"]
+    assert {row.get("agents", 2) for row in rows} == {2}
 
 
 def test_weak_tokens_are_computed_by_a_variant_that_shares_as_much() -> None:

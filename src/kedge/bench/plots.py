@@ -128,9 +128,10 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
     width = 0.8 / len(groups)
     for i, group in enumerate(groups):
         shown = [row for row in rows if row.get(y) is not None and (not plot.by or row[plot.by] == group)]
-        points = [row[plot.x] for row in shown], [row[y] for row in shown]
+        points = [row[plot.x] for row in shown], [max(row[y], _FLOOR) if y in plot.log else row[y] for row in shown]
         if plot.kind == "lines":
-            axes.plot(*_means(*points), _STYLES[i // _COLOURS % len(_STYLES)], marker="o", markersize=3, label=group)
+            style, size = _STYLES[i // _COLOURS % len(_STYLES)], 3 if len(set(points[0])) > 1 else 7
+            axes.plot(*_means(*points), style, marker="o", markersize=size, label=group)
             continue
         places = [xs.index(x) + (i - (len(groups) - 1) / 2) * width for x in points[0]]
         whiskers = [row.get(f"{y}_sd") or 0 for row in shown]
@@ -147,6 +148,8 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
 
 _COLOURS, _STYLES = 10, ("-", "--", ":")
 """matplotlib repeats its colours after this many lines, so further lines get another style."""
+_FLOOR = 1e-9
+"""The least value on a logarithmic scale: below, a divergence is rounding, and would take most of the axis."""
 _MAX_LABEL_CHARACTERS = 40
 """Characters of all labels under a panel, beyond which labels are rotated."""
 

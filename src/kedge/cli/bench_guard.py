@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 
 def guard(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="faults, clean, clean_default or overhead: what to measure; default: all; repeatable."
+        ),
+    ] = None,
     fault: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A fault to inject; default: all; repeatable.")
     ] = None,
@@ -51,10 +57,11 @@ def guard(
     from kedge.bench.guard.measure import measure
     from kedge.bench.guard.settings import QUICK, GuardBenchSettings
 
-    sizes = {"learned": learned, "limit": limit, "calls": calls, "pairs": pairs, "seconds": seconds}
+    sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls, "pairs": pairs, "seconds": seconds}
     given = {name: value for name, value in sizes.items() if value is not None}
     base = replace(QUICK if quick else GuardBenchSettings(), task=task, idle=idle, clients=clients, seed=seed)
-    settings = replace(base, **given, faults=tuple(fault or ()), device=device or "auto")  # type: ignore[arg-type]
+    given |= {"parts": tuple(part)} if part else {}
+    settings = replace(base, **given, faults=tuple(fault or ()), device=device or "auto")
     console = Console()
     with console.status("guard") as status:
         result = measure(settings, status.update)
@@ -65,11 +72,14 @@ def guard(
 
 def _show(console: Console, result: GuardResult) -> None:
     data = result.as_json()
-    console.print(tables.guard(data["faults"], result.evidence()))
+    if result.faults:
+        console.print(tables.guard(data["faults"], result.evidence()))
     for how, clean in (("anchors", result.clean), ("default", result.clean_default)):
-        console.print(
-            f"clean, {how}: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
-            f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
-        )
-    shares = [f"{share:.1%}" if share is not None else "?" for share in data["overhead"].values()]
-    console.print("with the guard: {} of throughput, {} of TTFT p50".format(*shares))
+        if clean:
+            console.print(
+                f"clean, {how}: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
+                f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
+            )
+    if result.overhead:
+        shares = [f"{share:.1%}" if share is not None else "?" for share in data["overhead"].values()]
+        console.print("with the guard: {} of throughput, {} of TTFT p50".format(*shares))

@@ -50,7 +50,9 @@ Questions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Questio
 Taught = Annotated[
     int | None, typer.Option(metavar="N", min=0, help="Questions learned from before, in some; default 20.")
 ]
-Agents = Annotated[int | None, typer.Option(metavar="N", min=2, help="Default 4.")]
+Agents = Annotated[
+    int | None, typer.Option(metavar="N", min=2, help="Default 4; in accuracy and offload teams of several sizes.")
+]
 Seeds = Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions with other questions; default 3.")]
 Methods = Annotated[str | None, typer.Option(metavar="NAMES", help="Methods to compare, separated by commas, in some.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A minute or two: the choice task, few questions, one seed.")]

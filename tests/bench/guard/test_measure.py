@@ -53,6 +53,17 @@ def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert all(share is None or share > 0 for share in saved["overhead"].values())
 
 
+def test_one_part_alone_can_be_measured(tmp_path: Path) -> None:
+    file = tmp_path / "guard.json"
+    options = ["--part", "clean_default", "--calls", "10", "--clients", "1", "--json", str(file)]
+    done = CliRunner().invoke(app, ["bench", "guard", *options])
+    assert done.exit_code == 0, done.output
+    assert "clean, default: 10 calls" in done.stdout and "clean, anchors" not in done.stdout
+    saved = json.loads(file.read_text())
+    assert saved.keys() == {"machine", "settings", "clean_default", "evidence"}
+    assert saved["evidence"] == {} and saved["settings"]["parts"] == ["clean_default"]
+
+
 def test_shares_are_medians_over_pairs_that_have_figures() -> None:
     on, off = (
         [{"teams_per_min": one, "ttft_p50_ms": None} for one in many] for many in ((9.0, 8.0, 3.0), (10.0, 10.0, 0))
@@ -60,7 +71,7 @@ def test_shares_are_medians_over_pairs_that_have_figures() -> None:
     assert OverheadResult(on, off).as_json() == {"throughput_share": 0.85, "ttft_share": None}
 
 
-@pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess")])
+@pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess"), ("--part", "all")])
 def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value: str) -> None:
     done = CliRunner().invoke(app, ["bench", "guard", option, value])
     assert done.exit_code == 2 and f"'{value}': must be one of" in " ".join(done.output.split())

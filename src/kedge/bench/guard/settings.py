@@ -13,12 +13,17 @@ LEARNED_MOVE: Move = "never"
 DEFAULT_MOVE: Move = PlannerSettings().move
 
 
+PARTS = ("faults", "clean", "clean_default", "overhead")
+
+
 @dataclass(frozen=True)
 class GuardBenchSettings:
     """What all parts share. A question is one call of every agent of the team."""
 
     task: str = "code"
     """Of the bundled tasks; `code` depends most on what is translated"""
+    parts: tuple[str, ...] = PARTS
+    """What is measured"""
     faults: tuple[str, ...] = ()
     """Names of the faults to inject; none: all"""
     learned: int = 24

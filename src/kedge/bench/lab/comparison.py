@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, fitting_model, load_model, method_named, open_engine
-from kedge.bench.lab.pairs import AnswerPair, ForcedPair, MethodRuns
+from kedge.bench.lab.pairs import AnswerPair, Choice, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
 from kedge.runner.results import AgentResult, RunResult
 from kedge.runner.run import run
@@ -52,8 +52,8 @@ class LabSettings:
     model: Path | None = None
     """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
     taught: int = 0
-    """First questions, which do not count: every method prefills them densely and learns from them, so that all pools
-    hold the same samples. With 0, pools fill as they do in use."""
+    """First questions, which do not count: methods with anchors prefill them densely and learn from them, so that all
+    pools hold the same samples. With 0, pools fill as they do in use."""
     taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
     """The team of the taught questions, made from the team of the others."""
     forced: bool = True
@@ -85,8 +85,7 @@ def run_pairs(
     chosen = methods if isinstance(methods, Mapping) else {name: method_named(name) for name in methods}
     with Lab(workload, chosen, settings) as lab:
         rest = iter(questions)
-        for question in islice(rest, settings.taught):
-            lab.teach(question)
+        lab.teach(list(islice(rest, settings.taught)))
         numbered = enumerate(rest)
         while some := list(islice(numbered, AT_ONCE)):
             lab.ask(some)
@@ -158,26 +157,46 @@ class Lab:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def teach(self, question: Question) -> None:
-        """Let all methods learn from dense prefills of a question; nothing is counted."""
+    def teach(self, questions: Sequence[Question]) -> None:
+        """Let all methods learn from dense prefills of the questions; nothing is counted. A method without anchors is
+        asked the last one only, which computes base KV of its templates.
+        """
         for bench in self._benches.values():
             bench.probe.teaching = True
-        self._serve([(0, question)], self._taught_flow)
+        learning = {name: bench for name, bench in self._benches.items() if bench.method.learns}
+        for question in questions[:-1]:
+            self._serve([(0, question)], self._taught_flow, learning)
+        for question in questions[-1:]:
+            self._serve([(0, question)], self._taught_flow, self._benches)
         for bench in self._benches.values():
             bench.probe.teaching = False
 
     def ask(self, questions: Sequence[tuple[int, Question]]) -> None:
         """Answer numbered questions that count, at most `AT_ONCE`."""
-        for name, runs in self._serve(questions, self._flow):
+        for name, runs in self._serve(questions, self._flow, self._benches):
             self.runs[name].add(runs)
 
-    def _serve(self, questions: Sequence[tuple[int, Question]], flow: Workflow) -> list[tuple[str, MethodRuns]]:
+    def _serve(
+        self, questions: Sequence[tuple[int, Question]], flow: Workflow, benches: Mapping[str, MethodBench]
+    ) -> list[tuple[str, MethodRuns]]:
         asked = list(self._pool.map(partial(self._answer_densely, flow), questions))
         served = []
-        for name, bench in self._benches.items():
-            each = self._pool.map if bench.reuse is ReuseMode.OFF and not self._settings.timed else map
-            served += [(name, runs) for runs in each(partial(self._compare, bench, bench.team(flow)), asked)]
+        for name, bench in benches.items():
+            timed = self._settings.timed and bench.method.is_timed
+            compare = partial(self._compare, bench, bench.team(flow))
+            runs = list(self._each(bench, asked, timed=timed)(compare, asked))
+            if self._settings.judged:
+                choices = self._each(bench, asked, timed=False)(partial(self._judged, bench), asked)
+                for one, choice in zip(runs, choices, strict=True):
+                    one.choices.append(choice)
+            served += [(name, one) for one in runs]
         return served
+
+    def _each(self, bench: MethodBench, asked: Sequence[DenseAnswers], *, timed: bool) -> Callable[..., Iterable[Any]]:
+        """Return the map over questions: in turn where times count, or what earlier questions leave behind."""
+        first = asked[0].number == 0 and not self._settings.taught  # leaves base KV of templates
+        follows = bench.reuse is not ReuseMode.OFF and (first or bench.method.keeps)
+        return map if timed or follows else self._pool.map
 
     def _answer_densely(self, flow: Workflow, numbered: tuple[int, Question]) -> DenseAnswers:
         number, question = numbered
@@ -195,9 +214,11 @@ class Lab:
             runs.forced += self._force(bench, asked)
         if self._settings.closed:
             self._close_loop(bench, flow, asked, runs)
-        if asked.judge:
-            runs.choices.append((asked.choice, self._choice(asked.judge, bench)))
         return runs
+
+    def _judged(self, bench: MethodBench, asked: DenseAnswers) -> Choice:
+        assert asked.judge
+        return asked.choice, self._choice(asked.judge, bench)
 
     def _force(self, bench: MethodBench, asked: DenseAnswers) -> list[ForcedPair]:
         pairs = []
@@ -246,8 +267,9 @@ class Lab:
         return JudgeQuestion(candidates, shuffled(_reading(last, candidates), rng), run_id)
 
     def _choice(self, judge: JudgeQuestion, bench: MethodBench) -> str | None:
-        for producer, answer in judge.candidates.items():
-            bench.look(producer, JUDGED, judge.run_id, answer)
+        if bench.reuse is ReuseMode.TRANSLATE:  # nothing else reads what the producers leave behind
+            for producer, answer in judge.candidates.items():
+                bench.look(producer, JUDGED, judge.run_id, answer)
         result = bench.look(judge.request, JUDGED, judge.run_id)
         bench.engine.end_run(RunKey(Namespace(JUDGED), "", judge.run_id))
         bench.engine.wait_idle()

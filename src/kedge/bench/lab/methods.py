@@ -55,6 +55,18 @@ class Method:
     """Whether its times can be compared with those of others: not where tokens run through layers twice only because
     it is an experiment."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether it learns anchors from past questions."""
+        store = self.components.anchors
+        has_none = isinstance(store, type) and issubclass(store, NoAnchors)
+        return self.reuse is ReuseMode.TRANSLATE and not has_none
+
+    @property
+    def keeps(self) -> bool:
+        """Whether past questions change what it computes: by anchors, or as cached prompts."""
+        return self.learns or self.reuse is ReuseMode.EXACT
+
     def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
         """Return the settings of an engine that serves this way; the arguments override the method's own.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, compared, picked
-from kedge.workloads.catalog import team_of
+from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, compared, picked, team_sizes
 
 METHODS = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token", "kedge")
 _TEAMS, _QUICK_TEAMS = (2, 3, 4, 5), (2, 3)
@@ -30,12 +29,9 @@ _NOTES = (
 
 
 def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
-    """Return a row for every method and number of agents that the task has; `dense` repeats dense prefill, the
-    ceiling.
-    """
+    """Return a row for every method and number of agents; `dense` repeats dense prefill, the ceiling."""
     rows: list[Row] = []
-    most = len(team_of(settings.task).workflow().agents)
-    for agents in (agents for agents in (_QUICK_TEAMS if settings.quick else _TEAMS) if agents <= most):
+    for agents in team_sizes(settings, _QUICK_TEAMS if settings.quick else _TEAMS):
 
         def note_team(what: str, agents: int = agents) -> None:
             note(f"{agents} agents, {what}")
@@ -59,6 +55,7 @@ STUDY = Study(
     "81.1, 77.8 %).",
     measure,
     Plot("agents", ("accuracy", "same_final_answer", "judge_consistency", "computed_tokens"), "method"),
-    quick={"questions": 8},
+    default={"agents": 0},
+    quick={"agents": 0, "questions": 8},
     notes=_NOTES,
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kedge.bench.lab.methods import Method, cacheblend, method_named, seams
+from kedge.bench.lab.methods import Method, cacheblend, epic, method_named, relay, seams
 from kedge.bench.lab.pairs import Summary
 from kedge.bench.lab.seams import WHOLE
 from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, compared
@@ -22,11 +22,16 @@ ALL = "all"
 TASKS = ("choice", "math", "code")
 LEVELS = (0.15, 0.3, 0.5, 0.8)
 """Values of `weak_error`"""
-QUICK_LEVELS = (0.15, 0.5)
-ESTIMATED = ("token", "interpolate", "linear+token")
+FEW_LEVELS = (0.15, 0.5)
+ESTIMATED: Mapping[str, tuple[float, ...]] = {"token": LEVELS, "interpolate": FEW_LEVELS, "linear+token": FEW_LEVELS}
+QUICK_ESTIMATED = {"token": FEW_LEVELS}
 _SHARED: Mapping[str, Any] = {"criterion": "error", "max_error": 1e9, "min_anchors": 2}
 _SEAMS = {"0": 0, "4": 4, "all": WHOLE}
 _BLENDS = {"10%": (0.15, 0.12, 0.1), "20%": (0.3, 0.25, 0.2), "40%": (0.6, 0.5, 0.4)}
+_HEADS = (4, 16, 64)
+"""First tokens of every piece that `epic` computes"""
+_RELAYS = (0.0, 0.2, 0.4, None)
+"""Shares of an answer that `relay` corrects; None: by its thresholds"""
 
 
 def estimated(name: str, weak_error: float) -> Method:
@@ -38,16 +43,18 @@ def estimated(name: str, weak_error: float) -> Method:
 
 def swept(*, quick: bool) -> dict[tuple[str, str], Method]:
     """Return all methods by name and level. A further method, or another level of one, is one more line here."""
-    levels, names = (QUICK_LEVELS, ESTIMATED[:1]) if quick else (LEVELS, ESTIMATED)
-    blends = ("20%",) if quick else tuple(_BLENDS)
+    levels = QUICK_ESTIMATED if quick else ESTIMATED
+    blends, heads, relays = (("20%",), (16,), (None,)) if quick else (tuple(_BLENDS), _HEADS, _RELAYS)
     return {
         ("kedge", "default"): method_named("kedge"),
-        **{(name, f"{level:g}"): estimated(name, level) for name in names for level in levels},
+        **{(name, f"{level:g}"): estimated(name, level) for name in levels for level in levels[name]},
         **{("seams", level): seams(last) for level, last in _SEAMS.items()},
         ("answers", ""): method_named("answers"),
         ("rotation", ""): method_named("rotation"),
         ("kvcomm", ""): method_named("kvcomm"),
+        **{("epic", str(first)): epic(first) for first in heads},
         **{("cacheblend", share): cacheblend(*_BLENDS[share]) for share in blends},
+        **{("relay", "" if share is None else f"{share:.0%}"): relay(share) for share in relays},
     }
 
 
@@ -99,6 +106,6 @@ STUDY = Study(
     "Not in the paper. It compares with CacheBlend at 20 % only (Table 1).",
     measure,
     Plot("computed", ("kl", "same_final", "judge"), "method", "lines", of="task", log=("kl",)),
-    default={"task": ALL, "questions": 50, "seeds": 1},
+    default={"task": ALL, "questions": 12, "taught": 9, "seeds": 1},
     quick={"task": ALL, "questions": 4, "taught": 6},
 )

@@ -19,7 +19,7 @@ from kedge.anchors.tiered_store import HostBound, TieredStoreStats
 from kedge.bench.lab.comparison import LabSettings, run_pairs
 from kedge.bench.lab.methods import load_model, method_named
 from kedge.bench.lab.pairs import MethodRuns
-from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked
+from kedge.bench.lab.studies.study import Note, Plot, Row, Study, StudySettings, asked, team_sizes
 from kedge.engine.local.components import EngineComponents
 from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.settings import AnchorSettings, EngineSettings
@@ -91,11 +91,8 @@ def measure(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     `match_ms` (waits included) and `ttft_ms` are medians of the calls that translated; `wait_ms`, for the link, and
     `loaded_mib` are means of all calls. Pools fill as they do in use.
     """
-    return [row for agents in _teams(settings) for row in _team(replace(settings, agents=agents), seed, note)]
-
-
-def _teams(settings: StudySettings) -> tuple[int, ...]:
-    return _QUICK_TEAMS if settings.quick else _TEAMS
+    teams = team_sizes(settings, _QUICK_TEAMS if settings.quick else _TEAMS)
+    return [row for agents in teams for row in _team(replace(settings, agents=agents), seed, note)]
 
 
 def _team(settings: StudySettings, seed: int, note: Note) -> list[Row]:
@@ -168,5 +165,6 @@ STUDY = Study(
     "Without offloading (Table A.5) the softmax takes up to 18 ms.",
     measure,
     Plot("agents", ("match_ms", "ttft_ms", "loaded_mib"), "anchors"),
-    quick={"questions": 10},
+    default={"agents": 0},
+    quick={"agents": 0, "questions": 10},
 )

@@ -14,7 +14,7 @@ from kedge.bench.lab.methods import Method
 from kedge.bench.lab.pairs import Summary
 from kedge.errors import ConfigError
 from kedge.workloads.base import Question, Workload
-from kedge.workloads.catalog import load
+from kedge.workloads.catalog import load, team_of
 
 Row = dict[str, Any]
 """One line of a table: text and integers are keys, floats (or None) are measurements."""
@@ -37,6 +37,7 @@ class StudySettings:
     taught: int = 20
     """Questions before them, which every method prefills densely and learns from, in studies that teach."""
     agents: int = 4
+    """0: teams of several sizes, in studies that compare these"""
     seeds: int = 3
     methods: tuple[str, ...] | None = None
     """Methods of `kedge.bench.lab.methods` to compare; None is the study's own choice."""
@@ -152,6 +153,12 @@ def compared(
     )
     runs = run_pairs(workload, questions, methods, chosen, lambda n: note(f"{n + 1} of {settings.questions} questions"))
     return {name: one.summary() for name, one in runs.items()}
+
+
+def team_sizes(settings: StudySettings, several: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of agents that was asked for; without one, those of `several` that the task's team has."""
+    most = len(team_of(settings.task).workflow().agents)
+    return (settings.agents,) if settings.agents else tuple(agents for agents in several if agents <= most)
 
 
 def picked(summary: Summary, *columns: str) -> Row:
