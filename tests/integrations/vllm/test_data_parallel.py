@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,8 +17,22 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server(stock: object) -> Iterator[Server]:  # noqa: ARG001, F811 - one engine at a time: stock goes first
-    with serving("-dp", "2") as built:
+    with ExitStack() as stack:
+        try:
+            built = stack.enter_context(serving("-dp", "2"))
+        except AssertionError:
+            if starts_without_plugin():
+                raise
+            pytest.skip("vLLM itself does not start two ranks here: 0.33's CPU worker wants a memory node for each")
         yield built
+
+
+def starts_without_plugin() -> bool:
+    try:
+        with serving("-dp", "2", transfer=None):
+            return True
+    except AssertionError:
+        return False
 
 
 def hints(agent: int) -> dict[str, Any]:
