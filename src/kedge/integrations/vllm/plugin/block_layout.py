@@ -77,7 +77,7 @@ class NumberFormat:
         return (given.float() / scale).clamp(-most, most).to(self.float8).float()
 
     def _most(self, scale: Any, like: Tensor) -> Tensor:
-        """Return the largest number that is finite in the dtype of `like` once it is multiplied by the scale."""
+        """Return the largest number that the dtype of `like` holds, before it rounds, once multiplied by the scale."""
         assert self.float8 is not None
         finite = torch.full((), torch.finfo(like.dtype).max, device=like.device, dtype=torch.float32)
         most = (finite / scale).clamp(max=torch.finfo(self.float8).max).to(self.float8)
