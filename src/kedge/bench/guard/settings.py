@@ -11,9 +11,8 @@ Move = Literal["always", "unlearned", "never"]
 LEARNED_MOVE: Move = "never"
 """All values are translated by anchors, so that faults of anchors show: offsets of what is moved without are zero"""
 DEFAULT_MOVE: Move = PlannerSettings().move
-
-
 PARTS = ("faults", "clean", "clean_default", "overhead")
+"""What can be measured, by the names of the figures"""
 
 
 @dataclass(frozen=True)
