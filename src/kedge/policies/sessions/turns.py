@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -49,11 +49,12 @@ class SessionHints:
     def of(cls, request: GenerateRequest) -> SessionHints:
         """Return what a request says of its session."""
         turn = request.turn
-        own = cls(turn.session, bool(turn.parent), turn.returns_in, turn.is_last, turn.keep_for, turn.expects)
-        if not request.agent:
-            return own
-        flow = request.namespace, request.workflow, request.agent
-        return replace(own, flow=flow, agent=request.agent_key)
+        flow, agent = None, None
+        if request.agent:
+            flow, agent = (request.namespace, request.workflow, request.agent), request.agent_key
+        return cls(
+            turn.session, bool(turn.parent), turn.returns_in, turn.is_last, turn.keep_for, turn.expects, flow, agent
+        )
 
 
 @dataclass(frozen=True, slots=True)

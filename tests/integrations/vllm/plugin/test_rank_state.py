@@ -124,7 +124,7 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
     )
     bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
     learned = SimpleNamespace(learned=(anchors, bases), is_learning=False, is_urgent=False)
-    learned.pages = SimpleNamespace(synchronize=lambda: None)
+    learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), lambda _: False
     learned.take_taught, learned.learn = tuple, lambda urgent_only: urgent_only
     side: Any = WorkerSide(16, 1.0, LearningBudget(None))
     side._learner = learned

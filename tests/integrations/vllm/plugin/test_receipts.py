@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
 from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
-from kedge.types import Miss, ReuseMode
+from kedge.reuse.plan import spans_of
+from kedge.types import Miss, ReuseMode, Source
 
 PROMPT = tuple(range(3, 103))
 
@@ -51,3 +54,20 @@ def test_misses_and_needs_are_json() -> None:
     assert data["base"] == [[5, 6]]
     assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
     assert data["lanes"] == "off"
+
+
+@given(
+    st.integers(0, 120),
+    st.tuples(st.integers(0, 100), st.integers(0, 40)),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30)), max_size=4),
+)
+def test_spans_are_those_of_one_source_per_token(
+    device: int, host: tuple[int, int], translated: list[tuple[int, int]]
+) -> None:
+    loaded = range(host[0], min(host[0] + host[1], 100))
+    holes = tuple(range(start, min(start + length, 100)) for start, length in translated)
+    sources = [Source.HOST if at in loaded else Source.DEVICE for at in range(min(device, 100))]
+    sources += [Source.COMPUTED] * (100 - len(sources))
+    for span in holes:
+        sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
+    assert receipt_of(tracked(device=device, host=loaded, translated=holes), ()).spans == spans_of(sources)

@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
 from kedge.integrations.vllm.plugin.session_histories import SessionHistories
+from kedge.integrations.vllm.plugin.upkeep import Upkeep
 from kedge.policies.eviction import steps_to_execution
 
 SIZE = 16
@@ -37,8 +38,9 @@ class Engine:
     def __init__(self) -> None:
         self.pool = BlockPool(BLOCKS + 1, True, SIZE)
         self.queue = replace_queue(self.pool, steps_to_execution(math.inf), whole_sets=True)
-        self.now = 0.0
-        self.sessions = SessionHistories(lambda: self.now)
+        self.now, self.upkeep = 0.0, Upkeep()
+        self.queue.before_eviction = self.upkeep.catch_up
+        self.sessions = SessionHistories(lambda: self.now, self.upkeep.put_off)
         self.sessions.bind(self.pool)
         self.running: dict[str, tuple[Any, list[Any]]] = {}
         self._count = 0
@@ -69,6 +71,7 @@ class Engine:
 
     def end(self, name: str, status: RequestStatus = STOPPED, computed: int | None = None) -> None:
         """End a running request after so many blocks have KV."""
+        self.upkeep.catch_up()
         asked, blocks = self.running.pop(name)
         computed = len(blocks) if computed is None else computed
         for block, one in zip(blocks[:computed], asked.block_hashes, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class SlowLearner:
 
     is_learning = is_urgent = False
     take_taught = tuple
+    lessons = ()
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -45,6 +47,9 @@ class SlowLearner:
 
     def learn(self, urgent_only: bool) -> bool:
         return urgent_only
+
+    def is_at_rest(self, _: tuple[object, ...]) -> bool:
+        return False
 
 
 class Costs(EngineCosts):
@@ -108,3 +113,37 @@ def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:
     side.after_pass(orders)
     reports = side.take_reports()
     assert reports is not None and reports.copies == dict.fromkeys((1, 2), CopyResult(1, ok=False, seconds=0.0))
+
+
+class Resting(SlowLearner):
+    """Has nothing to learn unless it is told of a lesson; counts how often it is asked to."""
+
+    asked = 0
+
+    def is_at_rest(self, lessons: tuple[object, ...]) -> bool:
+        return lessons == self.lessons
+
+    def learn(self, urgent_only: bool) -> bool:
+        self.asked += 1
+        return super().learn(urgent_only)
+
+
+@pytest.mark.parametrize(
+    ("orders", "asked"),
+    [
+        (Orders(scheduled=8), 0),
+        (Orders(scheduled=8, lessons=(GenerateRequest(()).workflow_agent,)), 1),
+        (Orders(scheduled=8, dropped=(RequestId("r"),)), 1),
+        (Orders(scheduled=8, ended_runs=(GenerateRequest(()).run_key,)), 1),
+    ],
+    ids=["quiet", "lessons", "dropped", "ended"],
+)
+def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
+    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side._learner = learner = Resting(Clock())
+    learner.writes = SimpleNamespace(drop=lambda _: None)
+    learner.end_run = lambda _: None
+    side.begin_step()
+    side.before_pass(orders)
+    side.after_pass(orders)
+    assert learner.asked == asked

@@ -11,11 +11,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
+from kedge.discovery import FoundForecasts
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentKey, Namespace, RunKey, WorkflowId
+from kedge.types import AgentKey, Namespace, RunKey
 from kedge.workflow.forecast import Changes, ForecastBoard
 from kedge.workflow.steps import NextRun
 
@@ -76,11 +77,13 @@ class AgentPrompts:
         self._apply(changes)
         return self._board.forecast(hinted.run) is not known
 
-    def expect(self, changes: Changes, teams: Mapping[AgentKey, WorkflowId]) -> None:
-        """Take changes of a forecast that was not given but found; `teams` are those of agents that are new in it."""
-        for key, team in teams.items():
+    def expect(self, forecasts: FoundForecasts) -> None:
+        """Take the changes of forecasts that were found, not given, with the teams of agents that are new in them."""
+        if (found := forecasts.take()) is None:
+            return
+        for key, team in found.teams.items():
             self._template_of.setdefault(key, (key.namespace, key.client_id, team, key.agent))
-        self._apply(changes)
+        self._apply(found.next_runs)
 
     def end_run(self, run: RunKey) -> None:
         """Drop the forecast of a run that is over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kedge.guard import GuardOrders
@@ -90,16 +90,11 @@ def read_hints(
     """
     if (hints := params.get("kedge") if params else None) is None:
         return None
-    plain = plain_request(request_id, prompt, salt, reuse)
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
-    segments = reader.take("segments", lambda value: _segments(value, plain.tokens), None)
     is_base, is_ahead = reader.take("base", _flag, False), reader.take("ahead", _flag, False)
-    given, final = reader.take("reuse", ReuseMode, None), reader.take("final", _flag, False)
-    is_plain = given is None and segments is None and not is_base and not is_ahead
-    request = replace(_called(reader, plain), segments=segments or plain.segments, reuse=given or reuse)
-    request = replace(request, turn=_turn(reader, final), is_plain=reader.take("plain", _flag, is_plain))
+    final, is_run = reader.take("final", _flag, False), not is_base and not is_ahead
     return HintedRequest(
-        request,
+        _request(reader, request_id, tuple(prompt), salt, reuse, final=final, is_run=is_run),
         steps=reader.take("steps", _steps, None),
         seq=reader.take("seq", read_whole, None),
         final=final,
@@ -111,32 +106,53 @@ def read_hints(
     )
 
 
-def _called(reader: _Reader, plain: GenerateRequest) -> GenerateRequest:
-    """Return a request with whose call it is, what it leaves to others, and what a guard orders for it."""
-    return replace(
-        plain,
-        client=ClientId(reader.take("client", read_text, "")),
-        workflow=WorkflowId(reader.take("workflow", read_text, "")),
-        run=RunId(reader.take("run", read_text, "")),
-        agent=AgentId(reader.take("agent", read_text, "")),
+def _request(
+    reader: _Reader, request_id: str, tokens: Tokens, salt: str | None, reuse: ReuseMode, *, final: bool, is_run: bool
+) -> GenerateRequest:
+    """Return the request itself. One that is run is plain if its client says nothing of its prompt and of reuse."""
+    segments = reader.take("segments", lambda value: _segments(value, tokens), None)
+    given = reader.take("reuse", ReuseMode, None)
+    is_plain = reader.take("plain", _flag, is_run and given is None and segments is None)
+    return GenerateRequest(
+        segments or _unnamed(tokens),
+        reuse=given or reuse,
+        request_id=RequestId(request_id),
+        **_place(salt),
+        **_caller(reader),
         produces=reader.take("produces", _sample, None),
-        fixed=reader.take("fixed_tokens", read_whole, None),
         trail=reader.take("trail", _trail, ()),
+        turn=_turn(reader, final),
+        is_plain=is_plain,
         guard=_orders(reader),
     )
 
 
+def _caller(reader: _Reader) -> dict[str, Any]:
+    """Return whose call it is, as arguments of `GenerateRequest`."""
+    return {
+        "client": ClientId(reader.take("client", read_text, "")),
+        "workflow": WorkflowId(reader.take("workflow", read_text, "")),
+        "run": RunId(reader.take("run", read_text, "")),
+        "agent": AgentId(reader.take("agent", read_text, "")),
+        "fixed": reader.take("fixed_tokens", read_whole, None),
+    }
+
+
 def plain_request(request_id: str, prompt: Sequence[int], salt: str | None, reuse: ReuseMode) -> GenerateRequest:
     """Return a request without hints; the arguments are those of `read_hints`."""
+    unnamed, own_id = _unnamed(tuple(prompt)), RequestId(request_id)
+    return GenerateRequest(unnamed, reuse=reuse, request_id=own_id, **_place(salt), is_plain=True)
+
+
+def _unnamed(tokens: Tokens) -> tuple[Segment, ...]:
+    """Return a prompt of which nobody said what it is made of."""
+    return (Segment(tokens, "p0"),)
+
+
+def _place(salt: str | None) -> dict[str, Any]:
+    """Return where a request's KV is kept, as arguments of `GenerateRequest`."""
     namespace = Namespace.parse(salt or "default")
-    return GenerateRequest(
-        (Segment(tuple(prompt), "p0"),),
-        reuse=reuse,
-        request_id=RequestId(request_id),
-        tenant=namespace.tenant,
-        partition=namespace.partition,
-        is_plain=True,
-    )
+    return {"tenant": namespace.tenant, "partition": namespace.partition}
 
 
 class _Reader:
@@ -265,7 +281,7 @@ def _segment(value: Any, tokens: Tokens, start: int) -> Segment:
 
 
 def _tokens(value: Any) -> Tokens:
-    if not isinstance(value, list | tuple) or not all(type(token) is int and token >= 0 for token in value):
+    if not isinstance(value, list | tuple) or (value and (set(map(type, value)) != {int} or min(value) < 0)):
         raise ValueError
     return tuple(value)
 

@@ -216,6 +216,10 @@ class Learner:
             return False
         return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
 
+    def is_at_rest(self, lessons: tuple[WorkflowAgent, ...]) -> bool:
+        """Whether a step with these `lessons`, in which nothing is ordered, changes nothing and reports nothing."""
+        return self._is_settled and not self._taught and lessons == self.lessons
+
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
         return prompt.steps is not None or not self._runtime.needs(prompt.request)
 

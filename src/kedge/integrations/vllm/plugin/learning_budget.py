@@ -36,8 +36,7 @@ class LearningBudget:
         a first token is computed or a verdict `is_awaited`, nothing is learned in most steps, but for what requests
         wait for, if there is something of that (`is_urgent`). `learn(urgent_only)` returns False if none is left.
         """
-        if not idle:
-            self._earn()
+        self.earn(idle=idle)
         self._passed = self._passed + 1 if is_awaited and self._passed < PATIENCE else 0
         if self._passed and not is_urgent:
             return
@@ -47,7 +46,10 @@ class LearningBudget:
         elif not idle:
             self._spend(one)
 
-    def _earn(self) -> None:
+    def earn(self, *, idle: bool) -> None:
+        """Earn the share of a pass, of which an `idle` step has none."""
+        if idle:
+            return
         self._computed = self._clock()
         self._credit = min(self._credit + (self._share or 0.0) * (self._computed - self._began), MAX_CREDIT)
 

@@ -74,6 +74,12 @@ class Orders(KVConnectorMetadata):
     lessons: tuple[WorkflowAgent, ...] = ()
     """Agents of which requests wait until a prompt has been learned from"""
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether they are about nothing but the pass: so they are in most steps."""
+        found = self.copies or self.queries or self.writes or self.captures
+        return not (found or self.expected or self.dropped or self.ended_runs)
+
 
 @dataclass(frozen=True, slots=True)
 class TranslationVerdict:

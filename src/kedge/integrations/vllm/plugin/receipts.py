@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from kedge.discovery import Served
 from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
-from kedge.reuse.plan import spans_of
-from kedge.types import Miss, Receipt, Source, Tokens
+from kedge.types import Miss, Receipt, Source, Span, Tokens
 
 
 def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...], ready: int = 0) -> Receipt:
     """Return the receipt of a request. `misses` give the reasons why tokens were not translated; of the first `ready`
     tokens, what is translated was so before the request arrived.
     """
-    total = tracked.request.num_prompt_tokens
-    device = min(tracked.device, total)
-    sources = [Source.HOST if i in tracked.load.tokens else Source.DEVICE for i in range(device)]
-    sources += [Source.COMPUTED] * (total - device)
-    for span in tracked.translated:
-        sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
     request = tracked.hinted.request
     preassembled = ready if tracked.translated else 0
-    return Receipt(request.request_id, request.reuse, spans_of(sources), misses, preassembled=preassembled)
+    return Receipt(request.request_id, request.reuse, _spans(tracked), misses, preassembled=preassembled)
 
 
-def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens], lanes: str | None) -> dict[str, Any]:
+def _spans(tracked: TrackedRequest) -> tuple[Span, ...]:
+    """Return which of a prompt's tokens came from where, in O(spans)."""
+    total, host = tracked.request.num_prompt_tokens, tracked.load.tokens
+    device = min(tracked.device, total)
+    cuts = {0, device, total, *(edge for run in (host, *tracked.translated) for edge in (run.start, run.stop))}
+    edges = sorted(edge for edge in cuts if 0 <= edge <= total)
+
+    def source(at: int) -> Source:
+        if any(at in run for run in tracked.translated):
+            return Source.TRANSLATED
+        return Source.COMPUTED if at >= device else Source.HOST if at in host else Source.DEVICE
+
+    spans: list[Span] = []
+    for start, stop in pairwise(edges):
+        kind = source(start)
+        begun = spans.pop().start if spans and spans[-1].source is kind else start
+        spans.append(Span(begun, stop, kind))
+    return tuple(spans)
+
+
+def receipt_to_dict(
+    receipt: Receipt, needs: Iterable[Tokens], lanes: str | None, actions: Sequence[Mapping[str, str]] = ()
+) -> dict[str, Any]:
     """Return a receipt as JSON data. `needs` are prompts whose prefill would give missing base KV; `lanes` is the
-    reason why nothing in the middle of the prompt could be computed, if there is one.
+    reason why nothing in the middle of the prompt could be computed, if there is one; `actions` is what became of those
+    that the client asked for, which few do.
     """
-    return {
+    data: dict[str, Any] = {
         "mode": receipt.mode.value,
         "tokens": {source.value: receipt.tokens(source) for source in Source},
         "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
@@ -39,6 +56,7 @@ def receipt_to_dict(receipt: Receipt, needs: Iterable[Tokens], lanes: str | None
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
         "base": [list(tokens) for tokens in needs],
     }
+    return {**data, "actions": list(actions)} if actions else data
 
 
 def served_by(receipt: Mapping[str, Any]) -> Served:

@@ -33,7 +33,7 @@ from kedge.types import ReuseMode
 logger = logging.getLogger(__name__)
 ORDER_ATTRIBUTES = (
     "block_size", "connector", "current_step", "kv_cache_manager", "policy", "requests", "running", "waiting",
-    "schedule", "add_request", "_free_request",
+    "schedule", "get_grammar_bitmask", "add_request", "_free_request",
 )  # fmt: skip
 """What an order of requests needs of vLLM's scheduler"""
 LAST_PRIORITY = 1 << 20
@@ -57,8 +57,10 @@ class _Ordered:
         super().__init__(*args, **parts)
         connector = self.connector  # type: ignore[attr-defined]
         self._plugin = connector if isinstance(connector, SchedulerCalls) else None
-        if self._plugin and not installed().binds_manager:
-            self._plugin.guard_cache(self.kv_cache_manager)  # type: ignore[attr-defined]
+        if self._plugin:
+            self._plugin.open_upkeep()
+            if not installed().binds_manager:
+                self._plugin.guard_cache(self.kv_cache_manager)  # type: ignore[attr-defined]
         self._by_cache: CachedFirstQueue | None = None
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         if self.policy is SchedulingPolicy.FCFS:  # type: ignore[attr-defined]
@@ -86,6 +88,13 @@ class _Ordered:
         output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
         self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        """Return what vLLM's own does: it is called once the workers compute a step, and vLLM waits for them next."""
+        bitmask = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        if self._plugin:
+            self._plugin.keep_up()
+        return bitmask
 
     def add_request(self, request: Request) -> None:
         if self.policy is SchedulingPolicy.PRIORITY:  # type: ignore[attr-defined]

@@ -85,7 +85,20 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def on_order(self, requests: Sequence[Request]) -> None:
         """Take the order of service of the requests that wait, where they do not fit all at once."""
+        self._scheduler.upkeep.catch_up()
         self._scheduler.sessions.waiting(requests)
+
+    def open_upkeep(self) -> None:
+        """Let what no decision needs yet be put off until `keep_up`, which the calling scheduler promises to call in
+        every pass. Loads from the host decide by it in the same step.
+        """
+        if not self._host_blocks:
+            self._scheduler.upkeep.open()
+
+    def keep_up(self) -> None:
+        """Do what was put off, while the workers compute."""
+        if self._scheduler.upkeep.is_open:
+            self._scheduler.upkeep.run()
 
     def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
         """Let requests have lanes, which the calling scheduler adds to its steps. Returns None where they must not.

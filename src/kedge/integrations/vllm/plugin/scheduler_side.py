@@ -38,6 +38,7 @@ from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, Session
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedRequest
 from kedge.integrations.vllm.plugin.translations import Translations
+from kedge.integrations.vllm.plugin.upkeep import Upkeep
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
@@ -50,11 +51,14 @@ class SchedulerSide:
         self._settings, self._block_size, self._ranks = settings, block_size, ranks
         self._policy = policy_of(settings.tiers)
         self.translations = translations
-        self.sessions = SessionHistories()
+        self.upkeep = Upkeep()
+        self.sessions = SessionHistories(put_off=self.upkeep.put_off)
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
         self.advice = Advice(self.sessions, self.prompts, self._end_run)
         self.plain = PlainRequests(settings.discovery)
         self.reports = PlainReports(self.plain)
+        found = partial(self.prompts.expect, self.plain.forecasts)
+        self.upkeep.always(found, self.plain.log, self.prompts.expire, self.sessions.advance)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}  # those with hints
@@ -74,6 +78,7 @@ class SchedulerSide:
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
         self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions, groups=groups)
+        self.queue.before_eviction = self.upkeep.catch_up
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
@@ -93,6 +98,7 @@ class SchedulerSide:
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
         if hinted is not None and hinted.is_advice and request.abort_immediately:
+            self.upkeep.catch_up()
             self.advice.take(hinted)
             return
         if hinted is not None:
@@ -120,7 +126,7 @@ class SchedulerSide:
         if hinted.request.reuse is ReuseMode.OFF:
             request.skip_reading_prefix_cache = True
         if hinted.steps is not None:
-            self.prompts.forecast(hinted, hinted.steps)
+            self.upkeep.put_off(partial(self.prompts.forecast, hinted, hinted.steps))
         if hinted.is_ahead and request.abort_immediately:
             self.translations.expect(hinted.request)
         self.translations.on_arrival(hinted, request)
@@ -163,6 +169,7 @@ class SchedulerSide:
 
         Returns its receipt, None for one without hints.
         """
+        self.upkeep.catch_up()
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
         tracked = self._requests.pop(request.request_id, None)
@@ -192,10 +199,9 @@ class SchedulerSide:
         self.plain.ended(namespace, request_id, answer, served)
 
     def _label(self, hinted: HintedRequest, request: Request, main: list[int], others: list[int]) -> None:
-        if hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF:
-            key = self.prompts.label(hinted, request, main, others)
-            if key is None:
-                return
+        if not hinted.request.agent or hinted.request.reuse is ReuseMode.OFF:
+            return
+        if key := self.prompts.label(hinted, request, main, others):
             self.sessions.ledger.own(key, self.prompts.prompts[key])
             if self.loads:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
@@ -204,9 +210,7 @@ class SchedulerSide:
         request, outcome = tracked.request, self.translations.take_outcome(tracked.request.request_id)
         receipt = receipt_of(tracked, outcome.misses, outcome.ready)
         self._counts["translated_tokens"] += receipt.translated
-        data = receipt_to_dict(receipt, outcome.needs, outcome.lanes)
-        if tracked.hinted.actions:
-            data["actions"] = list(tracked.hinted.actions)
+        data = receipt_to_dict(receipt, outcome.needs, outcome.lanes, tracked.hinted.actions)
         if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
             self._unsent_receipts[request.request_id] = data
         return data
@@ -229,13 +233,10 @@ class SchedulerSide:
     def build_orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders to the workers for this step."""
         orders = self.translations.take_orders(output)
-        if found := self.plain.forecasts.take():
-            self.prompts.expect(found.next_runs, found.teams)
-        self.plain.log()
-        self.prompts.expire()
-        self.sessions.advance()
-        preempted = output.preempted_req_ids or ()
-        if preempted:
+        if not self.upkeep.is_open or not output.total_num_scheduled_tokens:
+            self.upkeep.run()
+        if preempted := output.preempted_req_ids or ():
+            self.upkeep.catch_up()
             self.sessions.preempted(preempted)
         if self.loads:
             for load in filter(None, map(self._loads.get, preempted)):
@@ -259,6 +260,7 @@ class SchedulerSide:
 
     def clear(self) -> None:
         """Forget fixed prompts and empty the host tier."""
+        self.upkeep.catch_up()
         if self.loads:
             self.loads.clear()
         self.prompts.clear()
@@ -281,8 +283,7 @@ class SchedulerSide:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return vLLM's events of the host tier since the last call."""
-        events = self.loads.tier.events if self.loads else None
-        return events.take() if events else []
+        return self.loads.tier.events.take() if self.loads and self.loads.tier.events else []
 
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""

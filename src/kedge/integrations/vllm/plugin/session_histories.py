@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
@@ -19,6 +20,7 @@ from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.upkeep import Task
 from kedge.policies.eviction import StepPolicy, lru
 from kedge.policies.sessions import (
     NO_SESSIONS,
@@ -57,10 +59,15 @@ class SessionTurn:
 class SessionHistories:
     """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, put_off: Callable[[Task], object] = lambda task: task()
+    ) -> None:
+        """`put_off` carries out a task before blocks are evicted, or before anything else is asked of this object."""
+        self._clock, self._put_off = clock, put_off
         self.ledger = SessionLedger(1, clock)
         self._turns: dict[str, SessionTurn] = {}
+        self._beginning: set[SessionKey] = set()
+        """Sessions of which nothing is protected yet, as that was put off"""
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
         self._other_policy: StepPolicy = lru
@@ -98,11 +105,18 @@ class SessionHistories:
             hints = replace(hints, session=request.session_id[:MAX_NAME_LENGTH])
         turn = self.ledger.arrive(namespace, request.block_hashes, hints)
         self._turns[request.request_id] = SessionTurn(turn, request)
-        is_known = self._queues[0].has_step(turn.session)
-        self.advance()
+        is_known = turn.session in self._beginning or self._queues[0].has_step(turn.session)
         if not is_known:
-            own_prefix(self._device, request.block_hashes, turn.session)
+            self._beginning.add(turn.session)
+        self._put_off(partial(self._protect, self._device, request, turn.session, is_known=is_known))
         return turn.session
+
+    def _protect(self, device: BlockPool, request: Request, session: SessionKey, *, is_known: bool) -> None:
+        """Let what is cached of a session go last, as one of its requests waits."""
+        self._beginning.discard(session)
+        self.advance()
+        if not is_known and self._queues[0].has_step(session):
+            own_prefix(device, request.block_hashes, session)
 
     def session_of(self, request: Request) -> SessionKey | None:
         """Return the session of a request that has arrived and not ended, None where it has none."""

@@ -105,6 +105,9 @@ class WorkerSide:
 
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
+        self._not_computing = 0.0
+        if orders.is_quiet:
+            return
         began = time.monotonic()
         if self._learner and orders.writes:
             with self._learning:
@@ -127,6 +130,9 @@ class WorkerSide:
         seconds = time.monotonic() - self._began - self._not_computing
         if self._costs and orders.scheduled:
             self._measure(self._costs, orders, seconds)
+        if orders.is_quiet and (self._learner is None or self._learner.is_at_rest(orders.lessons)):
+            self._budget.earn(idle=not orders.scheduled)
+            return
         self._submit(orders, Direction.OFFLOAD)
         with self._learning:
             if self._learner:
