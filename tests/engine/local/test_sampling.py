@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kedge.engine.common.detokenizer import TextStream
@@ -28,6 +30,26 @@ def test_a_token_is_a_surprise_by_what_its_model_expected_of_it() -> None:
     assert surprising_rows(logits, [1, 1, 1, 1], 4.5) == [True, True, False, False]
     assert surprising_rows(logits, [1, 1, 1, 1], 4.6) == [False] * 4, "ln 100 less 0.056"
     assert surprising_rows(logits, [2, 0, 5, 7], 2.0) == [True, False, False, False], "what a grammar forbids"
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=40))
+def test_the_likeliest_token_is_no_surprise(values: list[float]) -> None:
+    """So greedy answers are not looked at."""
+    logits = torch.tensor([values])
+    assert surprising_rows(logits, [int(logits.argmax())], 1e-3) == [False]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Sampler(SamplingParams()), False),
+        (Sampler(SamplingParams(temperature=0.5)), True),
+        (Sampler(SamplingParams(), draw=lambda _: 0), True),
+    ],
+    ids=["greedy", "sampled", "forced"],
+)
+def test_only_answers_that_may_surprise_are_looked_at(sampler: Sampler, expected: bool) -> None:
+    assert sampler.may_surprise is expected
 
 
 def test_a_seed_repeats_exactly_and_another_one_does_not() -> None:

@@ -91,7 +91,7 @@ class Answers:
         read = {
             row: token
             for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True))
-            if not isinstance(token, Exception) and self._will_be_read(sequence)
+            if not isinstance(token, Exception) and sequence.sampler.may_surprise and self._will_be_read(sequence)
         }
         if read and math.isfinite(self._runtime.surprise):
             rows = surprising_rows(logits[list(read)], list(read.values()), self._runtime.surprise)

@@ -41,6 +41,11 @@ class Sampler:
         """Whether the likeliest token is taken."""
         return self.draw is not None or self.params.temperature < GREEDY
 
+    @property
+    def may_surprise(self) -> bool:
+        """Whether a token may be drawn that is not the likeliest, whose information is never above the entropy."""
+        return self.draw is not None or not self.is_greedy
+
     def __call__(self, logits: Tensor) -> int:
         """Draw one token from logits [vocab]. Raises the error that `draw_tokens` would return."""
         token = draw_tokens(logits[None], [self])[0]
@@ -81,8 +86,6 @@ def surprising_rows(logits: Tensor, tokens: Sequence[int], margin: float) -> lis
     the model's own distribution, before temperature and top-p, by more than `margin` nats.
     """
     drawn = torch.tensor(tokens, device=logits.device)
-    if (logits.argmax(-1) == drawn).all():  # as in greedy decoding: its information is never above the entropy
-        return [False] * len(tokens)
     log_odds = logits.float().log_softmax(-1)
     chosen = log_odds.gather(-1, drawn[:, None])[:, 0]
     surprising: list[bool] = (-chosen - torch.special.entr(log_odds.exp()).sum(-1) > margin).tolist()
