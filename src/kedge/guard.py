@@ -61,6 +61,9 @@ class GuardOrders:
     translated KV compared with computed KV, also not of the tokens that are computed anyway"""
     watched: frozenset[str] = frozenset()
     """Placeholders whose values have such tokens in this request"""
+    glances: bool = False
+    """Whether only one of those that are translated is among them, drawn at random: of its few tokens only a large
+    error refutes the translation"""
     pick: str = ""
     """The text before what the agent picks in its answers, see `kedge.decisions.pick_of`; "": nothing in them is known
     to be a pick"""

@@ -248,18 +248,54 @@ def test_weak_tokens_refute_only_by_a_multiple_of_what_is_usual_of_them() -> Non
     assert one.orders(asked).withheld == {"a"}
 
 
-def test_translated_tokens_of_what_is_new_are_drawn_in_every_call_and_later_in_a_share() -> None:
+def grown_up(*names: str) -> QualityGuard:
+    """A guard that has seen these placeholders translated often enough to know them."""
+    one = QualityGuard(NONE)
+    for _ in range(SETTLED):
+        one.translated(request(*names), names)
+    return one
+
+
+def test_translated_tokens_of_what_is_new_are_drawn_in_every_call() -> None:
     one, asked = QualityGuard(NONE), request("a", "b")
     for _ in range(SETTLED):
-        assert one.orders(asked).watched == {"a", "b"}
-        one.translated(asked, ("a",))
-    seen = [one.orders(asked).watched for _ in range(400)]
-    assert set(seen) == {frozenset("b"), frozenset("ab")}  # b was never translated
-    without_weak = seen.count(frozenset("ab"))
+        orders = one.orders(asked)
+        assert orders.watched == {"a", "b"} and not orders.glances
+        one.translated(asked, ("a", "b"))
+    assert any(len(one.orders(asked).watched) < 2 for _ in range(20))
+
+
+def test_later_one_value_is_glanced_at_in_every_call_and_all_are_watched_in_a_share() -> None:
+    one, asked = grown_up("a", "b"), request("a", "b", "c")  # c was never translated
+    seen = [one.orders(asked) for _ in range(400)]
+    glances = [orders.watched for orders in seen if orders.glances]
+    assert set(glances) == {frozenset("ac"), frozenset("bc")}
+    assert {orders.watched for orders in seen if not orders.glances} == {frozenset("abc")}
+    assert 30 < len(seen) - len(glances) < 70 and 100 < glances.count(frozenset("ac")) < 250
     for _ in range(SETTLED):
         one.sentinels_read(asked, {"a": [0.3]}, weak=True)
-    with_weak = [one.orders(asked).watched for _ in range(400)].count(frozenset("ab"))
-    assert 70 < without_weak < 130 and 30 < with_weak < 70
+    with_weak = [one.orders(asked) for _ in range(400)]
+    assert not any(orders.glances for orders in with_weak)
+    assert 30 < [orders.watched for orders in with_weak].count(frozenset("abc")) < 70
+
+
+def test_while_one_is_new_or_withheld_nothing_is_only_glanced_at() -> None:
+    one, asked = grown_up("a", "b"), request("a", "b", "c")
+    one.translated(asked, ("c",))
+    assert not any(one.orders(asked).glances for _ in range(20))
+    one = grown_up("a", "b")
+    one.observe(asked, ("a",), CHANGED)
+    assert all(one.orders(asked).watched == {"a", "b", "c"} and not one.orders(asked).glances for _ in range(20))
+
+
+def test_a_glance_refutes_only_by_a_large_error() -> None:
+    one, asked = grown_up("a"), request("a")
+    glance = request("a", guard=GuardOrders(sentinels=2, watched=frozenset("a"), glances=True))
+    assert one.sentinels_read(glance, {"a": [0.4, 0.5]}) is SentinelFinding.USUAL
+    assert one.sentinels_read(glance, {"a": [0.6, 1.2]}) is SentinelFinding.UNUSUAL
+    assert not one.orders(asked).withheld
+    assert one.sentinels_read(glance, {"a": [1.1, 1.2]}) is SentinelFinding.REFUTED
+    assert one.orders(asked).withheld == {"a"}
 
 
 def test_after_a_suspicion_it_is_new_again() -> None:

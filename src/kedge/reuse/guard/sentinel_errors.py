@@ -19,6 +19,9 @@ FORGET = 0.02
 """Weight of a new error in the usual one"""
 UNUSUAL = 2.0
 """Times the usual error of a placeholder's drawn tokens from which a call is checked"""
+GLANCE_REFUTES = 2.0
+"""Times the limit above which a glance at one value's drawn tokens refutes a call; above the limit it is checked. One
+or two tokens are above the limit by chance now and then"""
 WEAK_UNUSUAL, WEAK_REFUTES = 1.5, 2.0
 """Times the usual error of a call's weak tokens from which it is checked, and from which it is refuted"""
 LEAST_WEAK = 4
@@ -75,6 +78,15 @@ def judge_drawn(errors: Errors, usual: Mapping[str, UsualError], limit: float) -
     settled = (name for name in means if usual[name].is_settled)
     is_unusual = any(means[name] > UNUSUAL * usual[name].mean for name in settled)
     return SentinelVerdict(SentinelFinding.UNUSUAL if is_unusual else SentinelFinding.USUAL)
+
+
+def judge_glance(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:  # noqa: ARG001
+    """Judge the drawn tokens of a single value, which are few."""
+    means = {name: fmean(found) for name, found in errors.items()}
+    bound = GLANCE_REFUTES * limit
+    if _is_above(_overall(errors), bound):
+        return _refuted(means, dict.fromkeys(means, bound))
+    return SentinelVerdict(SentinelFinding.UNUSUAL if _is_above(_overall(errors), limit) else SentinelFinding.USUAL)
 
 
 def judge_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
