@@ -62,8 +62,8 @@ class GuardOrders:
     watched: frozenset[str] = frozenset()
     """Placeholders whose values have such tokens in this request"""
     glances: bool = False
-    """Whether only one of those that are translated is among them, drawn at random: of its few tokens only a large
-    error refutes the translation"""
+    """Whether these are but some of the values, so that the tokens are few: only large errors of several values refute
+    the translation"""
     pick: str = ""
     """The text before what the agent picks in its answers, see `kedge.decisions.pick_of`; "": nothing in them is known
     to be a pick"""

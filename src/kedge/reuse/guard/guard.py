@@ -29,10 +29,10 @@ RARER, RAREST = 0.5, 1 / 64
 what a comparison needs is gathered while a call is served, and there is nothing to compare unless it is translated.
 """
 
-WATCHED = 0.125
+WATCHED, WATCHED_ALONE, GLANCED = 0.125, 0.25, 2
 """Share of an agent's calls in which translated tokens of all values are drawn as sentinels, once it is not new. The
 draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels; where an agent has none,
-those of one value are drawn."""
+one token each of so many values is drawn. The larger share is for agents without weak tokens that have fewer values."""
 
 Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
@@ -95,7 +95,8 @@ class QualityGuard:
         )
         epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
         watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
-        orders = replace(request.guard, withheld=withheld, sentinels=self._settings.sentinels, epoch=epoch)
+        sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
+        orders = replace(request.guard, withheld=withheld, sentinels=sentinels, epoch=epoch)
         return replace(orders, watched=watched, glances=glances)
 
     def _watched(self, records: Mapping[str, GuardRecord | None]) -> tuple[frozenset[str], bool]:
@@ -103,14 +104,16 @@ class QualityGuard:
         glance. Where one is withheld, what else is translated is not trusted either.
         """
         known = [record for record in records.values() if record]
-        if self._rng.random() < WATCHED or any(record.withheld for record in known):
-            return frozenset(records), False
         new = {name for name, record in records.items() if record is None or record.is_new}
         old = sorted(records.keys() - new)
+        has_weak = any(record.weak_errors.is_settled for record in known)
+        share = WATCHED if has_weak or len(old) >= GLANCED else WATCHED_ALONE
+        if not old or self._rng.random() < share or any(record.withheld for record in known):
+            return frozenset(records), False
         is_learning = any(record.is_new and record.is_translated for record in known)
-        if is_learning or not old or any(record.weak_errors.is_settled for record in known):
-            return frozenset(new), False
-        return frozenset((*new, self._rng.choice(old))), True
+        if is_learning or has_weak or len(old) < GLANCED:
+            return frozenset(new), True
+        return frozenset((*new, *self._rng.sample(old, GLANCED))), True
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
         """Return what is ordered for a request that arrives, and whether its answer is to be compared.

@@ -20,8 +20,8 @@ FORGET = 0.02
 UNUSUAL = 2.0
 """Times the usual error of a placeholder's drawn tokens from which a call is checked"""
 GLANCE_REFUTES = 2.0
-"""Times the limit above which a glance at one value's drawn tokens refutes a call; above the limit it is checked. One
-or two tokens are above the limit by chance now and then"""
+"""Times the limit above which a glance at drawn tokens of a few values refutes a call, in their mean. One token
+is that far off by chance now and then, so each value has to be above the limit as well"""
 WEAK_UNUSUAL, WEAK_REFUTES = 1.5, 2.0
 """Times the usual error of a call's weak tokens from which it is checked, and from which it is refuted"""
 LEAST_WEAK = 4
@@ -81,12 +81,14 @@ def judge_drawn(errors: Errors, usual: Mapping[str, UsualError], limit: float) -
 
 
 def judge_glance(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:  # noqa: ARG001
-    """Judge the drawn tokens of a single value, which are few."""
+    """Judge drawn tokens of a few values. What is not a number always refutes the call."""
     means = {name: fmean(found) for name, found in errors.items()}
-    bound = GLANCE_REFUTES * limit
-    if _is_above(_overall(errors), bound):
-        return _refuted(means, dict.fromkeys(means, bound))
-    return SentinelVerdict(SentinelFinding.UNUSUAL if _is_above(_overall(errors), limit) else SentinelFinding.USUAL)
+    if not all(map(isfinite, means.values())):
+        return _refuted(means, dict.fromkeys(means, inf))
+    above = sum(mean > limit for mean in means.values())
+    if above == len(means) > 1 and _overall(errors) > GLANCE_REFUTES * limit:
+        return _refuted(means, dict.fromkeys(means, limit))
+    return SentinelVerdict(SentinelFinding.UNUSUAL if above else SentinelFinding.USUAL)
 
 
 def judge_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
