@@ -52,7 +52,6 @@ BENCH_MAY_IMPORT = {
     "anchors.base_store.KnownBase",
     "anchors.estimate.OffsetEstimate",
     "anchors.estimate.no_offsets",
-    "anchors.estimators.site.SiteOffsets",
     "anchors.offsets.OffsetTable",
     "anchors.offsets.empty_table",
     "anchors.offsets_8bit.EightBitTable",

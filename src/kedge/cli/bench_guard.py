@@ -32,7 +32,7 @@ def guard(
         int | None, typer.Option(metavar="N", min=1, help="Questions before a fault; default 24, quick 8.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Questions after a fault; default 60, quick 20.")
+        int | None, typer.Option(metavar="N", min=1, help="Questions after a fault; default 50, quick 20.")
     ] = None,
     calls: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Calls without a fault; default 1000, quick 100.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -10,14 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kedge.anchors.calibration import Calibration
+from kedge.anchors.estimators.site import SiteOffsets
 from kedge.bench.guard import damage
 from kedge.bench.guard.faults import CorruptHost, StaleAnchors, last_agent
 from kedge.bench.guard.faulty import texts
 from kedge.bench.guard.lane import GuardLane
 from kedge.bench.guard.settings import GuardBenchSettings
+from kedge.bench.guard.wrong_writes import flip_bytes
 from kedge.bench.lab.methods import Loaded, load_model
 from kedge.engine.local.inspection import Inspection
 from kedge.errors import PlanError
+from kedge.reuse.contracts import PlaceholderSite
 from kedge.settings import EngineSettings
 from kedge.types import AgentId
 from kedge.workloads.miniature import TASKS, workflow
@@ -114,26 +120,78 @@ def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
         with pytest.raises(PlanError, match="nobody"):
             lane.engine.query(partial(harm, agent=AgentId("nobody")))
     with pytest.raises(PlanError, match="on_host"):
-        lane.engine.query(damage.corrupt_host)
+        lane.engine.query(partial(damage.corrupt_host, agent=FINAL))
 
 
 def test_bytes_are_flipped_on_the_host_alone(loaded: Loaded) -> None:
-    with taught(loaded, **CorruptHost().anchors(1)) as lane:
+    fault, questions = CorruptHost(), list(islice(texts(TASKS["math"], 0), QUESTIONS))
+    with taught(loaded, **fault.anchors(QUESTIONS)) as lane:
 
         def on_host(parts: Inspection) -> set[object]:
             pools = parts.learned[0].pools
             found = ((key, site, offsets) for key, pool in pools.items() for site, offsets in pool.sites.items())
             return {(key, site, at) for key, site, offsets in found if offsets.on_host for at in range(2)}
 
-        hidden = lane.engine.query(on_host)
-        changed, _ = changed_by(lane, damage.corrupt_host)
-        assert changed and changed <= hidden
+        fault.before(lane, questions)
+        fault.inject(lane)
+        hidden, own = lane.engine.query(on_host), set(lane.engine.query(partial(stored, agent=FINAL)))
+        assert hidden & own, "the others' offsets have pushed the last agent's to the host"
+        changed, _ = changed_by(lane, partial(damage.corrupt_host, agent=FINAL))
+        assert changed and changed <= hidden & own
 
 
-def test_an_earlier_wordings_offsets_take_the_place_of_the_later_ones(loaded: Loaded) -> None:
+def test_flipped_bytes_are_of_all_parts_of_a_number() -> None:
+    numbers = torch.ones(4096, dtype=torch.float16)
+    flip_bytes(numbers)
+    wrong = numbers[numbers != 1]
+    assert (wrong.abs() > 1.5).any() and ((wrong > 0.9) & (wrong < 1.5)).any(), "exponents and mantissas"
+
+
+@pytest.fixture
+def reworded(loaded: Loaded) -> Iterator[tuple[GuardLane, StaleAnchors]]:
+    """A team whose last agent had another role before."""
     fault, questions = StaleAnchors(), list(islice(texts(TASKS["math"], 0), QUESTIONS))
     with GuardLane(loaded, workflow(TASKS["math"]), GuardBenchSettings().engine({})) as lane:
         fault.before(lane, questions)
         lane.warm(questions)
-        assert fault.inject(lane) == last_agent(lane.flow) == FINAL
-        lane.engine.query(lambda parts: parts.learned[0].check_integrity())
+        yield lane, fault
+
+
+Known = dict[tuple[object, PlaceholderSite], tuple[SiteOffsets, Calibration]]
+
+
+def sites_of(parts: Inspection) -> Known:
+    """The offsets and calibrations of the last agent's sites in each pool."""
+    found = damage.agent_sites(parts, FINAL)
+    return {(id(pool), site): (pool.sites[site], pool.sites[site].calibration) for pool, site in found}
+
+
+def test_an_earlier_wordings_offsets_take_the_place_of_the_later_ones(
+    reworded: tuple[GuardLane, StaleAnchors],
+) -> None:
+    lane, fault = reworded
+    before: Known = lane.engine.query(sites_of)
+    assert fault.inject(lane) == last_agent(lane.flow) == FINAL
+    after: Known = lane.engine.query(sites_of)
+    moved = [key for key in before if before[key][0] is not after[key][0]]
+    assert moved and len(moved) % 2 == 0, "they are exchanged in pairs"
+    assert all(before[key][1] is after[key][1] for key in before), "that they are others goes unnoticed"
+    lane.engine.query(lambda parts: parts.learned[0].check_integrity())
+
+
+def test_a_rare_prompts_own_site_takes_no_part_in_it(reworded: tuple[GuardLane, StaleAnchors]) -> None:
+    """With one, the sites were exchanged twice, and the agent was left with its few anchors."""
+    lane, fault = reworded
+
+    def add_rare(parts: Inspection) -> None:
+        for pool, site in damage.agent_sites(parts, FINAL):
+            if site in fault._stale:
+                rare = replace(site, agent_key=f"{site.agent_key}-rare")
+                pool.sites[rare] = copy(pool.sites[site])
+                pool.sites[rare].holders = []
+                fault._stale.append(rare)
+
+    lane.engine.query(add_rare)
+    fault.inject(lane)
+    after: Known = lane.engine.query(sites_of)
+    assert all(offsets.holders for (_, site), (offsets, _) in after.items() if not site.agent_key.endswith("-rare"))

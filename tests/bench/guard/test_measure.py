@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kedge.bench.guard import lane
 from kedge.bench.guard.clean import _by_agent
-from kedge.bench.guard.faults import FAULTS
-from kedge.bench.guard.faulty import QUIET, _stopped
+from kedge.bench.guard.faults import FAULTS, KNOWN_KIND, LATER_KIND, DriftedQuestions
+from kedge.bench.guard.faulty import QUIET, _Outcome, _result, _Served, _stopped
+from kedge.bench.guard.lane import GuardLane
 from kedge.bench.guard.overhead import OverheadResult
 from kedge.cli.main import app
+from kedge.engine.echo import EchoEngine
+from kedge.errors import GenerationFailed
+from kedge.types import AgentId
+from kedge.workloads.miniature import TASKS, workflow
 
 
 def calls(*translated: int) -> list[Any]:
@@ -25,6 +32,49 @@ def test_an_agent_is_off_by_itself_once_nothing_is_translated_for_long() -> None
     assert _stopped(calls(*[0] * QUIET)) == 0
     assert _stopped(calls(5, 0, 5, *[0] * QUIET)) == 3
     assert _stopped(calls(5, *[0] * (QUIET - 1))) is None
+
+
+def outcome(before: list[Any], served: list[Any]) -> _Outcome:
+    asked = tuple(_Served("question", "answer", (call,)) for call in served)
+    return _Outcome(AgentId("final"), tuple(before), asked, is_off=False)
+
+
+def test_a_fault_that_had_nothing_to_meet_is_not_found() -> None:
+    """Such as in the offsets of an agent that translates nothing anyway."""
+    oracle: Any = SimpleNamespace(answers=lambda asked: ["answer" for _ in asked], compare=lambda _: [])
+    for before, off_after in ((calls(0, 0), None), (calls(0, 5), 0)):
+        quiet = outcome(before, calls(*[0] * QUIET))
+        found = _result(quiet, quiet, oracle, TASKS["math"])
+        assert (found.off_after, found.detected) == (off_after, off_after is not None)
+        assert (found.before, found.translated_before) == (2, int(off_after is not None))
+
+
+def test_a_request_that_a_fault_makes_fail_is_a_changed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = GuardLane.__new__(GuardLane)
+    bare.flow, bare.engine = workflow(TASKS["math"]), EchoEngine()  # type: ignore[assignment]
+
+    def fails(*_: object, **__: object) -> None:
+        raise GenerationFailed("request_id", 1, "its logits are not finite")
+
+    assert bare.attempt("1 + 1?")[0]
+    monkeypatch.setattr(lane, "run", fails)
+    assert bare.attempt("1 + 1?") == ("", [])
+
+
+def test_faults_that_a_task_cannot_have_are_left_out() -> None:
+    fitting = {name: {fault for fault, make in FAULTS.items() if make().fits(task)} for name, task in TASKS.items()}
+    assert fitting["choice"] == set(FAULTS) and fitting["code"] == fitting["math"] == set(FAULTS) - {
+        "drifted_questions"
+    }
+
+
+def test_drifted_questions_are_of_other_kinds_than_those_that_were_learned() -> None:
+    fault, task = DriftedQuestions(), TASKS["choice"]
+    asked = [
+        {question.facts["kind"] for question in islice(one.questions("test", 0), 20)}
+        for one in (fault.learned(task), fault.later(task))
+    ]
+    assert asked == [{KNOWN_KIND}, {LATER_KIND}]
 
 
 def test_an_alarm_of_an_agent_counts_once() -> None:
@@ -75,6 +125,11 @@ def test_shares_are_medians_over_pairs_that_have_figures() -> None:
 def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value: str) -> None:
     done = CliRunner().invoke(app, ["bench", "guard", option, value])
     assert done.exit_code == 2 and f"'{value}': must be one of" in " ".join(done.output.split())
+
+
+def test_a_fault_that_the_task_cannot_have_is_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "guard", "--fault", "drifted_questions", "--task", "code"])
+    assert done.exit_code == 2 and "the questions of code are all of one kind" in " ".join(done.output.split())
 
 
 def test_every_fault_says_what_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,19 @@ def test_a_refuted_translation_is_computed_before_the_first_token() -> None:
     receipt = served.receipt()
     assert receipt.tokens(Source.TRANSLATED) == 0 and receipt.prompt_tokens == 101
     assert any("the guard computed it" in miss.reason for miss in receipt.misses)
+
+
+def test_what_is_not_a_number_leaves_nothing_behind() -> None:
+    """It also reaches tokens before it that are computed in the same pass, under the mask."""
+    made, seen = driver(70, refutes=True)
+    for pool in made.core.inspection.learned[0].pools.values():
+        for table in pool.tables:
+            table.arena.fill_(math.nan)
+    served, kv = made.serve(asked(70))
+    assert any(not math.isfinite(error) for error in seen[0].values())
+    dense, expected = made.serve(asked(70, ReuseMode.OFF))
+    assert relative(kv.values, expected.values) < 1e-5 and relative(kv.keys, expected.keys) < 1e-5
+    assert served.response == dense.response
 
 
 def test_what_was_refuted_is_learned_from() -> None:

@@ -16,12 +16,13 @@ from kedge.reuse.guard.sentinel_errors import (
     SentinelVerdict,
     UsualError,
     judge_drawn,
+    judge_glance,
     judge_weak,
 )
 
 USUAL, UNUSUAL, REFUTED = SentinelFinding
 NEW = UsualError()
-JUDGES = judge_drawn, judge_weak
+JUDGES = judge_drawn, judge_glance, judge_weak
 
 
 def usual(error: float, calls: int = SETTLED) -> UsualError:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.offsets_8bit import EightBitTable
 from kedge.anchors.pool import AnchorPool
+from kedge.bench.guard.wrong_writes import flip_bytes
 from kedge.engine.local.inspection import Inspection
 from kedge.errors import PlanError
 from kedge.kv.spec import KVSpec
@@ -21,8 +20,6 @@ from kedge.types import AgentId
 
 TIMES_SCALE = 16.0
 """Wrong scales over the right ones"""
-BLOCK, EVERY = 1 << 16, 64
-"""Bytes of a corrupted block, and the distance of flipped bytes in it"""
 
 
 def agent_sites(parts: Inspection, agent: AgentId) -> list[tuple[AnchorPool, PlaceholderSite]]:
@@ -32,19 +29,28 @@ def agent_sites(parts: Inspection, agent: AgentId) -> list[tuple[AnchorPool, Pla
 
 
 def swap_wordings(parts: Inspection, agent: AgentId, stale: Iterable[PlaceholderSite]) -> None:
-    """Exchange the offsets of an agent's sites with those at the same places of an earlier wording."""
+    """Exchange the offsets of an agent's sites with those at the same places of an earlier wording. What was learned
+    of how well offsets predict stays: that they are others goes unnoticed.
+    """
     earlier = set(stale)
-    sites = agent_sites(parts, agent)
     pairs = [
-        (pool, site, other)
-        for pool, site in sites
-        if site not in earlier
-        for other in earlier & pool.sites.keys()
-        if other.index == site.index
+        (pool, max(now, key=_held_in(pool)), max(then, key=_held_in(pool)))
+        for pool in parts.learned[0].pools.values()
+        if (now := [site for held, site in agent_sites(parts, agent) if held is pool and site not in earlier])
+        and (then := [site for site in pool.sites if site in earlier])
     ]
     _require("earlier wording", agent, pairs)
     for pool, site, other in pairs:
-        pool.sites[site], pool.sites[other] = pool.sites[other], pool.sites[site]
+        ours, theirs = pool.sites[site], pool.sites[other]
+        pool.sites[site], pool.sites[other] = theirs, ours
+        ours.calibration, theirs.calibration = theirs.calibration, ours.calibration
+
+
+def _held_in(pool: AnchorPool) -> Callable[[PlaceholderSite], int]:
+    """Return how many anchors a site holds: a rare prompt in which a value came from elsewhere has a site of its
+    own.
+    """
+    return lambda site: len(pool.sites[site].holders)
 
 
 def swap_heads(parts: Inspection, agent: AgentId, spec: KVSpec) -> None:
@@ -83,21 +89,12 @@ def _randomize(table: OffsetTable, anchor: AnchorId, loudness: float) -> None:
     table.arena[rows] = (noise.to(right.device) * loudness * right.abs().max()).to(table.arena.dtype)
 
 
-def corrupt_host(parts: Inspection) -> AgentId:
-    """Flip bytes of a block of each of the offsets of one agent that lie in host memory. Returns that agent."""
-    pools = parts.learned[0].pools.values()
-    held = [(site, offsets) for pool in pools for site, offsets in pool.sites.items() if offsets.on_host]
-    _require("on_host", "no agent", held)
-    agent = AgentId(max(held, key=lambda one: one[1].nbytes)[0].agent_key.split("/")[1])
-    for offsets in (offsets for site, offsets in held if site.agent_key.split("/")[1] == agent):
-        _flip(offsets)
-    return agent
-
-
-def _flip(offsets: SiteOffsets) -> None:
-    for table in offsets.tables:
-        raw: Tensor = table.arena.view(torch.uint8).flatten()
-        raw[:BLOCK:EVERY] ^= 0xFF
+def corrupt_host(parts: Inspection, agent: AgentId) -> None:
+    """Flip bytes of the offsets of an agent that lie in host memory."""
+    held = [offsets for pool, site in agent_sites(parts, agent) if (offsets := pool.sites[site]).on_host]
+    _require("on_host", agent, held)
+    for table in (table for offsets in held for table in offsets.tables):
+        flip_bytes(table.arena)
 
 
 def _tables(parts: Inspection, agent: AgentId) -> Iterator[OffsetTable]:

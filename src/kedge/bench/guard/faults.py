@@ -5,27 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 from kedge.bench.guard import damage
 from kedge.bench.guard.lane import GuardLane
-from kedge.bench.guard.wrong_rotation import WrongRotation
+from kedge.bench.guard.settings import DEFAULT_MOVE, LEARNED_MOVE, Move
+from kedge.bench.guard.wrong_writes import (
+    MakeWrite,
+    WrongWrites,
+    at_another_base,
+    from_corrupt_base,
+    with_swapped_heads,
+)
 from kedge.engine.local.components import EngineComponents
 from kedge.reuse.contracts import PlaceholderSite
 from kedge.settings import AnchorSettings
 from kedge.types import AgentId
 from kedge.workflow.graph import Workflow
-from kedge.workloads.miniature import TASKS, Task
+from kedge.workloads.miniature import TASKS, Question, Task
 
-REWORDED = "Follow the rules of the house. Be brief, be sure, and never repeat what the others have written."
-"""An earlier version of a role"""
-DEVICE, HOST = 1 << 17, 1 << 28
+EARLIER = (
+    "You give the final answer. An example: Lena leaves Rome. Lena sells pens. Lena owns 4 keys. Which city does Lena "
+    "leave? Options: Oslo, Rome, Lima, Bern. The answer is Rome."
+)
+"""An earlier version of a role: of those that were tried, one under which offsets differ most from those of a role that
+the bundled model knows"""
+DEVICE, HOST = 320 << 10, 1 << 28
 """Bytes for offsets on the device, for each question in a pool, and behind it: one agent's offsets fit, those of
 a whole bundled team do not"""
+KNOWN_KIND, LATER_KIND = "city", "all"
+"""Kinds of questions of a task that has several: those that are learned from, and those that come later. The prompts
+look the same, but the answers to the later ones depend on numbers in all sentences, not on one city"""
 
 
 class GuardFault:
     """A fault of the last agent's translation; one object per engine."""
+
+    move: Move = LEARNED_MOVE
+    """How the engine moves values"""
+
+    @classmethod
+    def fits(cls, task: Task) -> bool:  # noqa: ARG003
+        """Return whether a task can have it."""
+        return True
 
     def anchors(self, learned: int) -> Mapping[str, Any]:  # noqa: ARG002
         """Return settings of the anchors that it needs, where pools have seen so many questions."""
@@ -38,7 +61,11 @@ class GuardFault:
     def before(self, lane: GuardLane, questions: list[str]) -> None:
         """Do what must happen before the pools fill."""
 
-    def task(self, task: Task) -> Task:
+    def learned(self, task: Task) -> Task:
+        """Return the task whose questions are learned from."""
+        return task
+
+    def later(self, task: Task) -> Task:
         """Return the task whose questions are asked once the fault is there."""
         return task
 
@@ -52,18 +79,18 @@ def last_agent(flow: Workflow) -> AgentId:
     return AgentId(flow.agents[-1].id)
 
 
-class WrongRopeBase(GuardFault):
-    """Translated keys are rotated by a wrong RoPE base."""
+class WrongWritesOf(GuardFault):
+    """What translation writes is wrong, in one way or another."""
 
-    def __init__(self) -> None:
-        self._rotation = WrongRotation()
+    def __init__(self, make: MakeWrite, move: Move = LEARNED_MOVE) -> None:
+        self._writes, self.move = WrongWrites(make), move
 
     def components(self) -> EngineComponents:
-        return EngineComponents(assembler=self._rotation)
+        return EngineComponents(assembler=self._writes)
 
     def inject(self, lane: GuardLane) -> AgentId:
-        self._rotation.agent = last_agent(lane.flow)
-        return self._rotation.agent
+        self._writes.agent = last_agent(lane.flow)
+        return self._writes.agent
 
 
 class StaleAnchors(GuardFault):
@@ -74,7 +101,7 @@ class StaleAnchors(GuardFault):
 
     def before(self, lane: GuardLane, questions: list[str]) -> None:
         *others, last = lane.flow.agents
-        lane.warm(questions, replace(lane.flow, agents=(*others, replace(last, system=REWORDED))))
+        lane.warm(questions, replace(lane.flow, agents=(*others, replace(last, system=EARLIER))))
         sites = lane.engine.query(partial(damage.agent_sites, agent=last_agent(lane.flow)))
         self._stale = [site for _, site in sites]
 
@@ -84,7 +111,7 @@ class StaleAnchors(GuardFault):
         return agent
 
 
-class SwappedHeads(GuardFault):
+class SwappedOffsets(GuardFault):
     """The heads of the offsets are in another order."""
 
     def inject(self, lane: GuardLane) -> AgentId:
@@ -108,11 +135,35 @@ class WrongScales(GuardFault):
 class DriftedTask(GuardFault):
     """The questions are of another task than those that were learned from."""
 
-    def task(self, task: Task) -> Task:
+    def later(self, task: Task) -> Task:
         return next(other for name, other in TASKS.items() if name != task.name)
 
     def inject(self, lane: GuardLane) -> AgentId:
         return last_agent(lane.flow)
+
+
+class DriftedQuestions(GuardFault):
+    """The questions look like those that were learned from, but the answers depend on other tokens of them."""
+
+    @classmethod
+    def fits(cls, task: Task) -> bool:
+        return "kind" in next(task.questions("test", 0)).facts
+
+    def learned(self, task: Task) -> Task:
+        return _of_kind(task, KNOWN_KIND)
+
+    def later(self, task: Task) -> Task:
+        return _of_kind(task, LATER_KIND)
+
+    def inject(self, lane: GuardLane) -> AgentId:
+        return last_agent(lane.flow)
+
+
+def _of_kind(task: Task, kind: str) -> Task:
+    def generate(rng: Random) -> Question:
+        return next(question for question in iter(partial(task.generate, rng), None) if question.facts["kind"] == kind)
+
+    return replace(task, generate=generate)
 
 
 class PoisonedAnchors(GuardFault):
@@ -130,26 +181,35 @@ class PoisonedAnchors(GuardFault):
 
 
 class CorruptHost(GuardFault):
-    """Bytes of offsets in host memory are flipped."""
+    """Bytes of offsets in host memory are flipped. The others' offsets have pushed the last agent's there."""
 
     def anchors(self, learned: int) -> Mapping[str, Any]:
         held = min(learned, AnchorSettings().capacity)
         return {"max_bytes": held * DEVICE, "host_bytes": HOST}
 
+    def before(self, lane: GuardLane, questions: list[str]) -> None:  # noqa: ARG002
+        self._question = questions[0]
+
     def inject(self, lane: GuardLane) -> AgentId:
-        return lane.engine.query(damage.corrupt_host)
+        agent = last_agent(lane.flow)
+        lane.ask(self._question, replace(lane.flow, agents=lane.flow.agents[:-1]))
+        lane.engine.query(partial(damage.corrupt_host, agent=agent))
+        return agent
 
 
 FAULTS: Mapping[str, Callable[[], GuardFault]] = {
-    "rope_base": WrongRopeBase,
+    "rope_base": partial(WrongWritesOf, at_another_base),
     "stale_anchors": StaleAnchors,
-    "swapped_heads": SwappedHeads,
+    "swapped_heads": partial(WrongWritesOf, with_swapped_heads),
+    "swapped_offsets": SwappedOffsets,
     "wrong_scales": WrongScales,
     "drifted_task": DriftedTask,
+    "drifted_questions": DriftedQuestions,
     "poisoned_anchor": partial(PoisonedAnchors, 1, 3.0),
-    "poisoned_weakly": partial(PoisonedAnchors, 1, 0.3),
-    "poisoned_faintly": partial(PoisonedAnchors, 1, 0.03),
     "poisoned_anchors": partial(PoisonedAnchors, 12, 3.0),
     "corrupt_host": CorruptHost,
+    "default_rope_base": partial(WrongWritesOf, at_another_base, DEFAULT_MOVE),
+    "default_swapped_heads": partial(WrongWritesOf, with_swapped_heads, DEFAULT_MOVE),
+    "default_corrupt_base": partial(WrongWritesOf, from_corrupt_base, DEFAULT_MOVE),
 }
 """Name -> a new one for each engine"""

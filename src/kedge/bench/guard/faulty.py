@@ -33,8 +33,12 @@ class FaultResult:
     """After the fault, until it was off or the questions were over"""
     translated: int
     """Of these, calls that were answered with translated KV"""
+    before: int
+    """Calls without the fault just before it"""
+    translated_before: int
+    """Of these, calls that were answered with translated KV; where there are none, the fault had nothing to meet"""
     off_after: int | None
-    """Calls until translation was off; 0: nothing was translated; None: it stayed on"""
+    """Calls until translation was off; 0: nothing was translated any more; None: it stayed on, or never was"""
     changed_served: int
     """Final answers until then that differ from those of dense prefill"""
     changed_unguarded: int
@@ -64,6 +68,8 @@ class FaultResult:
             "agent": self.agent,
             "calls": self.calls,
             "translated_calls": self.translated,
+            "calls_before": self.before,
+            "translated_before": self.translated_before,
             "kl_before": self.kl_before,
             "kl": self.kl,
             "changed_calls": self.changed_calls,
@@ -108,9 +114,9 @@ def measure_fault(
 
 def _serve(fault: GuardFault, loaded: Loaded, settings: GuardBenchSettings, guard: GuardSettings) -> _Outcome:
     task = TASKS[settings.task]
-    clean = list(islice(texts(task, settings.seed), settings.learned + settings.before))
-    later = islice(texts(fault.task(task), settings.seed + 1), settings.limit)
-    config = settings.engine(dict(fault.anchors(settings.learned)), guard)
+    clean = list(islice(texts(fault.learned(task), settings.seed), settings.learned + settings.before))
+    later = islice(texts(fault.later(task), settings.seed + 1), settings.limit)
+    config = settings.engine(dict(fault.anchors(settings.learned)), guard, fault.move)
     with GuardLane(loaded, workflow(task), config, fault.components()) as lane:
         fault.before(lane, clean[: settings.learned])
         lane.warm(clean[: settings.learned])
@@ -134,7 +140,7 @@ def _ask(
     """
     served = []
     for question in questions:
-        text, calls = lane.ask(question)
+        text, calls = lane.attempt(question)
         served.append(_Served(question, text, tuple(call for call in calls if call.request.agent == agent)))
         if settings.idle:
             lane.engine.wait_idle(IDLE)
@@ -144,14 +150,16 @@ def _ask(
 
 
 def _result(guarded: _Outcome, bare: _Outcome, oracle: DenseOracle, task: Task) -> FaultResult:
-    calls = guarded.calls
-    off_after = len(calls) if guarded.is_off else _stopped(calls)
+    calls, translated_before = guarded.calls, sum(map(_is_translated, guarded.before))
+    off_after = len(calls) if guarded.is_off else _stopped(calls) if translated_before else None
     kl_before, _ = _divergence(guarded.before, oracle)
     kl, changed = _divergence(calls, oracle)
     return FaultResult(
         agent=guarded.agent,
         calls=len(calls),
         translated=sum(map(_is_translated, calls)),
+        before=len(guarded.before),
+        translated_before=translated_before,
         off_after=off_after,
         changed_served=_changed(guarded.served, oracle, task),
         changed_unguarded=_changed(bare.served, oracle, task),

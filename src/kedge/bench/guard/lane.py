@@ -13,6 +13,7 @@ from kedge.engine.base import Stream
 from kedge.engine.common.watched import WatchedEngine, Watcher
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.engine import LocalEngine
+from kedge.errors import GenerationFailed
 from kedge.reuse.guard.comparison import TOP
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
@@ -84,9 +85,19 @@ class GuardLane(AbstractContextManager["GuardLane"]):
     ) -> tuple[str, list[AnsweredCall]]:
         """Return the last agent's answer, and all calls in the order in which they ended."""
         recorder = CallRecorder()
+        return self._run(question, flow or self.flow, reuse, recorder), recorder.calls
+
+    def attempt(self, question: str) -> tuple[str, list[AnsweredCall]]:
+        """As `ask`; where a call fails, which a fault may lead to, the answer is empty and the calls end before it."""
+        recorder = CallRecorder()
+        try:
+            return self._run(question, self.flow, ReuseMode.TRANSLATE, recorder), recorder.calls
+        except GenerationFailed:
+            return "", recorder.calls
+
+    def _run(self, question: str, flow: Workflow, reuse: ReuseMode, recorder: CallRecorder) -> str:
         ranked = RankedEngine(self.engine, recorder)
-        result = run(ranked, flow or self.flow, {QUESTION: question}, reuse=reuse, on_tool_error="text")
-        return result.text, recorder.calls
+        return run(ranked, flow, {QUESTION: question}, reuse=reuse, on_tool_error="text").text
 
     def again(self, call: AnsweredCall) -> Stream:
         """Submit the request of another lane's call once more, computed densely."""

@@ -54,6 +54,9 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
     for key, names, known in (("fault", settings.faults, FAULTS), ("part", settings.parts, PARTS)):
         for name in names:
             _check(key, name, known)
+    for name in settings.faults:
+        if not FAULTS[name]().fits(TASKS[settings.task]):
+            raise ConfigError("fault", name, f"the questions of {settings.task} are all of one kind")
     with _one_thread():
         loaded = load_model(None, EngineSettings(device=settings.device))
         parts: dict[str, Callable[[], Any]] = {
@@ -66,9 +69,9 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
 
 
 def _faults(loaded: Loaded, settings: GuardBenchSettings, progress: Progress) -> dict[str, FaultResult]:
-    faults = {}
-    with DenseOracle(loaded, workflow(TASKS[settings.task]), settings.device) as oracle:
-        for name in settings.faults or FAULTS:
+    faults, task = {}, TASKS[settings.task]
+    with DenseOracle(loaded, workflow(task), settings.device) as oracle:
+        for name in settings.faults or [name for name, make in FAULTS.items() if make().fits(task)]:
             progress(f"fault: {name}")
             faults[name] = measure_fault(FAULTS[name], loaded, settings, oracle)
     return faults

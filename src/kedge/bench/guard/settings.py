@@ -29,7 +29,7 @@ class GuardBenchSettings:
     """Questions that fill the pools before a fault"""
     before: int = 6
     """Questions after those, for the distributions without the fault"""
-    limit: int = 60
+    limit: int = 50
     """Questions after which a fault counts as not found"""
     calls: int = 1000
     """Calls without a fault"""

@@ -10,7 +10,7 @@ from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import RequestSequence, Sequence
 from kedge.reuse.plan import Sentinel
-from kedge.types import GenerateRequest, Miss
+from kedge.types import GenerateRequest, Miss, Source
 
 logger = logging.getLogger(__name__)
 REFUTED = Miss("*", "the guard computed it: some of its translated KV was far from what the model computes")
@@ -52,7 +52,8 @@ class SentinelChecks:
         assert sequence.plan is not None
         sequence.plan = sequence.plan.without_translation(REFUTED)
         sequence.written = ()
-        behind = sequence.plan.spans[-1]
-        sequence.todo = list(range(behind.start, behind.stop))
+        # all that is not cached, also before the first translated token: under a mask, zero times no number is none
+        first = next(span.start for span in sequence.plan.spans if span.source is Source.COMPUTED)
+        sequence.todo = list(range(first, sequence.plan.spans[-1].stop))
         sequence.preassembled = min(sequence.preassembled, sequence.todo[0])
         logger.warning("request %s is computed: translated KV was far from computed KV", sequence.request.request_id)

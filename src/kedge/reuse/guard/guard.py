@@ -15,7 +15,7 @@ from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardO
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.record import GuardRecord
 from kedge.reuse.guard.saving import to_data
-from kedge.reuse.guard.sentinel_errors import Errors, SentinelFinding, judge_drawn, judge_weak
+from kedge.reuse.guard.sentinel_errors import Errors, SentinelFinding, judge_drawn, judge_glance, judge_weak
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
@@ -29,9 +29,10 @@ RARER, RAREST = 0.5, 1 / 64
 what a comparison needs is gathered while a call is served, and there is nothing to compare unless it is translated.
 """
 
-WATCHED, WATCHED_ALONE = 0.125, 0.25
-"""Share of an agent's calls in which translated tokens are drawn as sentinels, once it is not new: where weak tokens
-are sentinels in all calls, and where there are none. The draw is random, so that no fault keeps clear of it."""
+WATCHED, WATCHED_ALONE, GLANCED = 0.125, 0.25, 2
+"""Share of an agent's calls in which translated tokens of all values are drawn as sentinels, once it is not new. The
+draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels; where an agent has none,
+one token each of so many values is drawn. The larger share is for agents without weak tokens that have fewer values."""
 
 Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
@@ -93,16 +94,26 @@ class QualityGuard:
             key.placeholder for key in keys if mode is GuardMode.SHADOW or (key in records and records[key].withheld)
         )
         epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
-        watched = self._watched({key.placeholder: records.get(key) for key in keys})
-        sentinels = self._settings.sentinels
-        return replace(request.guard, withheld=withheld, sentinels=sentinels, watched=watched, epoch=epoch)
+        watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
+        sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
+        orders = replace(request.guard, withheld=withheld, sentinels=sentinels, epoch=epoch)
+        return replace(orders, watched=watched, glances=glances)
 
-    def _watched(self, records: Mapping[str, GuardRecord | None]) -> frozenset[str]:
-        """Return the placeholders of a request whose translated tokens are drawn as sentinels."""
-        has_weak = any(record and record.weak_errors.is_settled for record in records.values())
-        if self._rng.random() < (WATCHED if has_weak else WATCHED_ALONE):
-            return frozenset(records)
-        return frozenset(name for name, record in records.items() if record is None or record.is_new)
+    def _watched(self, records: Mapping[str, GuardRecord | None]) -> tuple[frozenset[str], bool]:
+        """Return the placeholders of a request whose translated tokens are drawn as sentinels, and whether that is a
+        glance. Where one is withheld, what else is translated is not trusted either.
+        """
+        known = [record for record in records.values() if record]
+        new = {name for name, record in records.items() if record is None or record.is_new}
+        old = sorted(records.keys() - new)
+        has_weak = any(record.weak_errors.is_settled for record in known)
+        share = WATCHED if has_weak or len(old) >= GLANCED else WATCHED_ALONE
+        if not old or self._rng.random() < share or any(record.withheld for record in known):
+            return frozenset(records), False
+        is_learning = any(record.is_new and record.is_translated for record in known)
+        if is_learning or has_weak or len(old) < GLANCED:
+            return frozenset(new), True
+        return frozenset((*new, *self._rng.sample(old, GLANCED))), True
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
         """Return what is ordered for a request that arrives, and whether its answer is to be compared.
@@ -159,7 +170,8 @@ class QualityGuard:
             keys = {name: GuardKey(*request.workflow_agent, name) for name in errors}
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
             usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
-            verdict = (judge_weak if weak else judge_drawn)(errors, usual, self._settings.max_sentinel_error)
+            judge = judge_weak if weak else judge_glance if request.guard.glances else judge_drawn
+            verdict = judge(errors, usual, self._settings.max_sentinel_error)
             for name, found in sorted(errors.items()):
                 if verdict.finding is not SentinelFinding.REFUTED:
                     usual[name].observe(fmean(found))

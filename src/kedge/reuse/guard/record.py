@@ -85,6 +85,11 @@ class GuardRecord:
         """Whether so few calls were translated that translated tokens are drawn as sentinels in each of them."""
         return self._calls < SETTLED
 
+    @property
+    def is_translated(self) -> bool:
+        """Whether a call was translated since the last change of state, but for that from `canary` to `on`."""
+        return self._calls > 0
+
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)

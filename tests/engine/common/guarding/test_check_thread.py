@@ -126,6 +126,31 @@ def test_a_pause_shorter_than_a_check_is_not_idle_time(
         assert one.checks.drain(10)
 
 
+def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(check_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.checks.left(0)
+        now[0] += GRACE
+        one.finish_after(lambda: now.__setitem__(0, now[0] + 3.0))
+        one.error = Overloaded("n", 1, "full")
+        one.add()
+        assert one.checks.drain(10) and (one.checks.done, one.checks.dropped) == (1, 1)
+        one.error = None
+        one.checks.arrived()
+        one.checks.left(0)
+        now[0] += 2.9
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "the last check that was carried out took three seconds"
+        now[0] += 0.2
+        one.add()
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10)
+
+
 def test_a_check_longer_than_any_credit_does_not_block_the_others_for_ever() -> None:
     with bench() as one:
         one.checks.arrived()

@@ -193,7 +193,7 @@ class CheckThread:
             is_done = False
             logger.exception("a check failed")
         with self._changed:
-            # pauses shorter than a check are a client's between two calls, and the check would run beside the second
-            self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
+            if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
+                self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
             self.done += is_done
             self.dropped += not is_done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kedge.bench.guard import wrong_rotation
+from kedge.bench.guard import wrong_base
 from kedge.bench.lab.methods import load_model
 from kedge.kv.rotary import Rotary
 from kedge.settings import EngineSettings
@@ -16,12 +16,12 @@ def test_the_base_alone_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch.stack(runner.rotary.tables)
 
     def tables() -> torch.Tensor:
-        module = wrong_rotation.WrongBase(runner.rotary)
+        module = wrong_base.WrongBase(runner.rotary)
         return torch.stack(Rotary(module, runner.max_positions, runner.device).tables)
 
     wrong = tables()
     assert torch.equal(wrong[:, 0], right[:, 0])
     assert torch.allclose(wrong[:, :, 0], right[:, :, 0], atol=1e-3), "the first frequency is 1 at any base"
     assert not torch.allclose(wrong[:, 1:100, 1:], right[:, 1:100, 1:], atol=1e-2)
-    monkeypatch.setattr(wrong_rotation, "TIMES_BASE", 1.0)
+    monkeypatch.setattr(wrong_base, "TIMES_BASE", 1.0)
     assert torch.allclose(tables()[:, :512], right[:, :512], atol=1e-3)
