@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.adapters import ADAPTERS, installed  # noqa: E402
+from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.idle_nixl import use_idle_nixl  # noqa: E402
 from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, tokens  # noqa: E402
@@ -69,7 +70,6 @@ def has_worked(other: Any, folder: Path) -> bool:
     return {example: any(folder.iterdir()), offloading: PlainWorker.stored > 0, nixl: IdleNixl.registered > 0}[other]
 
 
-@pytest.mark.skipif(installed() is not ADAPTERS[-1], reason="the other connectors are those of the newest vLLM")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("other", [example, offloading, nixl])
 def test_beside_another_connector_kv_is_cached_and_not_translated(
@@ -86,7 +86,8 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
     company = {"kv_role": "kv_both", **other(tmp_path)}
     both = {"connectors": [KEDGE, company] if is_first else [company, KEDGE]}
     config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=both)
-    with driver(tiny_llama, plugged=False, kv_transfer_config=config, **SIZE) as built:
+    own = {} if installed().binds_manager else {"scheduler_cls": SCHEDULER}
+    with driver(tiny_llama, plugged=False, kv_transfer_config=config, **own, **SIZE) as built:
         assert cycle(built) == stock[0]
         for value, expected in zip(VALUES, stock[1], strict=True):
             for _ in range(2):
