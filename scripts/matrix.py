@@ -74,7 +74,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found for one version. `note` is the reason why it was not tried, or what is off or failed."""
+    """What was found for one version. `note` is why it was not tried, or what is off, was skipped or failed."""
 
     axis: str
     version: str
@@ -206,17 +206,15 @@ def counts(text: str) -> dict[str, int]:
     return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
 
 
-def reported(folder: Path, tests: Sequence[str]) -> tuple[dict[str, int], str]:
-    """Return the numbers of tests in pytest's JUnit files, and the day of the last one. Of a test that is in several,
-    the newest run counts. Raises `SystemExit` where they lack a file of `tests`.
+def reported(folder: Path, tests: Sequence[str]) -> tuple[dict[str, int], str, str]:
+    """Return the numbers of tests in pytest's JUnit files, the day of the last one, and why tests were skipped. Of a
+    test that is in several, the newest run counts. Raises `SystemExit` where they lack a file of `tests`.
     """
     suites = [suite for file in folder.glob("*.xml") for suite in ElementTree.parse(file).iter("testsuite")]
     suites.sort(key=lambda suite: suite.attrib["timestamp"])
-    found: dict[str, str] = {}
+    found: dict[str, ElementTree.Element] = {}
     for suite in suites:
-        found |= {
-            f"{case.get('classname')}.{case.get('name')}".strip("."): outcome(case) for case in suite.iter("testcase")
-        }
+        found |= {f"{case.get('classname')}.{case.get('name')}".strip("."): case for case in suite.iter("testcase")}
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for test in tests
@@ -225,14 +223,23 @@ def reported(folder: Path, tests: Sequence[str]) -> tuple[dict[str, int], str]:
     missing = [one for one in modules if not any(name == one or name.startswith(f"{one}.") for name in found)]
     if missing:
         raise SystemExit(f"{folder} has no results of {', '.join(sorted(missing))}")
-    numbers = Counter(found.values())
-    return {one: numbers[one] for one in ("passed", "failed", "skipped")}, suites[-1].attrib["timestamp"][:10]
+    numbers = Counter(map(outcome, found.values()))
+    day = suites[-1].attrib["timestamp"][:10]
+    return {one: numbers[one] for one in ("passed", "failed", "skipped")}, day, skip_reasons(found.values())
 
 
 def outcome(case: ElementTree.Element) -> str:
     """Return what became of a test in a JUnit file; an error counts as failed."""
     kinds = {child.tag for child in case}
     return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+
+
+def skip_reasons(cases: Iterable[ElementTree.Element]) -> str:
+    """Return why tests in JUnit files were skipped, the most frequent reason first, with its number of tests."""
+    skips = (case.find("skipped") for case in cases)
+    reasons = Counter(skip.get("message") or "no reason" for skip in skips if skip is not None)
+    listed = "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
+    return f"skipped: {listed}" if listed else ""
 
 
 def off(python: Path) -> str:
@@ -269,7 +276,8 @@ def measure(axis: str, version: str, given: argparse.Namespace) -> Row:
         return Row(axis, version, note=f"not tried: {reason}", day=day)
     note = off(python) if axis == "vllm" else ""
     if given.reports:
-        numbers, day = reported(given.reports / name, tests)
+        numbers, day, skips = reported(given.reports / name, tests)
+        note = "; ".join(filter(None, (note, skips)))
         return Row(axis, version, installed(python, axis), **numbers, note=note, selection=label, day=day)
     done = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], SECONDS)
     if done.returncode and not counts(done.stdout)["failed"]:

@@ -47,5 +47,6 @@ class PlainOffloading(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
-            self._worker = PlainWorker(kv_caches.tensors, self.num_chunks)
+            size = "num_chunks" if hasattr(self, "num_chunks") else "num_blocks"  # so called before 0.30
+            self._worker = PlainWorker(kv_caches.tensors, getattr(self, size))
         return self._worker

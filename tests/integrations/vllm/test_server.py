@@ -22,6 +22,10 @@ import kedge.models.nano
 from tests.integrations.vllm.conftest import BLOCK, driver, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
+
 pytestmark = pytest.mark.slow
 
 MODEL = kedge.models.nano.__path__[0]
@@ -32,6 +36,7 @@ TRANSFER = {
         "tiers": {"host_blocks": 100},
         "anchors": {"max_error": 50.0},
         "planner": {"by_cost": False},
+        "max_lanes": 0,
     },
 }
 FIXED = 8 * BLOCK
@@ -125,7 +130,8 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
-    with serving("-tp", "2", "--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware") as built:
+    own = [] if installed().binds_manager else ["--scheduler-cls", SCHEDULER]  # else nothing is translated
+    with serving("-tp", "2", "--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware", *own) as built:
         yield built
 
 
