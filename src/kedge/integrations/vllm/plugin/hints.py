@@ -145,7 +145,7 @@ def plain_request(request_id: str, prompt: Sequence[int], salt: str | None, reus
 
 
 def _unnamed(tokens: Tokens) -> tuple[Segment, ...]:
-    """Return a prompt of which nobody said what it is made of."""
+    """Return a prompt without given segments as a single one."""
     return (Segment(tokens, "p0"),)
 
 
