@@ -76,7 +76,7 @@ class QualityGuard:
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
-        if request.reuse is not ReuseMode.TRANSLATE or not _keys(request):
+        if request.reuse is not ReuseMode.TRANSLATE or not any(one.is_placeholder for one in request.segments):
             return GuardMode.OFF
         return request.guard.mode or self._settings.mode
 
@@ -96,8 +96,9 @@ class QualityGuard:
         epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
         watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
         sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
-        orders = replace(request.guard, withheld=withheld, sentinels=sentinels, epoch=epoch)
-        return replace(orders, watched=watched, glances=glances)
+        return replace(
+            request.guard, withheld=withheld, epoch=epoch, sentinels=sentinels, watched=watched, glances=glances
+        )
 
     def _watched(self, records: Mapping[str, GuardRecord | None]) -> tuple[frozenset[str], bool]:
         """Return the placeholders of a request whose translated tokens are drawn as sentinels, and whether that is a
@@ -261,8 +262,9 @@ class QualityGuard:
 
 
 def _keys(request: GenerateRequest) -> list[GuardKey]:
+    agent = request.workflow_agent
     names = dict.fromkeys(segment.name for segment in request.segments if segment.is_placeholder)
-    return [GuardKey(*request.workflow_agent, name) for name in names]
+    return [GuardKey(*agent, name) for name in names]
 
 
 def _log_change(
