@@ -41,10 +41,11 @@ class GuardSettings(SettingsSection):
     sentinels: NonNegativeInt = 2
     """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share
     of the others. Where they differ from what translation wrote by more than `max_sentinel_error` in the mean, the
-    prompt is computed before its first token. With 0, neither are tokens compared that are computed anyway."""
+    prompt is computed before its first token. In other calls of an agent whose values are translated whole, one token
+    each of two values, which both have to be off. With 0, tokens that are computed anyway are not compared either."""
     max_sentinel_error: PositiveFloat = 0.5
     """Highest mean relative error of a call's such tokens: the norm of the difference over that of the computed keys or
-    values."""
+    values. Of one token each of two values: the highest error of both, and half of the highest mean."""
     trials: PositiveInt = 8
     """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
     switched off, and twice as many every further time."""
