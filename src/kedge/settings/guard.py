@@ -45,7 +45,7 @@ class GuardSettings(SettingsSection):
     each of two values, which both have to be off. With 0, tokens that are computed anyway are not compared either."""
     max_sentinel_error: PositiveFloat = 0.5
     """Highest mean relative error of a call's such tokens: the norm of the difference over that of the computed keys or
-    values. Of one token each of two values: the highest error of both, and half of the highest mean."""
+    values. Of one token each of two values: the highest error of each, and half of their highest mean."""
     trials: PositiveInt = 8
     """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
     switched off, and twice as many every further time."""
