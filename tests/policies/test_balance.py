@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.policies.balance import LEAST, MARGIN, TRIES, Balances
+from kedge.policies.balance import EARLY, EARLY_MARGIN, LEAST, MARGIN, TRIES, Balances
 from kedge.types import GenerateRequest, Segment, TenantId, WorkflowId
 
 
@@ -19,9 +19,27 @@ def run(balances: Balances, requests: int, spent: float, saved: float, one: Gene
 
 def test_a_workflow_that_loses_is_found_after_some_requests() -> None:
     balances = Balances()
-    run(balances, LEAST, 2.0, 1.0, request())
+    run(balances, LEAST, 1.0, MARGIN - 0.1, request())
     assert not balances.is_losing(request()), "the first one only opened the balance"
-    run(balances, 1, 2.0, 1.0, request())
+    run(balances, 1, 1.0, MARGIN - 0.1, request())
+    assert balances.is_losing(request())
+
+
+def test_one_that_clearly_loses_is_found_early() -> None:
+    balances = Balances()
+    run(balances, EARLY, 1.0, EARLY_MARGIN - 0.5, request())
+    assert not balances.is_losing(request())
+    run(balances, 1, 1.0, EARLY_MARGIN - 0.5, request())
+    assert balances.is_losing(request())
+
+
+def test_one_that_learns_has_the_time_to_show_that_it_pays() -> None:
+    balances = Balances()
+    balances.save(request(), 1.0)
+    balances.spend(request(), 5.0, learning=True)
+    run(balances, LEAST - 1, 1.0, EARLY_MARGIN - 0.5, request())
+    assert not balances.is_losing(request())
+    run(balances, 1, 1.0, EARLY_MARGIN - 0.5, request())
     assert balances.is_losing(request())
 
 
@@ -61,7 +79,7 @@ def test_saving_a_little_is_not_enough() -> None:
 
 def test_a_workflow_that_has_lost_is_judged_by_its_tries_alone() -> None:
     balances = Balances()
-    run(balances, 2 * LEAST, 1000.0, 1.0, request())
+    run(balances, EARLY + TRIES, 1000.0, 1.0, request())
     assert balances.is_losing(request())
     run(balances, TRIES - 1, 1.0, 2 * MARGIN, request())
     assert balances.is_losing(request()), "one request too few"

@@ -15,15 +15,18 @@ from kedge.types import GenerateRequest, Namespace, WorkflowId
 MAX_WORKFLOWS = 1024
 LEAST = 32
 """Requests from the first that was translated on, before a balance counts"""
+EARLY = 8
+"""The same number where the balance is clear, and nothing was spent on learning: that pays later"""
 FORGET = 0.98
 """Factor on all sums with every request"""
 TRIES = 16
 """Requests until the balance of a workflow that has lost counts again"""
-MARGIN = 4.0
+MARGIN, EARLY_MARGIN = 4.0, 2.0
 """How many times of what it takes translation has to save: nobody sees all that it takes, such as a step more before a
 request begins, and the processes' messages. Teams of which it saved two to three times what was counted ran at 0.73 to
 0.87 of the speed without it, those of which it saved eight to thirteen times at 1.16 and 1.64 (`kedge bench vllm --case
-load`, bundled and 32 M model).
+load`, bundled and 32 M model). The second is that of an early verdict: by then the former had saved 1.4 to 2.2 times,
+the latter 10 to 18, and a balance still rises, as its first requests take longest.
 """
 
 
@@ -33,14 +36,24 @@ class _Balance:
     spent: float = 0.0
     saved: float = 0.0
     is_losing: bool = False
+    has_learned: bool = False
 
     def weigh(self) -> None:
         """Decide whether the workflow loses; a balance that turns is begun anew."""
-        if self.requests < (TRIES if self.is_losing else LEAST):
+        if self._margin is None:
             return
-        is_losing = MARGIN * self.spent > self.saved
+        is_losing = self._margin * self.spent > self.saved
         if self.is_losing or is_losing:
             self.requests, self.spent, self.saved, self.is_losing = 0, 0.0, 0.0, is_losing
+            self.has_learned = False
+
+    @property
+    def _margin(self) -> float | None:
+        """How many times of what it takes translation must have saved by now; None: it is too early to say."""
+        if self.requests >= (TRIES if self.is_losing else LEAST):
+            return MARGIN
+        is_early = self.is_losing or self.has_learned or self.requests < EARLY
+        return None if is_early else EARLY_MARGIN
 
 
 class Balances:
@@ -56,10 +69,11 @@ class Balances:
             found.spent, found.saved = FORGET * found.spent, FORGET * found.saved
             found.weigh()
 
-    def spend(self, request: GenerateRequest, seconds: float) -> None:
-        """Add time that translation has taken."""
+    def spend(self, request: GenerateRequest, seconds: float, *, learning: bool = False) -> None:
+        """Add time that translation has taken, or learning for later ones."""
         if found := self._balances.get(_workflow(request)):
             found.spent += seconds
+            found.has_learned = found.has_learned or learning
 
     def save(self, request: GenerateRequest, seconds: float) -> None:
         """Add time that computing what was translated would have taken."""

@@ -94,7 +94,7 @@ def test_all_that_is_done_for_a_workflow_counts_in_its_balance(engine: Driver, m
 
         monkeypatch.setattr(learner, name, counted)
 
-    monkeypatch.setattr(learner._balances, "spend", lambda *_: spent.update(charged=1))
+    monkeypatch.setattr(learner._balances, "spend", lambda *_, **__: spent.update(charged=1))
     for name in ("capture", "_observe"):
         at_work(name)
     engine.reset()

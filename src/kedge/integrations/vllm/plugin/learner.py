@@ -282,7 +282,7 @@ class Learner:
             logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
             return False
         finally:
-            self._balances.spend(prompt.request, time.monotonic() - began)
+            self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
