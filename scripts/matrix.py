@@ -105,7 +105,11 @@ def pip(python: Path, *packages: str | Path) -> None:
 
 
 def last_error(text: str) -> str:
-    """Return the last error among a command's lines that says more than where help is, short enough for a note."""
+    """Return what pip cannot have together, or else the last error among a command's lines that says more than where
+    help is, short enough for a note.
+    """
+    if conflict := re.search(r"The conflict is caused by:\n((?: +.+\n)+)", text):
+        return "; ".join(map(str.strip, conflict[1].splitlines()))[:200]
     errors = [line for line in text.splitlines() if line.lower().startswith("error") and "for help visit" not in line]
     found = (errors or text.strip().splitlines() or ["failed without a word"])[-1]
     return re.sub(r"\(from versions: .*?\)", "", found.removeprefix("ERROR: ")).strip()[:200]

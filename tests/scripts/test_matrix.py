@@ -37,6 +37,14 @@ def test_the_reason_is_pips_last_error_without_its_list_of_versions() -> None:
     assert last_error(both) == "Cannot install x==9.* because of y."
 
 
+def test_the_reason_for_a_conflict_is_what_conflicts() -> None:
+    parts = "    The user requested x==9.*\n    The user requested (constraint) x<=8\n"
+    text = (
+        f"ERROR: Cannot install x==9.*\n\nThe conflict is caused by:\n{parts}\nTo fix this\nERROR: ResolutionImpossible"
+    )
+    assert last_error(text) == "The user requested x==9.*; The user requested (constraint) x<=8"
+
+
 def test_axes_and_versions_are_chosen_by_name() -> None:
     assert len(chosen([])) == sum(map(len, AXES.values()))
     assert chosen(["vllm=0.33", "python"]) == [("vllm", "0.33"), *(("python", one) for one in AXES["python"])]
