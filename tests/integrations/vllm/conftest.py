@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # else n-gram drafts set OpenMP's threads for the rest of the process
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # log-probabilities would be compiled, which takes a minute
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
