@@ -16,7 +16,7 @@ MAX_WORKFLOWS = 1024
 LEAST = 32
 """Requests from the first that was translated on, before a balance counts"""
 EARLY = 8
-"""The same number where the balance is clear, and nothing was spent on learning: that pays later"""
+"""The same number where translation clearly loses, and nothing was spent on learning, which pays later"""
 FORGET = 0.98
 """Factor on all sums with every request"""
 TRIES = 16
@@ -40,20 +40,20 @@ class _Balance:
 
     def weigh(self) -> None:
         """Decide whether the workflow loses; a balance that turns is begun anew."""
-        if self._margin is None:
+        margin = self._margin()
+        if margin is None:
             return
-        is_losing = self._margin * self.spent > self.saved
+        is_losing = margin * self.spent > self.saved
         if self.is_losing or is_losing:
             self.requests, self.spent, self.saved, self.is_losing = 0, 0.0, 0.0, is_losing
             self.has_learned = False
 
-    @property
     def _margin(self) -> float | None:
-        """How many times of what it takes translation must have saved by now; None: it is too early to say."""
+        """Return how many times of what it takes translation must have saved by now; None where it is too early."""
         if self.requests >= (TRIES if self.is_losing else LEAST):
             return MARGIN
-        is_early = self.is_losing or self.has_learned or self.requests < EARLY
-        return None if is_early else EARLY_MARGIN
+        is_too_early = self.is_losing or self.has_learned or self.requests < EARLY
+        return None if is_too_early else EARLY_MARGIN
 
 
 class Balances:
