@@ -43,7 +43,7 @@ class Sampler:
 
     @property
     def may_surprise(self) -> bool:
-        """Whether a token other than the likeliest may be drawn: only such a token can be one that nobody expected."""
+        """Whether a token other than the likeliest may be drawn. The likeliest's surprisal is at most the entropy."""
         return self.draw is not None or not self.is_greedy
 
     def __call__(self, logits: Tensor) -> int:
