@@ -1,15 +1,18 @@
-"""Tokens of an answer that its model did not expect: who reads the answer computes them."""
+"""Tokens of an answer: when they are told, and those that the model did not expect, which readers compute."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.learning import Learning
 from kedge.engine.local.sampler import Draw
+from kedge.engine.local.sequence import RequestSequence
 from kedge.settings import AnchorSettings
 from kedge.types import GenerateRequest, Receipt, Source, Tokens
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -69,6 +72,29 @@ def test_readers_compute_the_tokens_of_an_answer_that_its_model_did_not_expect(m
     sources = [span.source for span in receipt.spans for _ in range(len(span))][start : start + len(answer)]
     assert [at for at, source in enumerate(sources) if source is Source.COMPUTED] == expected
     assert sources.count(Source.TRANSLATED) == len(answer) - len(expected)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_first_token_is_told_before_anything_is_kept_of_its_prompt(
+    max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    tell, started = RequestSequence.tell, Learning.started
+
+    def noted_tell(self: RequestSequence, text: str, tokens: Tokens = (), *more: Any) -> None:
+        happened.extend(["told"] * len(tokens))
+        tell(self, text, tokens, *more)
+
+    def noted_start(self: Learning, sequence: RequestSequence) -> None:
+        happened.append("started")
+        started(self, sequence)
+
+    monkeypatch.setattr(RequestSequence, "tell", noted_tell)
+    monkeypatch.setattr(Learning, "started", noted_start)
+    with opened(math.inf) as engine:
+        done = engine.submit(prompt_of("writer", ASKED, max_tokens=max_tokens, ignore_eos=True)).result(60)
+    assert len(done.tokens) == max_tokens
+    assert happened == ["told", "started", *["told"] * (max_tokens - 1)]
 
 
 def test_nothing_in_a_greedy_answer_is_a_surprise() -> None:

@@ -70,6 +70,7 @@ class Answers:
                 self._finish(sequence)
             else:
                 self._note_first_token(sequence)
+                self._learning.started(sequence)
                 self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
         return []
 
@@ -101,20 +102,24 @@ class Answers:
 
     def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
         sequence.logprobs.read_answer(token, logits)
-        if sequence.first_token is None:
+        if is_first := sequence.first_token is None:
             self._note_first_token(sequence)
         self._scheduler.served(sequence, 1)
-        if token in self._eos_token_ids and not sequence.request.sampling.ignore_eos:
-            return self._end_response(sequence, FinishReason.STOP, computed=len(sequence.tokens))
-        sequence.tokens.append(token)
-        sequence.tell(sequence.text.push(token), (token,))
+        is_end = token in self._eos_token_ids and not sequence.request.sampling.ignore_eos
+        if not is_end:
+            sequence.tokens.append(token)
+            sequence.tell(sequence.text.push(token), (token,))
+        if is_first:  # which takes milliseconds: whoever waits for the token has it by now
+            self._learning.started(sequence)
         last = len(sequence.tokens) - 1
-        if sequence.text.stopped:
-            return self._end_response(sequence, FinishReason.STOP, computed=last)
-        if len(sequence.response) >= sequence.max_tokens:
-            return self._end_response(sequence, FinishReason.LENGTH, computed=last)
-        sequence.todo = [last]
-        return None
+        if is_end:
+            self._end_response(sequence, FinishReason.STOP, computed=last + 1)
+        elif sequence.text.stopped:
+            self._end_response(sequence, FinishReason.STOP, computed=last)
+        elif len(sequence.response) >= sequence.max_tokens:
+            self._end_response(sequence, FinishReason.LENGTH, computed=last)
+        else:
+            sequence.todo = [last]
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
         """End the answer, with one more pass if its KV is left for readers."""
@@ -140,7 +145,6 @@ class Answers:
         if sequence.request.reuse is not ReuseMode.OFF:
             self._cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
             self._fixed.called(sequence.request, sequence.turn)
-        self._learning.started(sequence)
 
     def _finish(self, sequence: RequestSequence) -> None:
         """Complete the request, keep the answer's KV for its readers, and learn from the prompt or free its blocks."""
