@@ -52,7 +52,8 @@ def test_every_row_sees_its_own_context(
     blocks = torch.stack([torch.randperm(BLOCKS) for _ in lengths]).to(torch.int32).to(DEVICE)
 
     sinks = torch.randn(heads, device=DEVICE).to(dtype) if beside_sinks else None
-    contexts = (blocks, torch.tensor(lengths, device=DEVICE).int(), BLOCK)
+    owners = torch.arange(len(lengths), device=DEVICE).int()
+    contexts = (blocks, owners, torch.tensor(lengths, device=DEVICE).int(), BLOCK)
 
     out = attend(query, keys, values, *contexts, SCALE, window, cap, sinks)
 
@@ -62,3 +63,36 @@ def test_every_row_sees_its_own_context(
         absent = torch.full((heads, 1), -torch.inf, device=DEVICE)
         wanted = expected(query[row], keys, values, slots, window, cap, absent if sinks is None else sinks[:, None])
         torch.testing.assert_close(out[row].double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+PIECES = {
+    "a prompt's last tokens": [(0, range(120, 140))],
+    "scattered tokens beside decodes": [(0, [150]), (1, [*range(3, 100, 7), *range(120, 170)]), (2, [7])],
+    "decodes alone": [(i, [5 * i]) for i in range(17)],
+}
+
+
+@pytest.mark.parametrize(("window", "cap", "beside_sinks"), [(None, None, False), (40, 0.5, True)])
+@pytest.mark.parametrize("kv_heads", [2, 6])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_rows_of_a_sequence_share_its_context(
+    pieces: list[tuple[int, list[int]]], kv_heads: int, window: int | None, cap: float | None, beside_sinks: bool
+) -> None:
+    from kedge.kv.attention_kernel import attend
+
+    torch.manual_seed(0)
+    heads, dim = 6, 16
+    keys, values = torch.randn(2, BLOCK * BLOCKS, kv_heads, dim, device=DEVICE)
+    rows = [(owner, position) for owner, positions in pieces for position in positions]
+    query = torch.randn(heads, len(rows), dim, device=DEVICE).transpose(0, 1)
+    blocks = torch.stack([torch.randperm(BLOCKS) for _ in range(17)]).to(torch.int32).to(DEVICE)
+    sinks = torch.randn(heads, device=DEVICE) if beside_sinks else None
+    owners, positions = torch.tensor(rows, device=DEVICE).int().T.contiguous()
+
+    out = attend(query, keys, values, blocks, owners, positions + 1, BLOCK, SCALE, window, cap, sinks, together=True)
+
+    absent = torch.full((heads, 1), -torch.inf, device=DEVICE)
+    for row, (owner, position) in enumerate(rows):
+        slots = (blocks[owner, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[: position + 1]
+        wanted = expected(query[row], keys, values, slots, window, cap, absent if sinks is None else sinks[:, None])
+        torch.testing.assert_close(out[row].double(), wanted, atol=1e-5, rtol=1e-5)

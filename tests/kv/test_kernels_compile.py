@@ -21,6 +21,7 @@ def compiled(kernel, constants, pointers):
     signature = {**rest, **pointers, **{name: "constexpr" for name in constants}}
     made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
     assert made.asm["cubin"]
+    assert made.metadata.shared <= 227 << 10, "more shared memory than a program has there"
 
 KV = {name: "*DTYPE" for name in ("pool_keys", "pool_values", "base_keys", "base_values", "query", "keys", "values")}
 sizes = dict(HEADS=8, DIM=128, HALF=64, SCALED=SCALES, TURNED=64, REST=1, WHOLE=128, TILE=translate_kernel.TILE)
@@ -32,12 +33,16 @@ compiled(kernel, {**sizes, "DIM": 24, "HALF": 4, "TURNED": 4, "REST": 16, "WHOLE
 
 kernel = attention_kernel._attend
 kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}
-tables = dict(blocks="*i32", lengths="*i32", parts="*fp32", sums="*fp32", scaling="fp32",
+tables = dict(blocks="*i32", owners="*i32", lengths="*i32", parts="*fp32", sums="*fp32", scaling="fp32",
               softcap="fp32")
-sizes = dict(HEADS=32, GROUP=4, DIM=128, BLOCK=16, SHARES=attention_kernel.SHARES, TILE=attention_kernel.TILE, ROWS=16,
-             WHOLE=128, CAPPED=False)
-compiled(kernel, sizes, {**kv, **tables})
-compiled(kernel, {**sizes, "CAPPED": True}, {**kv, **tables})
+for together, group, dim in ((1, 4, 128), (4, 4, 128), (16, 4, 128), (16, 2, 256), (64, 1, 64)):
+    rows = max(attention_kernel.FEWEST, together * group)
+    sizes = dict(HEADS=8 * group, GROUP=group, PADDED=group, DIM=dim, BLOCK=16, SHARES=attention_kernel.SHARES,
+                 TILE=attention_kernel.TILE, TOGETHER=together, ROWS=rows, WHOLE=dim, CAPPED=dim == 256)
+    compiled(kernel, sizes, {**kv, **tables})
+
+sizes = dict(HEADS=32, DIM=128, SHARES=attention_kernel.SHARES, WITH_SINKS=True, WHOLE=128)
+compiled(attention_kernel._join, sizes, dict(parts="*fp32", sums="*fp32", sinks="*DTYPE", out="*DTYPE"))
 """
 
 

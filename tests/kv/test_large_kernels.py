@@ -44,19 +44,23 @@ def seconds(work: Callable[[], object]) -> float:
 # attention --------------------------------------------------------------------------------------------------------
 
 
-def contexts(rows: int, longest: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Scattered blocks [rows, width] and lengths [rows], the longest and a single token among them."""
+def contexts(rows: int, sequences: int, longest: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scattered blocks [sequences, width], and each row's sequence and length, the longest and a single token among
+    them.
+    """
     width = -(-longest // BLOCK)
-    table = torch.stack([torch.randperm(blocks, device=DEVICE)[:width] for _ in range(rows)]).int()
+    table = torch.stack([torch.randperm(blocks, device=DEVICE)[:width] for _ in range(sequences)]).int()
     lengths = torch.randint(1, longest + 1, (rows,), device=DEVICE).int()
     lengths[0], lengths[-1] = longest, 1 if rows > 1 else longest
-    return table, lengths
+    return table, (torch.arange(rows, device=DEVICE) * sequences // rows).int(), lengths
 
 
-def attended(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+def attended(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, owners: Tensor, lengths: Tensor, window: int | None
+) -> Tensor:
     """[rows, heads, dim] in float64, row by row."""
     group, rows = query.shape[1] // keys.shape[1], []
-    for one, blocks, length in zip(query, table.long(), lengths.tolist(), strict=True):
+    for one, blocks, length in zip(query, table[owners].long(), lengths.tolist(), strict=True):
         slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
         slots = slots[-window:] if window else slots
         key, value = (pool[slots].double().repeat_interleave(group, dim=1) for pool in (keys, values))
@@ -67,10 +71,10 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [None, 1000])
-@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (7, 7), (64, 64), (64, 3), (150, 150), (256, 2)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_over_long_contexts(
-    shape: tuple[int, int, int], rows: int, window: int | None, dtype: torch.dtype
+    shape: tuple[int, int, int], rows: int, sequences: int, window: int | None, dtype: torch.dtype
 ) -> None:
     from kedge.kv.attention_kernel import attend
 
@@ -78,9 +82,10 @@ def test_attention_over_long_contexts(
     heads, kv_heads, dim = shape
     keys, values = torch.randn(2, 600 * BLOCK, kv_heads, dim, device=DEVICE).to(dtype)
     query = torch.randn(heads, rows, dim, device=DEVICE).to(dtype).transpose(0, 1)
-    table, lengths = contexts(rows, 8192, 600)
-    got = attend(query, keys, values, table, lengths, BLOCK, dim**-0.5, window, None, None)
-    wanted = attended(query, keys, values, table, lengths, window)
+    where = contexts(rows, sequences, 8192, 600)
+    together = sequences < rows
+    got = attend(query, keys, values, *where, BLOCK, dim**-0.5, window, None, None, together=together)
+    wanted = attended(query, keys, values, *where, window)
     torch.testing.assert_close(got.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -91,14 +96,14 @@ def test_attention_in_a_pool_of_more_numbers_than_31_bits_count(record_property:
     blocks = 2**31 // (BLOCK * 8 * 128) + 600
     keys, values = (torch.randn(blocks * BLOCK, 8, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     query = torch.randn(64, 32, 128, dtype=torch.bfloat16, device=DEVICE)
-    table, lengths = contexts(64, 8192, 600)
+    table, owners, lengths = contexts(64, 64, 8192, 600)
     table += blocks - 600
-    got = attend(query, keys, values, table, lengths, BLOCK, 128**-0.5, None, None, None)
-    wanted = attended(query, keys, values, table, lengths, None)
+    got = attend(query, keys, values, table, owners, lengths, BLOCK, 128**-0.5, None, None, None)
+    wanted = attended(query, keys, values, table, owners, lengths, None)
     torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
 
     lengths.fill_(8192)
-    spent = seconds(lambda: attend(query, keys, values, table, lengths, BLOCK, 128**-0.5, None, None, None))
+    spent = seconds(lambda: attend(query, keys, values, table, owners, lengths, BLOCK, 128**-0.5, None, None, None))
     record_property("attention_gb_per_s", round(64 * 8192 * 8 * 128 * 2 * 2 / spent / 1e9, 1))
 
 
@@ -153,19 +158,19 @@ def test_translation_of_a_long_segment(
     dtype: torch.dtype, most: float, bits: int, record_property: Callable[..., None]
 ) -> None:
     storage, slots, item = translation(dtype, bits)
-    in_one_pass(storage, slots, item)
+    in_one_pass(storage, slots, [item])
     for got, wanted in zip(written(storage, slots), exact(storage, item), strict=True):
         assert error(got, wanted) < most
 
     moved = 2 * item.base.nbytes + item.blend.rows.unique().numel() * item.table.row_bytes
     for name, translate in (("kernel", in_one_pass), ("twin", in_chunks)):
-        spent = seconds(lambda translate=translate: translate(storage, slots, item))  # type: ignore[misc]
+        spent = seconds(lambda translate=translate: translate(storage, slots, [item]))  # type: ignore[misc]
         record_property(f"{name}_{dtype}_{bits}_bits_gb_per_s", round(moved / spent / 1e9, 1))
 
 
 def test_only_the_segments_slots_are_written() -> None:
     storage, slots, item = translation(torch.bfloat16, 16)
-    in_one_pass(storage, slots, item)
+    in_one_pass(storage, slots, [item])
     mine = torch.zeros(storage.keys.shape[1], dtype=torch.bool, device=DEVICE)
     mine[slots.slots[START : START + TOKENS].to(DEVICE)] = True
     for pool in (storage.keys, storage.values):

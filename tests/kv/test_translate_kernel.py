@@ -115,7 +115,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_writes_what_the_equations_say(shape: dict[str, int], dtype: torch.dtype) -> None:
     one = case(dtype, **shape)
-    in_one_pass(one.storage, one.table, one.item)
+    in_one_pass(one.storage, one.table, [one.item])
     for got, wanted in zip(written(one), expected(one), strict=True):
         assert error(got, wanted) < ULPS[dtype]
 
@@ -123,15 +123,15 @@ def test_the_kernel_writes_what_the_equations_say(shape: dict[str, int], dtype: 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)], ids=str)
 def test_the_twin_writes_the_same_up_to_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
     one, other = case(dtype, tokens=30), case(dtype, tokens=30)
-    in_one_pass(one.storage, one.table, one.item)
-    in_chunks(other.storage, other.table, other.item)
+    in_one_pass(one.storage, one.table, [one.item])
+    in_chunks(other.storage, other.table, [other.item])
     for got, wanted in zip(written(one), written(other), strict=True):
         assert error(got, wanted) < tolerance
 
 
 def test_no_other_slot_is_touched() -> None:
     one = case(tokens=9, start=6)
-    in_one_pass(one.storage, one.table, one.item)
+    in_one_pass(one.storage, one.table, [one.item])
     others = torch.ones(BLOCK * BLOCKS, dtype=torch.bool)
     others[one.table.slots[6:15]] = False
     assert (one.storage.keys[:, others] == -7).all()
@@ -140,7 +140,7 @@ def test_no_other_slot_is_touched() -> None:
 
 def test_nothing_to_write() -> None:
     one = case(tokens=0)
-    in_one_pass(one.storage, one.table, one.item)
+    in_one_pass(one.storage, one.table, [one.item])
     assert (one.storage.keys == -7).all()
 
 
@@ -148,7 +148,7 @@ def test_a_blend_out_of_date_is_refused() -> None:
     one = case()
     one.item.table.drop(AnchorId(0))
     with pytest.raises(PlanError, match="version"):
-        in_one_pass(one.storage, one.table, one.item)
+        in_one_pass(one.storage, one.table, [one.item])
 
 
 def test_a_gpu_translates_in_one_pass_and_a_cpu_in_chunks() -> None:

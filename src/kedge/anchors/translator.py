@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -25,8 +25,8 @@ class Storage(Protocol):
         """Write KV as `PagedStorage.write` does."""
 
 
-Translate = Callable[[SlotTable, Translation], None]
-"""Writes one translated segment into a request's slots, all layers. Raises `PlanError` for a blend out of date."""
+Translate = Callable[[SlotTable, Sequence[Translation]], None]
+"""Writes translated segments into a request's slots, all layers. Raises `PlanError` for a blend out of date."""
 
 
 class Translator:
@@ -35,10 +35,9 @@ class Translator:
     def __init__(self, storage: Storage) -> None:
         self._translate = translate_into(storage)
 
-    def write(self, table: SlotTable, translations: Iterable[Translation]) -> None:
+    def write(self, table: SlotTable, translations: Sequence[Translation]) -> None:
         """Translate and write each segment. Raises `PlanError` for a blend that is out of date."""
-        for item in translations:
-            self._translate(table, item)
+        self._translate(table, translations)
 
 
 def translate_into(storage: Storage) -> Translate:
@@ -50,24 +49,30 @@ def translate_into(storage: Storage) -> Translate:
     return partial(in_chunks, storage)
 
 
-def in_chunks(storage: Storage, table: SlotTable, item: Translation) -> None:
+def in_chunks(storage: Storage, table: SlotTable, items: Sequence[Translation]) -> None:
     """Translate some tokens at a time, each chunk blended by one call and written by the storage."""
-    for start in range(0, item.base.tokens, CHUNK):
-        stop = min(start + CHUNK, item.base.tokens)
-        base, blend = item.base.slice(start, stop), item.blend.slice(start, stop)
-        offsets = split_rows(item.table.blend(blend), base) if blend.adds else None
-        storage.write(table, item.start + start, base, offsets)
+    for item in items:
+        for start in range(0, item.base.tokens, CHUNK):
+            stop = min(start + CHUNK, item.base.tokens)
+            base, blend = item.base.slice(start, stop), item.blend.slice(start, stop)
+            offsets = split_rows(item.table.blend(blend), base) if blend.adds else None
+            storage.write(table, item.start + start, base, offsets)
 
 
-def in_one_pass(storage: PagedStorage, table: SlotTable, item: Translation) -> None:
-    """Translate with one kernel. Sums are rounded once, not after every step as in `in_chunks`."""
+def in_one_pass(storage: PagedStorage, table: SlotTable, items: Sequence[Translation]) -> None:
+    """Translate each segment with one kernel. Sums are rounded once, not after every step as in `in_chunks`."""
+    if not items:
+        return
     from kedge.kv.translate_kernel import translate
 
-    blend, offsets = item.blend, item.table
-    offsets.check(blend)
-    scales = offsets.scales if isinstance(offsets, EightBitTable) else None
-    slots = table.slots[item.start : item.start + item.base.tokens].to(storage.keys.device)
-    translate(storage, slots, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)
+    # Copied once: every copy from ordinary memory would wait for the kernels before it.
+    slots = table.slots.to(storage.keys.device)
+    for item in items:
+        blend, offsets = item.blend, item.table
+        offsets.check(blend)
+        scales = offsets.scales if isinstance(offsets, EightBitTable) else None
+        its = slots[item.start : item.start + item.base.tokens]
+        translate(storage, its, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)
 
 
 def is_same(one: Translation, other: Translation) -> bool:

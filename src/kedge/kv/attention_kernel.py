@@ -1,8 +1,9 @@
-"""Attention of single tokens over their paged contexts, as a Triton kernel. Importing this module needs Triton.
+"""Attention of few tokens over their paged contexts, as Triton kernels. Importing this module needs Triton.
 
 Every row is a token that attends to all positions up to its own. Its context is read in several shares at once, whose
-results are joined by their softmax sums, as in Flash-Decoding. How long the contexts are is read on the GPU: so that
-one CUDA graph serves all lengths.
+results are joined by their softmax sums, as in Flash-Decoding. Some rows share a program, which reads the context of
+those that are of one sequence once. How long the contexts are is read on the GPU: so that one CUDA graph serves all
+lengths.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch import Tensor
 TILE = 64
 """Positions that a program processes together"""
 SHARES = 16
-"""Programs per row and KV head, so that a single request keeps a whole GPU reading"""
-FEWEST = 16
-"""Least rows of a matrix product; a group of heads is padded to them"""
+"""Most programs that share a context, so that a single request keeps a whole GPU reading"""
+PROGRAMS = 1024
+"""Programs that keep a GPU busy: with so many a context is not shared out further"""
+FEWEST, MOST = 16, 64
+"""Least rows of a matrix product, to which a group of heads is padded; and most of one, with the heads of several rows
+"""
 
 
 def attend(
@@ -25,80 +29,133 @@ def attend(
     keys: Tensor,
     values: Tensor,
     blocks: Tensor,
+    owners: Tensor,
     lengths: Tensor,
     block_size: int,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    *,
+    together: bool = False,
 ) -> Tensor:
     """Compute attention of `query` [rows, heads, head_dim] over one layer's pool [slots, kv_heads, head_dim].
 
-    Returns [rows, heads, head_dim]. `blocks` (int32 [rows, width]) are the blocks of each row's context, of which the
-    first `lengths` (int32 [rows]) tokens are visible; with a `window` only the last ones. With a `softcap` a score s
-    becomes softcap * tanh(s / softcap). `sinks` [heads] are one more score of every row, whose weight goes to no token.
+    Returns [rows, heads, head_dim]. A row is of the sequence `owners[row]` (int32 [rows]), whose context is in the
+    blocks `blocks[owner]` (int32 [sequences, width]), and sees the first `lengths[row]` (int32 [rows]) tokens of it;
+    with a `window` only the last ones of these. With a `softcap` a score s becomes softcap * tanh(s / softcap). `sinks`
+    [heads] are one more score of every row, whose weight goes to no token. `together` is for rows that mostly follow
+    others of their sequence: some at a time read its context once, while sequences of one row each wait for each other.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    parts = query.new_empty(rows, heads, SHARES, dim, dtype=torch.float32)
-    sums = query.new_empty(rows, heads, SHARES, dtype=torch.float32)
+    group = triton.next_power_of_2(heads // kv_heads)
+    at_once = max(1, MOST // group) if together else 1
+    tiles, whole = triton.cdiv(rows, at_once), max(16, triton.next_power_of_2(dim))
+    shares = shares_of(tiles * kv_heads)
+    parts = query.new_empty(rows, heads, shares, dim, dtype=torch.float32)
+    sums = query.new_empty(rows, heads, shares, dtype=torch.float32)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(query):
-        _attend[rows, kv_heads, SHARES](
-            query, keys, values, blocks, lengths, parts, sums, scaling, window or 0, softcap or 0.0,
+        _attend[tiles, kv_heads, shares](
+            query, keys, values, blocks, owners, lengths, parts, sums, rows, scaling, window or 0, softcap or 0.0,
             *query.stride()[:2], keys.stride(0), blocks.stride(0),
-            CAPPED=softcap is not None,
-            HEADS=heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=block_size, SHARES=SHARES, TILE=TILE,
-            ROWS=max(FEWEST, triton.next_power_of_2(heads // kv_heads)), WHOLE=max(16, triton.next_power_of_2(dim)),
+            CAPPED=softcap is not None, HEADS=heads, GROUP=heads // kv_heads, PADDED=group, DIM=dim, BLOCK=block_size,
+            SHARES=shares, TILE=TILE, TOGETHER=at_once, ROWS=max(FEWEST, at_once * group), WHOLE=whole,
         )  # fmt: skip
-    if sinks is not None:
-        sums = torch.cat([sums, sinks.float()[None, :, None].expand(rows, -1, -1)], dim=-1)
-    return (parts * sums.softmax(-1)[..., :SHARES, None]).sum(2).to(query.dtype)
+        _join[rows, heads](
+            parts, sums, sums if sinks is None else sinks, out,
+            HEADS=heads, DIM=dim, SHARES=shares, WITH_SINKS=sinks is not None, WHOLE=whole,
+        )  # fmt: skip
+    return out
 
 
-@triton.jit
+def shares_of(programs: int) -> int:
+    """Return the shares of a context, a power of two, where each is read by so many programs."""
+    shares = SHARES
+    while shares > 1 and programs * shares > PROGRAMS:
+        shares //= 2
+    return shares
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _attend(
-    query, keys, values, blocks, lengths, parts, sums, scaling, window, softcap,
+    query, keys, values, blocks, owners, lengths, parts, sums, rows, scaling, window, softcap,
     query_row, query_head, slot_stride, blocks_row,
-    CAPPED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    SHARES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    CAPPED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention over one share of one row's context, for the heads of a group.
+    """Compute attention over one share of each context of some rows, for the heads of a group.
 
     Writes parts [rows, heads, shares, head_dim] float32 and the logarithms of their softmax sums [rows, heads, shares];
     -inf where a share is empty.
     """
-    row, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, share = tl.program_id(1), tl.program_id(2)
     member, dim, place = tl.arange(0, ROWS), tl.arange(0, WHOLE), tl.arange(0, TILE)
-    head = kv_head * GROUP + member
-    good = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    q = tl.load(query + row * query_row + head[:, None] * query_head + dim[None, :], mask=good, other=0.0)
-    length = tl.load(lengths + row)
+    row, head = tl.program_id(0) * TOGETHER + member // PADDED, kv_head * GROUP + member % PADDED
+    real = (member < TOGETHER * PADDED) & (member % PADDED < GROUP) & (row < rows)
+    good = real[:, None] & (dim < DIM)[None, :]
+    q = tl.load(query + row[:, None] * query_row + head[:, None] * query_head + dim[None, :], mask=good, other=0.0)
+    length = tl.load(lengths + row, mask=real, other=0)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    size = tl.cdiv(tl.cdiv(length - first, SHARES), TILE) * TILE
-    begin = first + share * size
-    end = tl.minimum(length, begin + size)
+    owner = tl.load(owners + row, mask=real, other=-1)
     most = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.full((ROWS,), 0.0, dtype=tl.float32)
     out = tl.full((ROWS, WHOLE), 0.0, dtype=tl.float32)
-    for at in range(begin, end, TILE):
-        position = at + place
-        here = position < end
-        block = tl.load(blocks + row * blocks_row + position // BLOCK, mask=here, other=0).to(tl.int64)
-        slot = block * BLOCK + position % BLOCK
-        at_slot = slot[:, None] * slot_stride + kv_head * DIM + dim[None, :]
-        inside = here[:, None] & (dim < DIM)[None, :]
-        key = tl.load(keys + at_slot, mask=inside, other=0.0)
-        value = tl.load(values + at_slot, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
-        if CAPPED:  # tanh, of what every version of Triton has
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        scores = tl.where(here[None, :], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        weights, shrink = tl.exp(scores - higher[:, None]), tl.exp(most - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        out = out * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        most = higher
+    current = tl.max(owner, 0)
+    while current >= 0:  # one sequence after the other: mostly all rows are of one
+        its = owner == current
+        longest = tl.max(tl.where(its, length, 0), 0)
+        start = tl.min(tl.where(its, first, longest), 0)
+        size = tl.cdiv(tl.cdiv(longest - start, SHARES), TILE) * TILE
+        begin = start + share * size
+        end = tl.minimum(longest, begin + size)
+        for at in range(begin, end, TILE):
+            position = at + place
+            here = position < end
+            block = tl.load(blocks + current * blocks_row + position // BLOCK, mask=here, other=0).to(tl.int64)
+            slot = block * BLOCK + position % BLOCK
+            at_slot = slot[:, None] * slot_stride + kv_head * DIM + dim[None, :]
+            inside = here[:, None] & (dim < DIM)[None, :]
+            key = tl.load(keys + at_slot, mask=inside, other=0.0)
+            value = tl.load(values + at_slot, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
+            if CAPPED:  # tanh, of what every version of Triton has
+                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+            sees = its[:, None] & (position[None, :] < length[:, None]) & (position[None, :] >= first[:, None])
+            scores = tl.where(sees & here[None, :], scores, float("-inf"))
+            higher = tl.maximum(most, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+            weights, shrink = tl.exp(scores - level[:, None]), tl.exp(most - level)
+            total = total * shrink + tl.sum(weights, 1)
+            out = out * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            most = higher
+        current = tl.max(tl.where(owner < current, owner, -1), 0)
     whole = tl.where(total > 0, total, 1.0)
     at_part = (row * HEADS + head) * SHARES + share
     tl.store(parts + at_part[:, None] * DIM + dim[None, :], out / whole[:, None], mask=good)
-    tl.store(sums + at_part, most + tl.log(whole), mask=member < GROUP)
+    tl.store(sums + at_part, most + tl.log(whole), mask=real)
+
+
+@triton.jit
+def _join(
+    parts, sums, sinks, out,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SHARES: tl.constexpr, WITH_SINKS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Join the shares of one row and head: parts [rows, heads, shares, head_dim] -> out [rows, heads, head_dim]."""
+    at, head = tl.program_id(0) * HEADS + tl.program_id(1), tl.program_id(1)
+    share, dim = tl.arange(0, SHARES), tl.arange(0, WHOLE)
+    its = tl.load(sums + at * SHARES + share)
+    highest = tl.max(its, 0)
+    if WITH_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    weights = tl.exp(its - highest)
+    total = tl.sum(weights, 0)
+    if WITH_SINKS:
+        total += tl.exp(sink - highest)
+    at_part = (at * SHARES + share)[:, None] * DIM + dim[None, :]
+    part = tl.load(parts + at_part, mask=(dim < DIM)[None, :], other=0.0)
+    joined = tl.sum(part * (weights / total)[:, None], 0)
+    tl.store(out + at * DIM + dim, joined.to(out.dtype.element_ty), mask=dim < DIM)

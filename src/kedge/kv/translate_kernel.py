@@ -55,7 +55,7 @@ def translate(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "start", "k"])
+@triton.jit(do_not_specialize=["tokens", "start", "k"], do_not_specialize_on_alignment=["slots"])
 def _translate(
     pool_keys, pool_values, base_keys, base_values, arena, scales, rows, weights, slots, cos, sin, tokens, start, k,
     pool_layer, pool_slot, keys_layer, keys_token, keys_head, keys_dim, values_layer, values_token, values_head,

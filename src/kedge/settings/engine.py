@@ -45,7 +45,7 @@ class EngineSettings(SettingsSection):
     max_waiting: PositiveInt = 4096
     """Requests in flight, running or waiting, beyond which another one is refused."""
     cuda_graphs: bool = True
-    """Launch passes of up to 64 tokens on a GPU as one CUDA graph, where the model can be captured."""
+    """Launch passes of up to 256 tokens on a GPU as one CUDA graph, where the model can be captured."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
     learning: LearningSettings = LearningSettings()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from kedge.types import AgentId, GenerateRequest
 EVERY = 61
 """Distance of flipped bytes: no multiple of a number's bytes, so that all of them are met"""
 
-Write = Callable[[SlotTable, Iterable[Translation]], None]
+Write = Callable[[SlotTable, Sequence[Translation]], None]
 MakeWrite = Callable[[ModelRunner, PagedStorage], Write]
 
 
@@ -64,7 +64,7 @@ def with_swapped_heads(_: ModelRunner, storage: PagedStorage) -> Write:
     """Write the heads in reverse order."""
     translator = Translator(storage)
 
-    def write(table: SlotTable, translations: Iterable[Translation]) -> None:
+    def write(table: SlotTable, translations: Sequence[Translation]) -> None:
         for item in translations:
             translator.write(table, [item])
             slots = table.slots[item.start : item.start + item.base.tokens].to(storage.keys.device)
@@ -78,7 +78,7 @@ def from_corrupt_base(_: ModelRunner, storage: PagedStorage) -> Write:
     """Read base KV of which bytes are flipped."""
     translator = Translator(storage)
 
-    def write(table: SlotTable, translations: Iterable[Translation]) -> None:
+    def write(table: SlotTable, translations: Sequence[Translation]) -> None:
         translator.write(table, [replace(item, base=_corrupt(item.base)) for item in translations])
 
     return write

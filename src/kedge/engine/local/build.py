@@ -84,6 +84,8 @@ def core(
     storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
     has_graphs = config.cuda_graphs and not runner.recurrent
     runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if has_graphs else None
+    if runner.graphs is not None:
+        runner.graphs.capture(config.max_running)
     expected = UpcomingSteps()
     anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
     base_host = host_bound(config.anchors.host_base_bytes, config.tiers, expected)

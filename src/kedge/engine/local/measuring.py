@@ -72,6 +72,6 @@ def _write(storage: PagedStorage, translate: Translate, tokens: int) -> None:
     zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
     base = KVSegment(zeros, zeros)
     table = empty_table(base)
-    translate(SlotTable(torch.arange(tokens)), Translation(0, base, no_offsets(base, table), table))
+    translate(SlotTable(torch.arange(tokens)), [Translation(0, base, no_offsets(base, table), table)])
     if storage.keys.is_cuda:
         torch.cuda.synchronize(storage.keys.device)

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from kedge.engine.local.attention.paged import Batch, ForwardBatch
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.model.graphs import ROWS, Attend, Captured, CudaCapture, StepGraphs, block_table, on_gpu
+from kedge.engine.local.model.graphs import (
+    ROWS,
+    TOGETHER,
+    WITH_LOGITS,
+    Attend,
+    Captured,
+    CudaCapture,
+    StepGraphs,
+    block_table,
+    kind_of,
+    on_gpu,
+)
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
@@ -48,12 +59,13 @@ class Graphs:
 
 
 def row_by_row(
-    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
+    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, owners: Tensor, lengths: Tensor,
     block_size: int, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+    *, together: bool,  # noqa: ARG001 (how it is computed, not what)
 ) -> Tensor:  # fmt: skip
     """What the kernel does, row by row."""
     group, rows = query.shape[1] // keys.shape[1], []
-    for one, row, length in zip(query, blocks, lengths.tolist(), strict=True):
+    for one, row, length in zip(query, blocks[owners], lengths.tolist(), strict=True):
         slots = (row[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
         slots = slots[-window:] if window else slots
         key, value = (pool[slots].repeat_interleave(group, dim=1) for pool in (keys, values))
@@ -93,6 +105,14 @@ def work(blocks: list[int], length: int, positions: list[int]) -> Work:
     )
 
 
+class Whole(Work):
+    """Work of which all logits are needed, as for a prompt's log probabilities."""
+
+    @property
+    def logit_rows(self) -> int:
+        return len(self.positions)
+
+
 def prefilled(runner: ModelRunner, storage: PagedStorage) -> None:
     """Two prompts with scattered blocks."""
     for blocks, length in (([3, 9, 1], 37), ([20, 21, 6], 40)):
@@ -105,6 +125,7 @@ STEPS = {
     "some of a prompt beside a decode": [([3, 9, 1], 37, [0, 1, 20, 35, 36]), ([20, 21, 6], 41, [40])],
     "a chunk that fills no graph": [([5, 2], 19, list(range(19)))],
     "many": [([5, 2, 11, 4], 64, list(range(64)))],
+    "more, beside a decode": [([3, 9, 1], 38, [37]), ([5, 2, 11, 4, 7, 8, 12], 110, list(range(110)))],
 }
 
 
@@ -143,13 +164,45 @@ def test_each_number_of_rows_is_captured_once() -> None:
 def test_what_no_graph_holds_is_left_to_the_model() -> None:
     runner = runner_of("llama")
     storage, capture = storage_of(runner), Graphs()
-    graphs = StepGraphs(runner.run, storage, 200, attend, capture)
-    count = ROWS[-1] + 1
-    large = flatten([work([5, 2, 11, 4, 7], count, list(range(count)))], storage)
+    graphs = StepGraphs(runner.run, storage, 400, attend, capture)
+    count, most = ROWS[-1] + 1, WITH_LOGITS + 1
+    large = flatten([work(list(range(17)), count, list(range(count)))], storage)
+    all_logits = flatten([Whole(work([5, 2, 11, 4, 7], most, list(range(most))).sequence, list(range(most)))], storage)
     elsewhere = flatten([work([5], 1, [0])], storage_of(runner))
     assert graphs.replay(large) is None
+    assert graphs.replay(all_logits) is None
     assert graphs.replay(elsewhere) is None
     assert not capture.captures
+
+
+def test_rows_of_prompts_attend_together_and_decodes_apart() -> None:
+    storage = storage_of(runner_of("llama"))
+    decodes = [work([i], 5, [4]) for i in range(20)]
+    tail = [work([21, 22], 30, list(range(6, 30)))]
+    assert kind_of(flatten(decodes, storage)) == (24, False)
+    assert kind_of(flatten(tail, storage)) == (24, True)
+    assert kind_of(flatten(decodes[:7] + tail, storage)) == (32, True)
+    assert kind_of(flatten([work([21], 9, list(range(9)))], storage)) == (16, True)
+    assert kind_of(flatten([work([21], 8, list(range(8)))], storage)) == (8, False)
+
+
+def test_what_is_captured_before_the_first_pass_is_not_captured_again() -> None:
+    runner = runner_of("llama")
+    storage, capture = storage_of(runner), Graphs()
+    storage.keys.zero_()
+    prefilled(runner, storage)
+    kept = storage.keys[:, BLOCK:].clone()
+    graphs = StepGraphs(runner.run, storage, 400, attend, capture)
+    graphs.capture(running=9)
+    assert torch.equal(storage.keys[:, BLOCK:], kept), "only slots of block 0 are written to"
+    captured = capture.captures
+    assert captured == len([size for size in ROWS if size <= 16]) + len([size for size in ROWS if size >= TOGETHER])
+    with torch.inference_mode():
+        for count in (1, 30, 200):
+            batch = flatten([work(list(range(20, 20 - -(-count // BLOCK), -1)), count, list(range(count)))], storage)
+            got, wanted = graphs.replay(batch), runner.run(batch)
+            torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+    assert (capture.captures, capture.replays) == (captured, 3)
 
 
 def test_a_model_that_cannot_be_captured_goes_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +225,7 @@ def test_a_model_that_cannot_be_captured_goes_without(caplog: pytest.LogCaptureF
 def test_blocks_of_runs() -> None:
     runner = runner_of("llama")
     batch: Batch = flatten([work([3, 4, 1], 37, [30, 36]), work([8], 5, [4])], storage_of(runner))
-    assert block_table(batch).tolist() == [[3, 4, 1], [3, 4, 1], [8, 0, 0]]
+    assert block_table(batch).tolist() == [[3, 4, 1], [8, 0, 0]]
 
 
 def test_an_engine_answers_the_same() -> None:

@@ -3,6 +3,7 @@
 Started one by one from Python, the kernels of such a pass take longer to launch than to run. A graph replays what was
 captured with the same addresses and shapes: so there is one for each of some numbers of rows, its inputs are copied
 into buffers that stay, and rows that are left over repeat the last one, which writes the same KV to its slot once more.
+All are captured before the first request, which would wait for it otherwise.
 """
 
 from __future__ import annotations
@@ -20,27 +21,34 @@ from kedge.engine.local.attention.paged import Batch, ForwardBatch, Scoring
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that are captured: for decode steps, and the few tokens computed beside translated ones"""
+TOGETHER = 16
+"""Least rows of a pass whose rows of one sequence attend together"""
+WITH_LOGITS = 64
+"""Most rows of a graph whose logits are computed"""
 WARMUPS = 2
 """Passes before the capture, in which kernels are compiled and libraries allocate memory"""
 
+Kind = tuple[int, bool]
+"""A graph's rows, and whether those of one sequence attend together"""
 Captured = tuple[Callable[[], object], Tensor]
 """A replay function, and the tensor that holds its result"""
 
 
 class Attend(Protocol):
-    """The signature of attention of single tokens, as `kedge.kv.attention_kernel.attend`."""
+    """The signature of attention of few tokens, as `kedge.kv.attention_kernel.attend`."""
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor,
+        self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, owners: Tensor, lengths: Tensor,
         block_size: int, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None, /,
+        *, together: bool,
     ) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A `ForwardBatch` whose inputs stay where they are: every row is a token with a context of its own."""
+    """A `ForwardBatch` whose inputs stay where they are: every row is a token that sees the context up to it."""
 
     tokens: Tensor
     positions: Tensor
@@ -48,40 +56,49 @@ class Rows:
     """int64 [rows] like the two before"""
     lengths: Tensor
     """int32 [rows]: tokens of each row's context, including its own"""
+    owners: Tensor
+    """int32 [rows]: the sequence of each row"""
     blocks: Tensor
-    """int32 [rows, longest context in blocks]"""
+    """int32 [sequences, longest context in blocks]"""
+    logits_rows: Tensor
+    """int64 [at most `WITH_LOGITS`]: the rows that need logits"""
     storage: PagedStorage
     attend_with: Attend
-    logits_rows: int = 0
+    together: bool = False
+    """Whether rows mostly follow others of their sequence, as those of prompts do"""
 
     @classmethod
     def of(cls, storage: PagedStorage, longest: int, attend: Attend) -> Rows:
         """Allocate buffers for the most rows, with contexts of up to `longest` tokens."""
         device, most = storage.keys.device, ROWS[-1]
-        tokens, positions, slots = torch.zeros(3, most, dtype=torch.int64, device=device)
-        lengths = torch.ones(most, dtype=torch.int32, device=device)
+        tokens, positions, slots, logits = torch.zeros(4, most, dtype=torch.int64, device=device)
+        lengths, owners = torch.tensor([[1], [0]], dtype=torch.int32, device=device).repeat(1, most)
         blocks = torch.zeros(most, -(-longest // storage.block_size), dtype=torch.int32, device=device)
-        return cls(tokens, positions, slots, lengths, blocks, storage, attend)
+        return cls(tokens, positions, slots, lengths, owners, blocks, logits[:WITH_LOGITS], storage, attend)
 
-    def first(self, count: int) -> Rows:
+    def first(self, count: int, *, together: bool = False) -> Rows:
         """Return the first rows, as views."""
-        names = ("tokens", "positions", "slots", "lengths", "blocks")
-        return replace(self, **{name: getattr(self, name)[:count] for name in names})
+        names = ("tokens", "positions", "slots", "lengths", "owners", "blocks", "logits_rows")
+        return replace(self, **{name: getattr(self, name)[:count] for name in names}, together=together)
 
     def fill(self, batch: Batch) -> None:
         """Copy in a batch of at most this many tokens; the other rows repeat the last one."""
-        blocks = block_table(batch)
+        blocks, sizes = block_table(batch), [one.stop - one.start for one in batch.sequences]
+        owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
         _fill(self.tokens, batch.tokens)
         _fill(self.positions, batch.positions)
         _fill(self.slots, batch.slots)
         _fill(self.lengths, batch.positions + 1)
-        _fill(self.blocks[:, : blocks.shape[1]], blocks.to(self.blocks.device))
+        _fill(self.owners, owners.to(self.owners.device))
+        _fill(self.logits_rows, batch.logits_rows)
+        self.blocks[: len(blocks), : blocks.shape[1]].copy_(blocks)
 
     def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         keys, values = self.storage.pools[layer]
-        context = (self.blocks, self.lengths, self.storage.block_size)
+        context = (self.blocks, self.owners, self.lengths, self.storage.block_size)
         rows = (query if latent is None else latent.absorbed(query)).transpose(0, 1)
-        out = self.attend_with(rows, keys, values, *context, how.scaling, how.window, how.softcap, how.sinks)
+        scores = how.scaling, how.window, how.softcap, how.sinks
+        out = self.attend_with(rows, keys, values, *context, *scores, together=self.together)
         return out if latent is None else latent.projected(out)
 
 
@@ -91,13 +108,18 @@ def _fill(target: Tensor, source: Tensor) -> None:
 
 
 def block_table(batch: Batch) -> Tensor:
-    """Return int32 [tokens, blocks], on the CPU: the blocks of each token's sequence, padded with zeros."""
+    """Return int32 [sequences, blocks], on the CPU: the blocks of each sequence, padded with zeros."""
     size = batch.storage.block_size
     lists = [[b for run in s.runs for b in range(run.start // size, -(-run.stop // size))] for s in batch.sequences]
-    table = torch.zeros(len(batch.tokens), max(map(len, lists)), dtype=torch.int32)
-    for sequence, blocks in zip(batch.sequences, lists, strict=True):
-        table[sequence.start : sequence.stop, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-    return table
+    longest = max(map(len, lists))
+    return torch.tensor([[*blocks, *[0] * (longest - len(blocks))] for blocks in lists], dtype=torch.int32)
+
+
+def kind_of(batch: Batch) -> Kind | None:
+    """Return the graph that a pass takes; None if it has too many rows for any."""
+    rows = len(batch.tokens)
+    size = next((size for size in ROWS if size >= rows), None)
+    return None if size is None else (size, size >= TOGETHER and 2 * len(batch.sequences) <= rows)
 
 
 class StepGraphs:
@@ -114,27 +136,40 @@ class StepGraphs:
         """Start without graphs. `run` returns the logits of a pass; `capture` runs some work and captures it."""
         self._run, self._storage, self._capture = run, storage, capture
         self._rows = Rows.of(storage, longest, attend)
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[Kind, Captured] = {}
         self._works = True
+
+    @torch.inference_mode()
+    def capture(self, running: int) -> None:
+        """Capture the graphs of passes in which up to so many sequences decode, and of pieces of prompts. Slot 0 of the
+        storage must not be in use yet.
+        """
+        most = next((size for size in ROWS if size >= running), ROWS[-1])
+        apart = [(size, False) for size in ROWS if size <= most]
+        together = [(size, True) for size in ROWS if size >= TOGETHER]
+        for kind in sorted(apart + together, reverse=True):  # the largest first: the others find its memory
+            if not self._works or not self._add(kind):
+                return
 
     def replay(self, batch: Batch) -> Tensor | None:
         """Return the logits of the rows that need them. None if the batch is too large or over another storage, or this
         model cannot be captured; then running the pass normally is safe.
         """
-        size = next((size for size in ROWS if size >= len(batch.tokens)), None)
-        if size is None or batch.storage is not self._storage or not self._works:
+        kind, wanted = kind_of(batch), len(batch.logits_rows)
+        if kind is None or wanted > WITH_LOGITS or batch.storage is not self._storage or not self._works:
             return None
-        self._rows.first(size).fill(batch)
-        if size not in self._captured and not self._add(size):
+        self._rows.first(kind[0]).fill(batch)
+        if kind not in self._captured and not self._add(kind):
             return None
-        launch, logits = self._captured[size]
+        launch, logits = self._captured[kind]
         launch()
-        return logits[batch.logits_rows]
+        return logits[:wanted].clone()  # the next replay overwrites it
 
-    def _add(self, size: int) -> bool:
-        rows = self._rows.first(size)
+    def _add(self, kind: Kind) -> bool:
+        size, together = kind
+        rows = self._rows.first(size, together=together)
         try:
-            self._captured[size] = self._capture(lambda: self._run(rows))
+            self._captured[kind] = self._capture(lambda: self._run(rows))
         except RuntimeError as error:  # raised by CUDA for a model that reads its own results on the way
             logger.warning("passes of few tokens run without CUDA graphs: %s", error)
             self._works = False
