@@ -17,6 +17,7 @@ SHAPES = {
     "each its own": (2, 2, 64),
     "many": (32, 1, 16),
     "a head of 128": (8, 2, 128),
+    "a head of 256": (4, 2, 256),
 }
 LENGTHS = [1, 17, 64, 383]
 SCALE = 0.3

@@ -21,7 +21,7 @@ def compiled(kernel, constants, pointers):
     signature = {**rest, **pointers, **{name: "constexpr" for name in constants}}
     made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
     assert made.asm["cubin"]
-    assert made.metadata.shared <= 227 << 10, "more shared memory than a program has there"
+    assert made.metadata.shared <= 99 << 10, "more shared memory than a program has on all GPUs since Ampere"
 
 KV = {name: "*DTYPE" for name in ("pool_keys", "pool_values", "base_keys", "base_values", "query", "keys", "values")}
 sizes = dict(HEADS=8, DIM=128, HALF=64, SCALED=SCALES, TURNED=64, REST=1, WHOLE=128, TILE=translate_kernel.TILE)
@@ -35,10 +35,11 @@ kernel = attention_kernel._attend
 kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}
 tables = dict(blocks="*i32", owners="*i32", lengths="*i32", parts="*fp32", sums="*fp32", scaling="fp32",
               softcap="fp32")
-for together, group, dim in ((1, 4, 128), (4, 4, 128), (16, 4, 128), (16, 2, 256), (64, 1, 64)):
-    rows = max(attention_kernel.FEWEST, together * group)
+for together, group, dim in ((False, 4, 128), (True, 4, 128), (True, 2, 256), (True, 1, 64)):
+    at_once, tile = attention_kernel.sizes_of(group, dim * ELEMENT, together=together)
+    rows = max(attention_kernel.FEWEST, at_once * group)
     sizes = dict(HEADS=8 * group, GROUP=group, PADDED=group, DIM=dim, BLOCK=16, SHARES=attention_kernel.SHARES,
-                 TILE=attention_kernel.TILE, TOGETHER=together, ROWS=rows, WHOLE=dim, CAPPED=dim == 256)
+                 TILE=tile, TOGETHER=at_once, ROWS=rows, WHOLE=dim, CAPPED=dim == 256)
     compiled(kernel, sizes, {**kv, **tables})
 
 sizes = dict(HEADS=32, DIM=128, SHARES=attention_kernel.SHARES, WITH_SINKS=True, WHOLE=128)
@@ -48,7 +49,10 @@ compiled(attention_kernel._join, sizes, dict(parts="*fp32", sums="*fp32", sinks=
 
 @pytest.mark.parametrize(("dtype", "arena", "scaled"), [("bf16", "i8", True), ("fp32", "fp16", False)])
 def test_the_kernels_compile(dtype: str, arena: str, scaled: bool) -> None:
-    code = COMPILE.replace("DTYPE", dtype).replace("ARENA", arena).replace("SCALES", str(scaled))
+    names = {"ELEMENT": {"bf16": "2", "fp32": "4"}[dtype], "DTYPE": dtype, "ARENA": arena, "SCALES": str(scaled)}
+    code = COMPILE
+    for name, value in names.items():
+        code = code.replace(name, value)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # Kernels must be in a file, for Triton reads their source; this script only names them.

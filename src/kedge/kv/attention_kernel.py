@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64
-"""Positions that a program processes together"""
+"""Most positions that a program processes together"""
+LOADED = 16 << 10
+"""Most bytes of queries, keys or values that a program holds at once, so that 99 KiB of shared memory are enough"""
 SHARES = 16
 """Most programs that share a context, so that a single request keeps a whole GPU reading"""
 PROGRAMS = 1024
@@ -50,8 +52,9 @@ def attend(
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
     group = triton.next_power_of_2(heads // kv_heads)
-    at_once = max(1, MOST // group) if together else 1
-    tiles, whole = triton.cdiv(rows, at_once), max(16, triton.next_power_of_2(dim))
+    whole = max(16, triton.next_power_of_2(dim))
+    at_once, tile = sizes_of(group, whole * query.element_size(), together=together)
+    tiles = triton.cdiv(rows, at_once)
     shares = shares_of(tiles * kv_heads)
     parts = query.new_empty(rows, heads, shares, dim, dtype=torch.float32)
     sums = query.new_empty(rows, heads, shares, dtype=torch.float32)
@@ -61,13 +64,21 @@ def attend(
             query, keys, values, blocks, owners, lengths, parts, sums, rows, scaling, window or 0, softcap or 0.0,
             *query.stride()[:2], keys.stride(0), blocks.stride(0),
             CAPPED=softcap is not None, HEADS=heads, GROUP=heads // kv_heads, PADDED=group, DIM=dim, BLOCK=block_size,
-            SHARES=shares, TILE=TILE, TOGETHER=at_once, ROWS=max(FEWEST, at_once * group), WHOLE=whole,
+            SHARES=shares, TILE=tile, TOGETHER=at_once, ROWS=max(FEWEST, at_once * group), WHOLE=whole,
         )  # fmt: skip
         _join[rows, heads](
             parts, sums, sums if sinks is None else sinks, out,
             HEADS=heads, DIM=dim, SHARES=shares, WITH_SINKS=sinks is not None, WHOLE=whole,
         )  # fmt: skip
     return out
+
+
+def sizes_of(group: int, row_bytes: int, *, together: bool) -> tuple[int, int]:
+    """Return the rows that share a program, each with a `group` of heads, and the positions that it processes together,
+    for queries and keys of `row_bytes` each. All are powers of two.
+    """
+    fitting = max(FEWEST, LOADED // row_bytes)
+    return max(1, min(MOST, fitting) // group) if together else 1, min(TILE, fitting)
 
 
 def shares_of(programs: int) -> int:
