@@ -175,6 +175,19 @@ def test_what_no_graph_holds_is_left_to_the_model() -> None:
     assert not capture.captures
 
 
+def test_logits_outlive_the_next_replay() -> None:
+    runner = runner_of("llama")
+    storage = storage_of(runner)
+    prefilled(runner, storage)
+    graphs = StepGraphs(runner.run, storage, 200, attend, Graphs())
+    with torch.inference_mode():
+        first = graphs.replay(flatten([work([3, 9, 1], 38, [37])], storage))
+        assert first is not None
+        kept = first.clone()
+        graphs.replay(flatten([work([20, 21, 6], 41, [40])], storage))
+    assert torch.equal(first, kept)
+
+
 def test_rows_of_prompts_attend_together_and_decodes_apart() -> None:
     storage = storage_of(runner_of("llama"))
     decodes = [work([i], 5, [4]) for i in range(20)]
