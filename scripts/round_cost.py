@@ -33,8 +33,9 @@ from kedge.types import GenerateRequest, Tokens
 PREFIX, BLOCK = 128, 32
 LESSONS = 2
 """Answers that every reader reads before anything is measured"""
-ROUNDS = ((1, "agents"), (2, "agents"), (2, "calls"), (4, "agents"), (4, "calls"))
+ONE, SEVERAL = (1, "agents"), ((2, "agents"), (2, "calls"), (4, "agents"), (4, "calls"))
 """Readers, and whose requests they are: of so many agents, or so many calls of one"""
+MOST = 4
 
 
 class Clock:
@@ -63,16 +64,15 @@ class Engine:
         from vllm import LLM
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        most = max(readers for readers, _ in ROUNDS)
         longest = PREFIX + value + 4 * BLOCK
         self._llm = LLM(
             str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK,
-            max_model_len=longest, max_num_batched_tokens=most * longest, max_num_seqs=64,
-            num_gpu_blocks_override=4 * most * longest // BLOCK, scheduler_cls=SCHEDULER,
+            max_model_len=longest, max_num_batched_tokens=MOST * longest, max_num_seqs=64,
+            num_gpu_blocks_override=4 * MOST * longest // BLOCK, scheduler_cls=SCHEDULER,
             kv_transfer_config=transfer_config({"planner": {"by_cost": False}}),
         )  # fmt: skip
         self._value, self._runs = value, count()
-        self._workload = RoundWorkload(most, PREFIX, SHAPES[size]["vocab_size"], 0)
+        self._workload = RoundWorkload(MOST, PREFIX, SHAPES[size]["vocab_size"], 0)
         worker: Any = get_kv_transfer_group()
         self._clock, learner = Clock(), worker._worker._learner
         self._writes = learner.writes
@@ -82,7 +82,7 @@ class Engine:
     def prepare(self) -> None:
         """Let every reader compute its prefix, and the plug-in check the model, which it does beside other passes."""
         for _ in range(LESSONS):
-            for number in range(max(readers for readers, _ in ROUNDS)):
+            for number in range(MOST):
                 self._read([number])
 
     def round(self, readers: int, of: str, *, shared: bool) -> float:
@@ -118,10 +118,13 @@ class Engine:
 def report(engine: Engine, rounds: int) -> None:
     """Print medians of alternating rounds, and of their ratios to rounds with one reader."""
     engine.prepare()
-    kinds = [(readers, of, shared) for readers, of in ROUNDS for shared in (True, False)][1:]
-    for kind in kinds:
-        engine.round(kind[0], kind[1], shared=kind[2])  # the first use of kernels and memory takes longer
-    times = [{kind: engine.round(kind[0], kind[1], shared=kind[2]) for kind in kinds} for _ in range(rounds)]
+    kinds = [(*ONE, False), *((*several, shared) for several in SEVERAL for shared in (True, False))]
+
+    def each_kind() -> dict[tuple[int, str, bool], float]:
+        return {(readers, of, shared): engine.round(readers, of, shared=shared) for readers, of, shared in kinds}
+
+    each_kind()  # the first use of kernels and memory takes longer
+    times = [each_kind() for _ in range(rounds)]
     print("readers          translated  ms     times one")
     for kind in kinds:
         took = statistics.median(one[kind] for one in times)

@@ -29,17 +29,6 @@ Translate = Callable[[SlotTable, Sequence[Translation]], None]
 """Writes translated segments into a request's slots, all layers. Raises `PlanError` for a blend out of date."""
 
 
-class Translator:
-    """A writer of translated segments into a request's slots."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._translate = translate_into(storage)
-
-    def write(self, table: SlotTable, translations: Sequence[Translation]) -> None:
-        """Translate and write each segment. Raises `PlanError` for a blend that is out of date."""
-        self._translate(table, translations)
-
-
 def translate_into(storage: Storage) -> Translate:
     """Return the fastest `Translate` for a storage: the kernel on a GPU with Kedge's memory layout and one rotation for
     all layers, PyTorch operations elsewhere.

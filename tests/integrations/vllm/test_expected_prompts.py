@@ -59,14 +59,14 @@ def answers(engine: Driver) -> dict[int, list[int]]:
 def translated(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The first positions of what is translated only once its request is admitted."""
     found: list[int] = []
-    writer = engine.worker._learner.writes._translator
-    write = writer.write
+    writes = engine.worker._learner.writes
+    write = writes._translate_into
 
     def noting(table: Any, items: Any) -> None:
         found.extend(one.start for one in items)
         write(table, items)
 
-    monkeypatch.setattr(writer, "write", noting)
+    monkeypatch.setattr(writes, "_translate_into", noting)
     return found
 
 

@@ -136,7 +136,7 @@ def test_a_failed_write_is_computed(
     other = engine.add(PLAIN[0], 40)
     engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(engine.worker._learner.writes._translator, "write", fail)
+        patched.setattr(engine.worker._learner.writes, "_translate_into", fail)
         name = add(engine, ONE)
         engine.run()
     assert recorder.lanes

@@ -57,16 +57,16 @@ def _on_engine(model: str, is_async: bool, policy: str) -> dict[str, Any]:
 
 def _failed(engine: Driver) -> dict[str, Any]:
     learner = engine.worker._learner
-    write = learner and learner.writes._translator.write
+    write = learner and learner.writes._translate_into
     neighbour = engine.add(NEIGHBOUR, count=12)
     request = next(iter(engine.scheduler.requests.values()))
     engine.run(until=lambda: len(request.output_token_ids) > 1)
     if learner:
-        learner.writes._translator.write = fail
+        learner.writes._translate_into = fail
     name = engine.add(tokens(VALUES[0]), ANSWER, hints(VALUES[0]))
     engine.run()
     if learner:
-        learner.writes._translator.write = write
+        learner.writes._translate_into = write
     output = engine.finished[name]
     return {
         "finish": output.outputs[0].finish_reason,

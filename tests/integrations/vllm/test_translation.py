@@ -126,7 +126,7 @@ def test_a_translation_that_fails_ends_its_request_and_no_other(
         raise PlanError("blend", 1, "the table is at version 2")
 
     with monkeypatch.context() as patched:
-        patched.setattr(taught.worker._learner.writes._translator, "write", fail)
+        patched.setattr(taught.worker._learner.writes, "_translate_into", fail)
         assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == []
     taught.reset()
     assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]

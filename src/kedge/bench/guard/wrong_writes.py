@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import Translate, translate_into
 from kedge.bench.guard.wrong_base import WrongBase
 from kedge.engine.local.components import Assembler, Translating
 from kedge.engine.local.model.runner import ModelRunner
@@ -23,8 +23,7 @@ from kedge.types import AgentId, GenerateRequest
 EVERY = 61
 """Distance of flipped bytes: no multiple of a number's bytes, so that all of them are met"""
 
-Write = Callable[[SlotTable, Sequence[Translation]], None]
-MakeWrite = Callable[[ModelRunner, PagedStorage], Write]
+MakeWrite = Callable[[ModelRunner, PagedStorage], Translate]
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class _WrongAssembler:
     works_ahead: ClassVar[bool] = False
     fault: WrongWrites
     right: Assembler
-    wrong: Write
+    wrong: Translate
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         if request.agent != self.fault.agent:
@@ -53,20 +52,20 @@ class _WrongAssembler:
         return plan
 
 
-def at_another_base(runner: ModelRunner, storage: PagedStorage) -> Write:
+def at_another_base(runner: ModelRunner, storage: PagedStorage) -> Translate:
     """Rotate keys by another RoPE base than the model's."""
     other = copy.copy(storage)
     other.rotary = Rotary(WrongBase(runner.rotary), runner.max_positions, runner.device)
-    return Translator(other).write
+    return translate_into(other)
 
 
-def with_swapped_heads(_: ModelRunner, storage: PagedStorage) -> Write:
+def with_swapped_heads(_: ModelRunner, storage: PagedStorage) -> Translate:
     """Write the heads in reverse order."""
-    translator = Translator(storage)
+    translate = translate_into(storage)
 
     def write(table: SlotTable, translations: Sequence[Translation]) -> None:
         for item in translations:
-            translator.write(table, [item])
+            translate(table, [item])
             slots = table.slots[item.start : item.start + item.base.tokens].to(storage.keys.device)
             for pool in (storage.keys, storage.values):
                 pool[:, slots] = pool[:, slots].flip(2)
@@ -74,12 +73,12 @@ def with_swapped_heads(_: ModelRunner, storage: PagedStorage) -> Write:
     return write
 
 
-def from_corrupt_base(_: ModelRunner, storage: PagedStorage) -> Write:
+def from_corrupt_base(_: ModelRunner, storage: PagedStorage) -> Translate:
     """Read base KV of which bytes are flipped."""
-    translator = Translator(storage)
+    translate = translate_into(storage)
 
     def write(table: SlotTable, translations: Sequence[Translation]) -> None:
-        translator.write(table, [replace(item, base=_corrupt(item.base)) for item in translations])
+        translate(table, [replace(item, base=_corrupt(item.base)) for item in translations])
 
     return write
 

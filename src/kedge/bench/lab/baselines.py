@@ -13,7 +13,7 @@ import torch
 from kedge.anchors.estimate import OffsetEstimate, no_offsets
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import Translate, translate_into
 from kedge.engine.local.components import Assembler
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.rotary import Rotation
@@ -62,7 +62,7 @@ class Ablation:
     """Whether offsets are added to the prefix segments after them."""
 
     def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _AblatedAssembler(self, runner.rotary, Translator(storage))
+        return _AblatedAssembler(self, runner.rotary, translate_into(storage))
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _AblatedAssembler:
     works_ahead: ClassVar[bool] = False
     steps: Ablation
     rotary: Rotation
-    translator: Translator
+    translate: Translate
     prompts: dict[tuple[RunKey, SampleId], int] = field(default_factory=dict)
     """Tokens of the prompt before an answer."""
 
@@ -81,7 +81,7 @@ class _AblatedAssembler:
             self.prompts[request.run_key, request.produces] = request.prompt_tokens
         placed = layout(request)
         plan = replace(plan, translations=tuple(self._edited(request, placed, item) for item in plan.translations))
-        self.translator.write(table, plan.translations)
+        self.translate(table, plan.translations)
         return plan
 
     def _edited(self, request: GenerateRequest, placed: tuple[Placed, ...], item: Translation) -> Translation:

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import translate_into
 from kedge.bench.lab.baselines import without_offsets
 from kedge.bench.lab.layerwise import LayerwisePass, computing, sources_of
 from kedge.engine.local.components import Assembler
@@ -59,11 +59,11 @@ class _CacheBlendAssembler:
 
     def __init__(self, runner: ModelRunner, storage: PagedStorage, ratios: tuple[float, ...]) -> None:
         self._model, self._storage, self._ratios = runner.model.base_model, storage, ratios
-        self._translator = Translator(storage)
+        self._translate_into = translate_into(storage)
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         plan = replace(plan, translations=tuple(map(without_offsets, plan.translations)))
-        self._translator.write(table, plan.translations)
+        self._translate_into(table, plan.translations)
         if not plan.translates:
             return plan
         sources = sources_of(plan)

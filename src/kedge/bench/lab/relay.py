@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kedge.anchors.base_store import BaseStore, KnownBase
 from kedge.anchors.estimate import OffsetEstimate
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import translate_into
 from kedge.bench.lab.baselines import NoAnchors
 from kedge.bench.lab.layerwise import LayerwisePass, computing, sources_of
 from kedge.bench.lab.watched import ReadOnlyStorage, WatchedBatch
@@ -122,10 +122,10 @@ class _RelayAssembler:
     def __init__(self, choice: RelayCaching, runner: ModelRunner, storage: PagedStorage) -> None:
         self._choice, self._model, self._storage = choice, runner.model.base_model, storage
         self._detection = runner.spec.layers // 2
-        self._translator = Translator(storage)
+        self._translate_into = translate_into(storage)
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        self._translator.write(table, plan.translations)
+        self._translate_into(table, plan.translations)
         if not plan.translates or self._choice.share == 0:
             return plan
         sources = sources_of(plan)

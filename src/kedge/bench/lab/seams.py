@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import Translate, translate_into
 from kedge.bench.lab.baselines import without_offsets
 from kedge.engine.local.components import Assembler
 from kedge.engine.local.model.runner import ModelRunner
@@ -32,7 +32,7 @@ class Seams:
     inputs: bool = True
 
     def __call__(self, _: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _SeamsAssembler(self, Translator(storage))
+        return _SeamsAssembler(self, translate_into(storage))
 
     def computed(self, placed: Placed) -> range:
         """Return the prompt positions to compute in a segment."""
@@ -48,11 +48,11 @@ class _SeamsAssembler:
 
     works_ahead: ClassVar[bool] = False
     seams: Seams
-    translator: Translator
+    translate: Translate
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         plan = replace(plan, translations=tuple(map(without_offsets, plan.translations)))
-        self.translator.write(table, plan.translations)
+        self.translate(table, plan.translations)
         sources = [span.source for span in plan.spans for _ in range(len(span))]
         for placed in layout(request):
             for position in self.seams.computed(placed):

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import translate_into
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.contracts import Anchors, Bases
@@ -40,10 +40,10 @@ class Translating:
     works_ahead: ClassVar[bool] = True
 
     def __init__(self, _: ModelRunner, storage: PagedStorage) -> None:
-        self._translator = Translator(storage)
+        self._translate_into = translate_into(storage)
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:  # noqa: ARG002
-        self._translator.write(table, plan.translations)
+        self._translate_into(table, plan.translations)
         return plan
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import translate_into
 from kedge.cache import CacheManager, Changes
 from kedge.discovery import PlainRequests
 from kedge.engine.base import Quota
@@ -77,10 +77,10 @@ class EngineCore:
         self._states = states = StateSnapshots(runner.recurrent, cache, config.state_memory, self._fixed.length)
         loading.reusable = states.reusable
         self.plain = PlainRequests(config.discovery)
-        longest, translator = min(runner.max_positions, capacity), Translator(storage)
+        longest, translate = min(runner.max_positions, capacity), translate_into(storage)
         jobs, ahead, running = deque[BaseJob](), deque[PreparedPrompt](), list[RequestSequence]()
         self.sentinel_checks = SentinelChecks(sentinels := Sentinels(storage))
-        writer = PromptWriter(cache, runtime, translator, storage.block_size, ahead, costs, sentinels)
+        writer = PromptWriter(cache, runtime, translate, storage.block_size, ahead, costs, sentinels)
         self._preassembly = PromptPreassembler(cache, runtime, writer, longest, ahead)
         self.requests = requests = Requests(cache, loading, self._preassembly, self._sessions, self.plain, states)
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, longest, requests.release)

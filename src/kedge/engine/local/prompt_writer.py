@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import Translate
 from kedge.cache import CacheManager, Readiness
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt
@@ -27,13 +27,13 @@ class PromptWriter:
         self,
         cache: CacheManager,
         runtime: Runtime,
-        translator: Translator,
+        translate: Translate,
         block_size: int,
         queue: deque[PreparedPrompt],
         costs: EngineCosts,
         sentinels: Sentinels,
     ) -> None:
-        self._cache, self._runtime, self._translator, self._block_size = cache, runtime, translator, block_size
+        self._cache, self._runtime, self._translate_into, self._block_size = cache, runtime, translate, block_size
         self._ahead, self._costs, self._sentinels = queue, costs, sentinels
         self.begun = 0
         """Number of prompts that got blocks."""
@@ -86,7 +86,7 @@ class PromptWriter:
     def _translate(self, preparation: PreparedPrompt, table: SlotTable, draft: Draft, segments: int) -> None:
         began, posted = time.monotonic(), len(draft.sentinels)
         translations = self._runtime.grow(draft, preparation.request, segments)
-        self._translator.write(table, translations)
+        self._translate_into(table, translations)
         if new := draft.sentinels[posted:]:
             preparation.sentinels.append(self._sentinels.read(table, new))
         if translations:

@@ -43,7 +43,7 @@ class Sampler:
 
     @property
     def may_surprise(self) -> bool:
-        """Whether a token other than the likeliest may be drawn. The likeliest's surprisal is at most the entropy."""
+        """Whether sampling may pick a token other than the most probable one, which is never surprising."""
         return self.draw is not None or not self.is_greedy
 
     def __call__(self, logits: Tensor) -> int:

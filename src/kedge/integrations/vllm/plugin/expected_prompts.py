@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kedge.anchors.translator import Translator
+from kedge.anchors.translator import translate_into
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
@@ -178,7 +178,7 @@ class ExpectedPrompts:
 def translated(pages: Pages, translation: Translation) -> list[ReadyPart]:
     """Return what a translation writes, outside of the pages."""
     parts = _Parts(pages)
-    Translator(parts).write(_NOWHERE, [translation])
+    translate_into(parts)(_NOWHERE, [translation])
     return parts.found
 
 

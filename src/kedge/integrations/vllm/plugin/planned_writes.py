@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kedge.anchors.translator import Translator, is_same
+from kedge.anchors.translator import is_same, translate_into
 from kedge.integrations.vllm.plugin.expected_prompts import ReadyPart, translated
 from kedge.integrations.vllm.plugin.messages import TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
@@ -53,7 +53,7 @@ class PlannedWrites:
         """`costs` observes what translations take, `balances` what they take and save. KV that is translated for
         several requests takes at most `max_shared` bytes until all of them are admitted.
         """
-        self._pages, self._costs, self._balances, self._translator = pages, costs, balances, Translator(pages)
+        self._pages, self._costs, self._balances, self._translate_into = pages, costs, balances, translate_into(pages)
         self._max_shared = max_shared
         self._planned: dict[RequestId, PlannedWrite] = {}
         self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(MAX_WRITTEN)
@@ -103,7 +103,7 @@ class PlannedWrites:
             for first, kv in ready:
                 self._pages.store(table, first, kv)
             if not ready:
-                self._translator.write(table, [part])
+                self._translate_into(table, [part])
             count, tokens = count + 1, tokens + part.tokens
         return count, tokens
 
