@@ -71,14 +71,16 @@ class Unknown(Known):
         )  # fmt: skip
 
 
-def plan_unknown(known: Unknown, **policy: Any) -> ReusePlan:
-    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8), p2 (4)."""
+def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, held: int = 0, **policy: Any) -> ReusePlan:
+    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8, of which the last are `held`), p2 (4)."""
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "question", SampleId.parse("input_question@0")),
-        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0")), Segment((5,) * 4, "p2"),
+        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"), held=(4,) * held),
+        Segment((5,) * 4, "p2"),
     )  # fmt: skip
     planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(**policy), None)
-    return planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
+    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
+    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
 
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
@@ -94,6 +96,20 @@ def test_what_can_be_moved_always_is_and_teaches_nothing_where_the_template_behi
     plan = plan_unknown(Unknown(has_prefixes=True))
     assert plan.computed == [*range(5, 19), *range(27, 31)] and not plan.moved
     assert [miss.segment for miss in plan.misses] == ["question"], "not the template, which is to be computed"
+
+
+def test_an_agent_that_picks_computes_the_end_of_the_answers_that_it_reads() -> None:
+    picks, around = GuardOrders(pick="answer is"), [*range(5, 19), *range(27, 31)]
+
+    def computed(tail: int, held: int = 0) -> list[int]:
+        known = Unknown(has_prefixes=True)
+        return plan_unknown(known, picks, held, pick_tail=tail, min_translated=0).computed
+
+    assert computed(0) == computed(0, held=2) == around
+    assert computed(3) == sorted((*around, 24, 25, 26))
+    assert computed(3, held=2) == sorted((*around, 22, 23, 24, 25, 26)), "three and what was kept behind them"
+    assert computed(9) == [*range(5, 31)], "of a shorter answer all"
+    assert plan_with([], [], guard=picks).computed == [18], "an input is no answer to pick from"
 
 
 @pytest.mark.parametrize(("move", "from_anchors"), [("always", False), ("unlearned", True)])

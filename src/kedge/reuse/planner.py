@@ -20,7 +20,16 @@ from kedge.reuse.contracts import (
     PoolKey,
     SampleView,
 )
-from kedge.reuse.layout import Placed, can_move, later_prefixes, layout, reads_in_place, shared_text, template_key
+from kedge.reuse.layout import (
+    Placed,
+    can_move,
+    conclusion,
+    later_prefixes,
+    layout,
+    reads_in_place,
+    shared_text,
+    template_key,
+)
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
 from kedge.reuse.savings import Savings
 from kedge.settings import PlannerSettings
@@ -206,7 +215,8 @@ class Planner:
         if draft.dense:
             return False
         weak = estimate.weak_positions()
-        computed = sorted({*weak, *sample.surprising})
+        end = conclusion(here.segment, self._policy.pick_tail) if request.guard.pick else ()
+        computed = sorted({*end, *weak, *sample.surprising})
         spared = len(here) - len(computed)
         self._savings.observe(pool_of(request, here), len(here), spared)
         if not self._costs.translation_pays(len(here), spared):

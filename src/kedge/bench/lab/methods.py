@@ -29,6 +29,7 @@ from kedge.workloads.miniature import TOOLS, role_last
 
 _PAPER: Mapping[str, Any] = {
     "recompute_head": 0,
+    "pick_tail": 0,
     "recompute_short": 0,
     "trail": 0,
     "surprise": math.inf,
