@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.reuse.layout import known_segments, template_key, template_tokens, with_trails
-from kedge.types import GenerateRequest, SampleId, Segment, Tokens, ValueKind
+from kedge.guard import GuardOrders
+from kedge.reuse.layout import conclusion, known_segments, plan_key, template_key, template_tokens, with_trails
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 
 def value(*tokens: int, trail: Tokens = (3, 4), name: str = "q") -> Segment:
@@ -35,6 +39,29 @@ def test_no_more_than_asked_for_and_than_all_agents_share() -> None:
     assert with_trails(PROMPT, 0) == PROMPT
     plain = request(Segment((1,), "p0"), value(5, trail=()), Segment((2,), "p1"))
     assert with_trails(plain, 2) == plain
+
+
+def test_an_answer_concludes_in_its_last_tokens_and_what_is_held_behind_them() -> None:
+    answer = value(50, 51, 52, name="agent_a")
+    held = with_trails(request(answer, Segment((3, 4, 5), "p1")), 2).segments[0]
+    assert conclusion(answer, 2) == range(1, 3) and conclusion(held, 2) == range(1, 5)
+    assert conclusion(held, 9) == range(5) and not conclusion(held, 0)
+    assert not conclusion(value(50, 51, 52), 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PROMPT, reuse=ReuseMode.TRANSLATE),
+        replace(PROMPT, guard=GuardOrders(pick="answer is")),
+        replace(PROMPT, guard=GuardOrders(withheld=frozenset("q"))),
+        replace(PROMPT, workflow=WorkflowId("other")),
+        replace(PROMPT, segments=(Segment((1, 9), "p0"), *PROMPT.segments[1:])),
+    ],
+)
+def test_other_modes_orders_and_templates_have_plans_of_their_own(other: GenerateRequest) -> None:
+    assert plan_key(other) != plan_key(PROMPT)
+    assert plan_key(request(PROMPT.segments[0], value(60), PROMPT.segments[2])) == plan_key(PROMPT)
 
 
 def test_a_segment_that_is_all_trail_goes() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from kedge.types import GenerateRequest, Segment, Tokens
+from kedge.types import GenerateRequest, ReuseMode, Segment, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,11 @@ def template_key(request: GenerateRequest) -> str:
         fixed = segment.base_context if segment.is_placeholder else segment.tokens
         digest.update(array("q", fixed).tobytes())
     return f"{request.workflow}/{request.agent}/{digest.hexdigest()}"
+
+
+def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], bool, str]:
+    """Return what a prompt's plan depends on besides its values: two requests with different ones share no plan."""
+    return request.reuse, request.guard.withheld, bool(request.guard.pick), template_key(request)
 
 
 def template_tokens(request: GenerateRequest) -> tuple[int, ...]:

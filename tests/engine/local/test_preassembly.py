@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kedge.engine.local.engine import LocalEngine
+from kedge.guard import GuardOrders
 from kedge.runner.run import run
 from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import (
@@ -132,6 +133,22 @@ def test_an_answer_that_no_anchor_knows_may_be_moved_ahead() -> None:
         outcomes.append(outcome(sequence))
         assert sequence.plan.translates and sequence.plan.teaches
         assert (sequence.preassembled > 0) == ahead
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_prompt_prepared_for_an_agent_that_picks_nothing_serves_none_that_does() -> None:
+    """It has the ends of the answers translated, which that one computes."""
+    outcomes = []
+    for ahead in (False, True):
+        stage = taught()
+        plain = prompt_of("reader", ASKED, stage.answer)
+        if ahead:
+            stage.prepare(plain)
+        sequence = stage.serve(replace(plain, guard=GuardOrders(pick="answer is")))
+        outcomes.append(outcome(sequence))
+        assert sequence.preassembled == 0
+        end = sum(TEMPLATE[:2]) + QUESTION + ANSWER
+        assert {end - 3, end - 2, end - 1} <= {*sequence.plan.computed}
     assert outcomes[0] == outcomes[1]
 
 

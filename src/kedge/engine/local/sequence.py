@@ -14,7 +14,7 @@ from kedge.engine.local.states import States
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
 from kedge.reuse.contracts import Cut
-from kedge.reuse.layout import known_segments, next_stop, template_key
+from kedge.reuse.layout import known_segments, next_stop, plan_key
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
@@ -119,12 +119,11 @@ class PreparedPrompt(Sequence):
     def agrees(self, request: GenerateRequest) -> bool:
         """Return whether `request` is the expected one, as far as this is assembled."""
         mine, drafted, held = self.request, 0, 0
-        mode = (request.reuse, request.workflow, request.guard.withheld, template_key(request))
         if self.draft is not None:
             drafted, held = self.draft.drafted, len(self.draft.sources)
         return (
             request.prompt_logprobs is None  # a prompt with logprobs must run through the model
-            and (mine.reuse, mine.workflow, mine.guard.withheld, template_key(mine)) == mode
+            and plan_key(mine) == plan_key(request)
             and mine.segments[:drafted] == request.segments[:drafted]
             and mine.tokens[:held] == request.tokens[:held]
         )

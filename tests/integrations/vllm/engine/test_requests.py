@@ -66,9 +66,9 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
 
 
 def test_what_the_guard_orders_is_sent() -> None:
-    orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2)
+    orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2, pick="answer is <word>")
     assert read(request(guard=orders)).guard == orders
-    assert not {"withheld", "epoch"} & request_hints(request()).keys()
+    assert not {"withheld", "epoch", "pick"} & request_hints(request()).keys()
 
 
 def test_the_fixed_length_is_sent_without_segments() -> None:

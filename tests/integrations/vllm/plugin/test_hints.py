@@ -30,6 +30,7 @@ TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
     *("base", "session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
+    "pick",
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -65,10 +66,10 @@ def test_all_hints_are_read() -> None:
 
 
 @pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 1025, {"q": 1}])
-@pytest.mark.parametrize("epoch", [-1, 1.5, "2"])
-def test_orders_of_a_guard_that_are_not_accepted_are_ignored(withheld: Any, epoch: Any) -> None:
-    call = read({"withheld": withheld, "epoch": epoch})
-    assert call.request.guard == GuardOrders() and call.ignored == 2
+@pytest.mark.parametrize(("epoch", "pick"), [(-1, 3), (1.5, ["a"]), ("2", "x" * 2000)])
+def test_orders_of_a_guard_that_are_not_accepted_are_ignored(withheld: Any, epoch: Any, pick: Any) -> None:
+    call = read({"withheld": withheld, "epoch": epoch, "pick": pick})
+    assert call.request.guard == GuardOrders() and call.ignored == 3
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": {}}, {"kedge": None}])

@@ -55,6 +55,7 @@ def request_hints(request: GenerateRequest) -> Hints:
         "final": request.turn.is_last or None,
         "withheld": sorted(request.guard.withheld),
         "epoch": request.guard.epoch or None,
+        "pick": request.guard.pick,
         "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE and not request.is_plain else None,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}

@@ -18,7 +18,7 @@ from kedge.anchors.translator import translate_into
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
-from kedge.reuse.layout import known_segments, next_stop, template_key
+from kedge.reuse.layout import known_segments, next_stop, plan_key
 from kedge.reuse.plan import Translation
 from kedge.reuse.planner import Draft
 from kedge.reuse.runtime import Runtime
@@ -69,8 +69,10 @@ class ExpectedPrompt:
 
     def agrees(self, request: GenerateRequest) -> bool:
         """Return whether `request` is the expected one, as far as this is drafted."""
-        mine, theirs = ((one.guard.withheld, template_key(one)) for one in (self.request, request))
-        return mine == theirs and self.request.segments[: self.drafted] == request.segments[: self.drafted]
+        return (
+            plan_key(self.request) == plan_key(request)
+            and self.request.segments[: self.drafted] == request.segments[: self.drafted]
+        )
 
 
 class ExpectedPrompts:

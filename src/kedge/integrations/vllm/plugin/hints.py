@@ -179,11 +179,11 @@ def _turn(reader: _Reader, final: bool) -> TurnHints:
 
 
 def _orders(reader: _Reader) -> GuardOrders:
-    """Read what a guard orders: placeholders that are not translated, and how often the agent's anchors were
-    discarded.
+    """Read what a guard orders: placeholders that are not translated, how often the agent's anchors were discarded, and
+    what stands before the agent's picks.
     """
-    withheld = reader.take("withheld", _names, frozenset[str]())
-    return GuardOrders(withheld=withheld, epoch=reader.take("epoch", read_whole, None) or 0)
+    withheld, epoch = reader.take("withheld", _names, frozenset[str]()), reader.take("epoch", read_whole, None)
+    return GuardOrders(withheld=withheld, epoch=epoch or 0, pick=reader.take("pick", read_text, ""))
 
 
 def _names(value: Any) -> frozenset[str]:
