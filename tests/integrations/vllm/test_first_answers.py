@@ -70,15 +70,17 @@ def read(engine: Driver, number: int, agent: str = "reader", **more: Any) -> Any
     return found
 
 
+@pytest.mark.parametrize(("pick", "end"), [({}, 0), ({"pick": "answer is"}, 3)])
 def test_the_first_reader_of_an_answer_translates_it(
-    engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, pick: dict[str, str], end: int
 ) -> None:
+    """But for its end, where the reader picks among answers."""
     monkeypatch.setattr(engine.side.translations.lanes.bases, "add", lambda *_: None)  # they would reuse its blocks
     tokens, hints = reads(0, written(engine, 0))
     with recorded(engine) as recorder:
-        found = receipt(engine.ask(tokens, 4, hints))
-        assert found["tokens"]["translated"] == ANSWER - 2, found["misses"]
-        holes = range(AT + 2), range(AT + ANSWER, len(tokens))
+        found = receipt(engine.ask(tokens, 4, hints | pick))
+        assert found["tokens"]["translated"] == ANSWER - 2 - end, found["misses"]
+        holes = range(AT + 2), range(AT + ANSWER - end, len(tokens))
         assert recorder.written is not None
         expected, _ = computed_by_torch(tiny_llama, tokens, recorder.written.slice(0, len(tokens)), holes)
         kv = recorder.read().slice(0, len(tokens))
