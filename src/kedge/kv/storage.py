@@ -73,8 +73,14 @@ class PagedStorage:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Kedge's Triton kernels can run on it: on a GPU, where Triton comes with PyTorch (on Linux)."""
-        return self.keys.is_cuda and find_spec("triton") is not None
+        """Whether Kedge's Triton kernels can run on it: on a GPU, where Triton comes with PyTorch (on Linux) and finds
+        what it needs to build them.
+        """
+        if not self.keys.is_cuda or find_spec("triton") is None:
+            return False
+        from kedge.kv.probe_kernel import can_build
+
+        return can_build(self.keys.device)
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one layer's rotated keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] to
