@@ -16,7 +16,7 @@ class PlannerSettings(SettingsSection):
 
     recompute_head: NonNegativeInt = 0
     """First tokens of every translated segment that are computed again."""
-    pick_tail: NonNegativeInt = 3
+    pick_tail: NonNegativeInt = 5
     """Last tokens of every answer that an agent with a `pick` computes again, with the `trail` behind them; 0: none of
     either. An answer concludes there, and a moved one still holds what its author had read, which can tip the choice
     between answers that contradict each other."""

@@ -70,7 +70,7 @@ def read(engine: Driver, number: int, agent: str = "reader", **more: Any) -> Any
     return found
 
 
-@pytest.mark.parametrize(("pick", "end"), [({}, 0), ({"pick": "answer is"}, 3)])
+@pytest.mark.parametrize(("pick", "end"), [({}, 0), ({"pick": "answer is"}, 5)])
 def test_the_first_reader_of_an_answer_translates_it(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, pick: dict[str, str], end: int
 ) -> None:
