@@ -119,7 +119,7 @@ def test_the_other_tenants_files_stay_when_one_is_cleared() -> None:
     world.cache.clear(NS)
     world.settle()
     assert [order.namespace for order, _ in world.files.files.values()] == [OTHER]
-    world.cache.clear_all()
+    world.cache.clear()
     world.settle()
     assert not world.files.files and world.cache.stats().disk_blocks == 0
 
@@ -127,7 +127,7 @@ def test_the_other_tenants_files_stay_when_one_is_cleared() -> None:
 def test_what_is_read_of_a_cleared_namespace_is_dropped() -> None:
     world = stored("ABC")
     world.demand("ABC")
-    world.cache.clear_all()
+    world.cache.clear()
     world.settle()
     assert world.tokens("ABC") == (0, 0) and world.ask("ABC") == 0
 

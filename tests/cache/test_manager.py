@@ -161,7 +161,7 @@ def test_clear_all_spares_what_is_leased() -> None:
     serve(cache, "abc")
     cache.admit(A, OTHER, b"abc", 0, 3)
     cache.commit_prefix(A, b"ab")
-    assert cache.clear_all() == 3
+    assert cache.clear() == 3
     assert cache.match(OTHER, b"ab").tokens_count == 2
     cache.check_integrity()
 

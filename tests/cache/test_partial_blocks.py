@@ -353,7 +353,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.memory.cache.clear_all()
+        self.memory.cache.clear()
 
     @invariant()
     def sound(self) -> None:

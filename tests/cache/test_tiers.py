@@ -33,7 +33,7 @@ def test_a_fixed_prompt_goes_through_all_states() -> None:
     assert state(world, "AAA") is State.LOADING
     world.settle()
     assert state(world, "AAA") is State.BOTH
-    world.cache.clear_all()
+    world.cache.clear()
     assert world.tree.end(NS, b"AAA") is None
 
 
@@ -200,11 +200,11 @@ def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
     on_host_only(world, a="AAA", b="BB")
     world.forecast(a=0, b=1)
     world.cache.pump()
-    world.cache.clear_all()
+    world.cache.clear()
     world.check()
     assert world.cached("AAA", "BB") == ["AAA"] and world.cache.transferring
     world.settle()
-    world.cache.clear_all()
+    world.cache.clear()
     stats = world.cache.stats()
     assert (stats.free_blocks, stats.host_free_blocks, world.cache.transferring) == (8, 8, False)
 

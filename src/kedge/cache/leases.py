@@ -6,6 +6,7 @@
 | committed           | tree  | anybody  | stays cached, its lock goes                       |
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
 | translated, partial | lease | its own  | freed, or kept for its exact beginning            |
+| borrowed            | leases | theirs  | freed with the last of them                      |
 
 Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
 fixed prompt that ends within a block, that block may enter the tree for its beginning (see `partial_blocks`).
@@ -13,18 +14,20 @@ fixed prompt that ends within a block, that block may enter the tree for its beg
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kedge.cache.copies import CopyBeginning
 from kedge.cache.counters import Reason
-from kedge.cache.node import DEVICE, HOST, TreeNode
+from kedge.cache.hits import Hits, extended
+from kedge.cache.node import DEVICE, TreeNode
 from kedge.cache.partial_blocks import Beginning, PartialBlocks
 from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers
 from kedge.errors import OutOfBlocks, PlanError
 from kedge.policies.prefetch import may_replace
-from kedge.types import Namespace, RequestId, Source, Span
+from kedge.types import Namespace, RequestId, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,10 @@ class Leases:
 
     def __init__(self, tiers: Tiers, copy_beginning: CopyBeginning | None) -> None:
         self._tiers, self._tree, self._block_size = tiers, tiers.tree, tiers.tree.block_size
-        self._partial = PartialBlocks(tiers.tree, copy_beginning)
+        self._partial, self._hits = PartialBlocks(tiers.tree, copy_beginning), Hits(tiers)
         self._held: dict[RequestId, Holding] = {}
+        self._borrowers: Counter[int] = Counter()
+        """Blocks that several leases own, and how many of these besides one"""
 
     def holdings(self) -> Collection[Holding]:
         """Return the insides of all leases."""
@@ -87,7 +92,7 @@ class Leases:
         exact = len(shared) + copied
         if exact_limit > 0:
             self._tiers.counters.lookup(exact, len(tokens) - exact, copied)
-        lease = Lease(request_id, (*hit, *new), exact, _extended(self._hit_path(node), copied))
+        lease = Lease(request_id, (*hit, *new), exact, extended(self._hits.count(node), copied))
         self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         return lease
 
@@ -109,22 +114,39 @@ class Leases:
         self._held[heir] = self._held.pop(request_id)
         return held.lease
 
+    def borrow(self, request_id: RequestId, other: RequestId, places: Sequence[int]) -> Lease:
+        """Let a lease hold blocks of another one in place of its own."""
+        held, lender = self._holding(request_id), self._holding(other)
+        blocks, its = list(held.lease.blocks), lender.lease.blocks
+        if any(not 0 <= place < min(len(blocks), len(its)) for place in places):
+            raise PlanError("places", places, "one of the leases has no block there")
+        mine, theirs = {blocks[place] for place in places}, {its[place] for place in places}
+        if not (mine <= held.own and theirs <= lender.own):
+            raise PlanError("places", places, "a block there is cached")
+        for place in places:
+            blocks[place] = its[place]
+        self._borrowers.update(theirs)
+        self._free(mine)
+        held.own = held.own - mine | theirs
+        held.lease = replace(held.lease, blocks=tuple(blocks))
+        return held.lease
+
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
         """Share the first tokens of a running lease, whose KV is final and exact."""
         held = self._holding(request_id)
         full = self._full_tokens(held, exact_tokens)
         if len(full) > len(held.shared):
-            inserted = self._insert(held, full)
-            self._tree.lock_path(inserted.node)
+            node = self._share(held, full)
+            self._tree.lock_path(node)
             self._tree.unlock(held.node)
-            held.node, held.shared = inserted.node, full
+            held.node, held.shared = node, full
 
     def finish(self, request_id: RequestId, exact_tokens: Sequence[int], fixed: int) -> None:
         """End a lease whose first tokens are exact."""
         held = self._holding(request_id)
         full = self._full_tokens(held, exact_tokens)
         if full:
-            self._insert(held, full)
+            self._share(held, full)
         if rest := exact_tokens[len(full) : fixed]:
             self._keep_beginning(held, full, rest)
         self._end(held)
@@ -134,12 +156,17 @@ class Leases:
         self._end(self._holding(request_id))
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once."""
+        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once, and the blocks that
+        several own are counted.
+        """
         cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
         for held in self._held.values():
             blocks = set(held.lease.blocks)
             if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
                 raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
+        owners = Counter(block for held in self._held.values() for block in held.own)
+        if self._borrowers != {block: count - 1 for block, count in owners.items() if count > 1}:
+            raise PlanError("borrowers", self._borrowers, "are not what the leases own")
 
     def _require_none(self, request_id: RequestId) -> None:
         if request_id in self._held:
@@ -208,66 +235,35 @@ class Leases:
             raise PlanError("exact_tokens", held.lease.request_id, "differ from the tokens the lease reads")
         return full
 
-    def _insert(self, held: Holding, full: tuple[int, ...]) -> Inserted:
-        inserted = self._tree.insert(held.namespace, full, held.lease.blocks[: len(full) // self._block_size])
+    def _insert(self, held: Holding, tokens: tuple[int, ...]) -> Inserted:
+        """Put the blocks of a lease's first tokens into the tree. Raises `PlanError` for borrowed ones."""
+        blocks = held.lease.blocks[: len(tokens) // self._block_size]
+        if not self._borrowers.keys().isdisjoint(blocks):
+            raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
+        inserted = self._tree.insert(held.namespace, tokens, blocks)
         held.own.difference_update(inserted.adopted)
-        self._back_up_hits(inserted.node)
         return inserted
+
+    def _share(self, held: Holding, full: tuple[int, ...]) -> TreeNode:
+        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end."""
+        node = self._insert(held, full).node
+        self._hits.back_up(node)
+        return node
 
     def _keep_beginning(self, held: Holding, full: tuple[int, ...], rest: Sequence[int]) -> None:
         """Keep the block that begins with `rest`, unless one that does so is cached."""
         node, _ = self._tree.lock(held.namespace, full)
         if self._partial.keeps(node, rest):
-            tokens = (*full, *self._partial.padded(rest))
-            inserted = self._tree.insert(held.namespace, tokens, held.lease.blocks[: len(tokens) // self._block_size])
-            held.own.difference_update(inserted.adopted)
+            self._insert(held, (*full, *self._partial.padded(rest)))
         self._tree.unlock(node)
+
+    def _free(self, blocks: set[int]) -> None:
+        """Free blocks of a lease, but for those that another one owns as well."""
+        borrowed = self._borrowers.keys() & blocks
+        self._borrowers -= Counter(borrowed)
+        self._tiers.pools[DEVICE].free(blocks - borrowed)
 
     def _end(self, held: Holding) -> None:
         del self._held[held.lease.request_id]
         self._tree.unlock(held.node)
-        self._tiers.pools[DEVICE].free(held.own)
-
-    def _hit_path(self, node: TreeNode) -> tuple[Span, ...]:
-        """Count a hit of `node` and all above it. Returns their tokens by source."""
-        spans: list[Span] = []
-        for step in node.path_down():
-            source = self._source(step)
-            start = spans[-1].stop if spans else 0
-            stop = start + step.size * self._block_size
-            if spans and spans[-1].source is source:
-                start = spans.pop().start
-            spans.append(Span(start, stop, source))
-            self._tiers.pools.hit(step)
-        self._back_up_hits(node)
-        return tuple(spans)
-
-    def _source(self, node: TreeNode) -> Source:
-        """Return where a request that hits `node` has its KV from, and count it."""
-        tokens = node.size * self._block_size
-        if node.arrival is None:
-            return Source.DEVICE
-        if node.arrival.demanded:
-            self._tiers.counters.host_hit_tokens += tokens
-            return Source.HOST
-        self._tiers.counters.prefetched_hit_tokens += tokens
-        return Source.DEVICE
-
-    def _back_up_hits(self, node: TreeNode) -> None:
-        """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
-        hits = self._tiers.settings.backup_hits
-        if hits is None or not self._tiers.host_blocks:
-            return
-        often = next((step for step in node.path() if step.hits >= hits), None)
-        if often is not None and often.parent is not None and not often.blocks[HOST]:
-            self._tiers.backups.back_up(often)
-
-
-def _extended(spans: tuple[Span, ...], tokens: int) -> tuple[Span, ...]:
-    """Return `spans` with so many more tokens that were on the device."""
-    if not tokens:
-        return spans
-    start = stop = spans[-1].stop if spans else 0
-    if spans and spans[-1].source is Source.DEVICE:
-        start, spans = spans[-1].start, spans[:-1]
-    return (*spans, Span(start, stop + tokens, Source.DEVICE))
+        self._free(held.own)

@@ -50,18 +50,14 @@ class CacheManager:
         copy_beginning: CopyBeginning | None = None,
     ) -> None:
         """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV. What `files`
-        have on the disk is known from the start. Without `copy_beginning` only whole blocks are reused.
-
-        Raises `ConfigError` for sizes below one, or a host tier without a copier.
+        have on the disk is known from the start. Without `copy_beginning` only whole blocks are reused. Raises
+        `ConfigError` for sizes below one, or a host tier without a copier.
         """
-        if block_size < 1:
-            raise ConfigError("block_size", block_size, "a block holds at least one token")
-        if block_bytes < 1:
-            raise ConfigError("block_bytes", block_bytes, "a block has at least one byte")
-        if num_blocks < 1:
-            raise ConfigError("num_blocks", num_blocks, "the device tier needs at least one block")
-        self.block_size = block_size
-        self.num_blocks = num_blocks
+        sizes = {"block_size": block_size, "block_bytes": block_bytes, "num_blocks": num_blocks}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(name, size, "must be at least 1")
+        self.block_size, self.num_blocks = block_size, num_blocks
 
         def lost(node: TreeNode) -> None:
             self._prefetcher.consider(node)
@@ -121,9 +117,8 @@ class CacheManager:
         return lease
 
     def extend(self, request_id: RequestId, total_tokens: int, steps: float | None = None) -> Lease:
-        """Grow a lease to `total_tokens`; new blocks follow the old ones. No change if it is that long already.
-
-        `steps` as for `admit`. Raises `OutOfBlocks`, having changed nothing, or `PlanError` without a lease.
+        """Grow a lease to `total_tokens`; new blocks follow the old ones. No change if it is that long already. `steps`
+        as for `admit`. Raises `OutOfBlocks`, having changed nothing, or `PlanError` without a lease.
         """
         return self._leases.extend(request_id, total_tokens, steps)
 
@@ -134,6 +129,14 @@ class CacheManager:
         lease = self._leases.hand_over(request_id, heir)
         self._demands.withdraw(heir)
         return lease
+
+    def borrow(self, request_id: RequestId, other: RequestId, places: Sequence[int]) -> Lease:
+        """Let a lease hold these blocks of another one, in place of its own at the same places, which are freed.
+
+        Neither may write to them any more, nor share them by the tree; they are freed with the last lease that holds
+        them. Raises `PlanError`, having changed nothing, without both leases, or for a block that is cached.
+        """
+        return self._leases.borrow(request_id, other, places)
 
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
         """Share the first `len(exact_tokens)` tokens of a running lease, whose KV is final and exact (full blocks).
@@ -243,13 +246,10 @@ class CacheManager:
 
     # upkeep ---------------------------------------------------------------------------------------------------
 
-    def clear(self, namespace: Namespace) -> int:
-        """Forget what no lease and no copy holds in `namespace`, on disk too. Returns how many blocks that freed."""
-        return self.tiers.clear(namespace)
-
-    def clear_all(self) -> int:
-        """Clear every namespace. Returns how many blocks that freed."""
-        return sum(self.clear(namespace) for namespace in self.tiers.namespaces())
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """Forget what no lease and no copy holds, on disk too; None is all namespaces. Returns how many blocks went."""
+        spaces = self.tiers.namespaces() if namespace is None else {namespace}
+        return sum(self.tiers.clear(space) for space in spaces)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
@@ -276,8 +276,8 @@ class CacheManager:
         transfers, every state is legal and priorities and queues are what a naive look gives.
         """
         holdings = self._leases.holdings()
-        leased = [block for held in holdings for block in held.own]
-        self.tiers.check_integrity(leased, [held.node for held in holdings])
+        leased = set[int]().union(*(held.own for held in holdings))
+        self.tiers.check_integrity([*leased], [held.node for held in holdings])
         self._demands.check_integrity()
         self._leases.check_integrity()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from kedge.errors import PlanError
@@ -108,6 +108,9 @@ class ReusePlan:
 
 def spans_of(sources: Iterable[Source]) -> tuple[Span, ...]:
     """Join one source per position into spans."""
-    listed = list(sources)
-    edges = [0, *(i for i, (a, b) in enumerate(pairwise(listed), 1) if a is not b), len(listed)]
-    return tuple(Span(a, b, listed[a]) for a, b in pairwise(edges) if b > a)
+    spans, start = list[Span](), 0
+    for source, run in groupby(sources):
+        stop = start + len(list(run))
+        spans.append(Span(start, stop, source))
+        start = stop
+    return tuple(spans)

@@ -135,7 +135,7 @@ def test_exact_prefixes_stay_exact() -> None:
     asked = reader(tuple(said.response))
     begun = replace(asked, segments=asked.segments[:1], request_id="warm")
     driver.core.requests  # noqa: B018
-    clear, driver.core.inspection.cache.clear_all = driver.core.inspection.cache.clear_all, lambda: None  # type: ignore[method-assign]
+    clear, driver.core.inspection.cache.clear = driver.core.inspection.cache.clear, lambda: None  # type: ignore[method-assign]
     driver.serve(begun)
     sequence, _ = driver.serve(asked)
     clear()

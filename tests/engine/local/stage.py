@@ -138,7 +138,7 @@ class Stage:
             for agent in agents:
                 self.serve(prompt_of(agent, question, answer, run=f"past-{at}"))
             self.core.end_run(RunKey(SPACE, "client", RunId(f"past-{at}")))
-        self.core.inspection.cache.clear_all()
+        self.core.inspection.cache.clear()
 
     def write(self, question: Tokens, run: str = RUN) -> Tokens:
         """The writer's answer to a question."""
@@ -149,7 +149,7 @@ class Stage:
         """As it was when it had been taught: nothing is cached, expected or counted."""
         self.rest()
         self.core.inspection.preassembly.clear()
-        self.core.inspection.cache.clear_all()
+        self.core.inspection.cache.clear()
         self._before = {name: value for name, value in self._told.items() if name != "live"}
         return self
 

@@ -198,7 +198,7 @@ def test_a_preempted_request_is_not_learned_from() -> None:
 def taught_while_busy(engine: Stepped) -> int:
     """Values that are learned from while another request reads its long prompt, chunk by chunk."""
     engine.serve(reader(1))
-    engine.core.inspection.cache.clear_all()
+    engine.core.inspection.cache.clear()
     before = observed(engine)
     long = prompt_of("writer", tokens(9, 800), reuse=ReuseMode.OFF, max_tokens=1)
     sequences = [engine.submit(reader(2, max_tokens=1)), engine.submit(long)]
@@ -251,7 +251,7 @@ def test_the_first_reader_translates_a_value_once_its_agents_estimates_are_calib
     engine = engine_of(0.5, anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     for seed in range(seen):
         engine.serve(reader(seed, run=f"run-{seed}"))
-        engine.core.inspection.cache.clear_all()
+        engine.core.inspection.cache.clear()
     other = engine.submit(prompt_of("writer", tokens(99, 40), reuse=ReuseMode.OFF, max_tokens=30))
     engine.until(lambda: other.first_token)
     first = engine.submit(reader(50, run="new"))
@@ -285,7 +285,7 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
         read(engine, placeholder, readers)
     for seed in range(4):
         engine.serve(reader(seed, run=f"run-{seed}"))
-        engine.core.inspection.cache.clear_all()
+        engine.core.inspection.cache.clear()
     slots = {key.placeholder for key in engine.core.inspection.learned[0].pools}
     assert slots == ({"user_question"} if readers == 6 else set())
     receipt = engine.serve(replace(reader(2), run=RunId("again"))).receipt()
@@ -307,6 +307,6 @@ def test_where_nothing_is_worth_translating_the_engine_only_computes() -> None:
         receipt = engine.serve(reader(seed)).receipt()
         assert receipt.translated == 0
         assert [miss.reason for miss in receipt.misses if miss.segment in PLACEHOLDERS] == [why, why]
-        engine.core.inspection.cache.clear_all()
+        engine.core.inspection.cache.clear()
     assert observed(engine) == 0
     assert learning(engine)["base_prefills_done"] == learning(engine)["observed"] == 0

@@ -107,7 +107,7 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
         for at in range(3):
             stage.serve(prompt_of("writer", tokens(50 + at, QUESTION), run=f"past-{at}"))
             stage.serve(prompt_of("reader", tokens(50 + at, QUESTION), (), run=f"past-{at}"))
-        stage.core.inspection.cache.clear_all()
+        stage.core.inspection.cache.clear()
         answer = stage.write(question)
         request = prompt_of("reader", question, answer)
         if ahead:

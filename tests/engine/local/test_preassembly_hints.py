@@ -78,7 +78,7 @@ def test_another_request_of_the_agent_throws_it_away(change: Callable[[GenerateR
         sequence = stage.serve(replace(change(request), request_id=RequestId("other")))
         outcomes.append(outcome(sequence))
         assert sequence.preassembled == 0
-        stage.core.inspection.cache.clear_all()
+        stage.core.inspection.cache.clear()
     assert outcomes[0] == outcomes[1]
     assert (stage.told["wasted"], stage.told["live"], stage.leased) == (1, 0, 0)
 

@@ -1,4 +1,4 @@
-"""Requests of one agent that read the same value: written once, copied, and the same as if each had been written."""
+"""Requests that read the same value: written once, shared or copied, and the same as if each had been written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.reuse.plan import Sentinel
 from kedge.settings import PlannerSettings
-from kedge.types import AgentId, GenerateRequest, RequestId, Segment, Source
+from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, Segment, Source
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import request, tokens
 
@@ -39,7 +39,7 @@ def taught(**given: object) -> Stepped:
             engine.serve(replace(request(tokens(seed, 30), tokens(seed + 1, 24), agent=agent), request_id=next(_ids)))
     for of in range(len(QUESTIONS)):
         engine.serve(asked(of, agent="solver"))
-    engine.core.inspection.cache.clear_all()
+    engine.core.inspection.cache.clear()
     return engine
 
 
@@ -63,18 +63,18 @@ def admitted(engine: Stepped, *requests: GenerateRequest) -> list[RequestSequenc
     return sequences
 
 
-def copied(engine: Stepped) -> int:
-    return engine.core.inspection.shared.copied_tokens
+def taken(engine: Stepped) -> int:
+    return engine.core.inspection.shared.tokens
 
 
 def unshared(engine: Stepped, wanted: GenerateRequest) -> KVSegment:
     """The prompt's KV where nothing else runs."""
     engine.rest()
-    before = copied(engine)
+    before = taken(engine)
     (alone,) = admitted(engine, replace(wanted, request_id=next(_ids)))
     result = kv(engine, alone)
     engine.rest()
-    assert copied(engine) == before
+    assert taken(engine) == before
     return result
 
 
@@ -85,12 +85,58 @@ def same(one: KVSegment, other: KVSegment) -> bool:
 def test_copies_equal_what_would_have_been_written(engine: Stepped) -> None:
     first, *others = admitted(engine, *(asked(max_tokens=20) for _ in range(4)))
     assert first.plan is not None and first.plan.translates
-    assert copied(engine) == 3 * first.plan.translated_tokens
+    assert taken(engine) == 3 * first.plan.translated_tokens
     seen = [kv(engine, one) for one in (first, *others)]
     engine.rest()
     expected = unshared(engine, asked())
     assert all(same(one, expected) for one in seen)
     assert len({tuple(one.response) for one in (first, *others)}) == 1
+
+
+def shared_places(one: RequestSequence, other: RequestSequence) -> list[int]:
+    """The blocks behind the fixed prompt of 33 tokens that two requests hold at the same places."""
+    assert one.table is not None and other.table is not None
+    pairs = zip(one.table.slots[48::16].tolist(), other.table.slots[48::16].tolist(), strict=False)
+    return [place for place, (mine, its) in enumerate(pairs, 3) if mine == its]
+
+
+def test_readers_hold_whole_blocks_together(engine: Stepped) -> None:
+    first, *others = admitted(engine, *(asked(max_tokens=20) for _ in range(4)))
+    places = shared_places(first, others[0])
+    assert places and all(shared_places(first, one) == places for one in others)
+    assert first.plan is not None
+    assert set(places).isdisjoint(at // 16 for at in first.plan.computed), "nobody computes anything there"
+    assert engine.core.inspection.shared.borrowed_tokens == 3 * 16 * len(places)
+    assert first.table is not None
+    held = engine.leased + engine.stats("cache")["cached_blocks"]
+    assert held == 4 * (len(first.table.slots) // 16) - 3 * len(places)
+
+
+def test_readers_keep_what_an_aborted_one_had_written(engine: Stepped) -> None:
+    first, second = admitted(engine, asked(max_tokens=40), asked(max_tokens=40))
+    assert shared_places(first, second)
+    before = kv(engine, second)
+    engine.core.requests.end(first)
+    admitted(engine, *(asked(1, agent, max_tokens=40) for agent in ("solver", "critic")))  # in what the first one had
+    assert same(kv(engine, second), before)
+    engine.rest()
+    assert same(before, unshared(engine, asked()))
+
+
+def test_a_refuted_reader_is_computed_elsewhere(engine: Stepped) -> None:
+    engine.core.sentinel_checks.judge = lambda one, _: (one, one.request_id == "one")
+    dense = engine.serve(replace(asked(max_tokens=30), reuse=ReuseMode.OFF)).response
+    guarded = replace(asked(max_tokens=30), guard=GuardOrders(sentinels=1, watched=frozenset(("user_question",))))
+    (alone,) = admitted(engine, replace(guarded, request_id=RequestId("two")))
+    expected = kv(engine, alone)
+    engine.core.requests.end(alone)
+    first, second = admitted(engine, *(replace(guarded, request_id=RequestId(name)) for name in ("one", "two")))
+    assert engine.core.inspection.shared.borrowed_tokens == 16
+    assert first.plan is not None and not first.plan.translates and not shared_places(first, second)
+    seen = kv(engine, second)
+    engine.rest()
+    assert first.response == dense
+    assert same(seen, expected)
 
 
 def test_receipts_are_those_of_plans(engine: Stepped) -> None:
@@ -109,7 +155,7 @@ def test_what_is_blended_for_the_first_is_not_blended_again(engine: Stepped) -> 
 
 def test_other_agents_and_other_values_are_written(engine: Stepped) -> None:
     admitted(engine, asked(0, max_tokens=20), asked(1, max_tokens=20), asked(0, agent="solver", max_tokens=20))
-    assert copied(engine) == 0
+    assert taken(engine) == 0
 
 
 def moving(agent: str, prefix: int = 33) -> GenerateRequest:
@@ -134,7 +180,7 @@ def test_agents_that_move_a_value_to_the_same_positions_copy_it() -> None:
     engine, other = mover(), moving("judge")
     first, *others = admitted(engine, moving("critic"), other, moving("critic"))
     assert first.plan is not None and first.plan.translated_tokens == 30 + 9
-    assert copied(engine) == 2 * 39
+    assert taken(engine) == 2 * 39
     seen = kv(engine, others[0])
     assert same(seen, unshared(engine, other))
 
@@ -143,13 +189,13 @@ def test_a_value_that_is_moved_to_other_positions_is_written() -> None:
     engine = mover()
     readers = admitted(engine, moving("critic"), moving("judge", prefix=34))
     assert all(one.plan is not None and one.plan.translated_tokens == 30 + 9 for one in readers)
-    assert copied(engine) == 0
+    assert taken(engine) == 0
 
 
 def test_a_reader_in_a_later_pass_copies_from_one_that_still_runs(engine: Stepped) -> None:
     admitted(engine, asked(max_tokens=40))
     (second,) = admitted(engine, asked(max_tokens=4))
-    assert second.plan is not None and copied(engine) == second.plan.translated_tokens
+    assert second.plan is not None and taken(engine) == second.plan.translated_tokens
     seen = kv(engine, second)
     assert same(seen, unshared(engine, asked()))
 
@@ -158,7 +204,7 @@ def test_an_aborted_reader_is_not_copied_from(engine: Stepped) -> None:
     (first,) = admitted(engine, asked(max_tokens=40))
     engine.core.requests.end(first)
     (second,) = admitted(engine, asked(max_tokens=40))
-    assert copied(engine) == 0
+    assert taken(engine) == 0
     seen = kv(engine, second)
     assert same(seen, unshared(engine, asked()))
 
@@ -170,7 +216,7 @@ def test_a_preempted_reader_is_not_copied_from(engine: Stepped) -> None:
     assert not first.written
     engine.until(lambda: first.admitted)
     (second,) = admitted(engine, asked(max_tokens=40))
-    assert copied(engine) == 0
+    assert taken(engine) == 0
     seen = kv(engine, second)
     assert same(seen, unshared(engine, asked()))
 
@@ -182,7 +228,7 @@ def test_computed_positions_are_not_taken_for_translated_ones(engine: Stepped) -
     first, second = (admitted(engine, replace(guarded, request_id=RequestId(name)))[0] for name in ("one", "two"))
     assert first.plan is not None and second.plan is not None
     assert {one.position for one in first.plan.sentinels}.isdisjoint(one.position for one in second.plan.sentinels)
-    assert copied(engine) == 9 + 5  # the template, which has no sentinels
+    assert taken(engine) == 9 + 5  # the template, which has no sentinels
     seen = kv(engine, second)
     engine.rest()
     (alone,) = admitted(engine, replace(guarded, request_id=RequestId("two")))
@@ -195,7 +241,7 @@ def test_a_refuted_translation_is_not_copied_from(engine: Stepped) -> None:
     (first,) = admitted(engine, replace(guarded, request_id=RequestId("one")))
     assert first.plan is not None and not first.plan.translates
     admitted(engine, replace(guarded, request_id=RequestId("two")))
-    assert copied(engine) == 0
+    assert taken(engine) == 0
 
 
 def test_sentinels_that_are_not_computed_yet_are_as_they_were_written(engine: Stepped) -> None:
@@ -208,7 +254,7 @@ def test_sentinels_that_are_not_computed_yet_are_as_they_were_written(engine: St
     engine.core.sentinel_checks.judge = judge
     guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=frozenset(("user_question",))))
     _, second = admitted(engine, *(replace(guarded, request_id=RequestId(name)) for name in ("one", "two")))
-    assert second.plan is not None and copied(engine) == second.plan.translated_tokens
+    assert second.plan is not None and taken(engine) == second.plan.translated_tokens
     engine.rest()
     admitted(engine, replace(guarded, request_id=RequestId("two")))
     assert read[1] == pytest.approx(read[2], rel=1e-3)
@@ -225,7 +271,7 @@ def test_a_value_that_changed_its_base_kv_is_written(engine: Stepped) -> None:
     (second,) = admitted(engine, asked(max_tokens=60))
     assert second.plan is not None
     written = {one.start: one.tokens for one in second.plan.translations}
-    assert copied(engine) <= second.plan.translated_tokens - written[33]
+    assert taken(engine) <= second.plan.translated_tokens - written[33]
     assert not same(kv(engine, second), kv(engine, first))
 
 
@@ -233,7 +279,7 @@ def test_32_readers_share_one_blend() -> None:
     engine = taught(max_running=32)
     readers = admitted(engine, *(asked(run=f"run-{i % 4}", max_tokens=20) for i in range(32)))
     assert all(one.plan is not None and one.plan.translates for one in readers)
-    assert copied(engine) == sum(one.plan.translated_tokens for one in readers[1:] if one.plan)
+    assert taken(engine) == sum(one.plan.translated_tokens for one in readers[1:] if one.plan)
     engine.rest()
     assert engine.leased == 0
 

@@ -152,7 +152,7 @@ def teach(engine: LocalEngine) -> None:
         answer = serve(engine, written(question, f"past-{at}")).tokens
         serve(engine, reading(answer, question, f"past-{at}"))
     serve(engine, written())
-    engine.query(lambda parts: parts.cache.clear_all())
+    engine.query(lambda parts: parts.cache.clear())
 
 
 @pytest.mark.parametrize("trail", [0, 1, 2, 3])

@@ -100,7 +100,7 @@ class Driver:
         while self.core.can_learn:
             self.core.learn()
         self.core.inspection.check_integrity()
-        self.core.inspection.cache.clear_all()  # so that an exact prefix never hides a translation
+        self.core.inspection.cache.clear()  # so that an exact prefix never hides a translation
         return sequence, kv
 
 

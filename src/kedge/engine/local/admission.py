@@ -130,23 +130,25 @@ class Admission:
 
     def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
         """Plan and write the translated spans. Returns the time at which planning ended."""
-        assert sequence.table is not None
-        began, copied = time.monotonic(), self._shared.copied_tokens
+        began, taken = time.monotonic(), self._shared.tokens
         plan = self._runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
-        sequence.plan = self._write(sequence, sequence.table, plan)
+        sequence.plan = self._write(sequence, plan)
         sequence.todo = sequence.plan.computed
         if sequence.plan.sentinels:
+            assert sequence.table is not None
             sequence.sentinels = [self._sentinels.read(sequence.table, sequence.plan.sentinels)]
-        if plan.translations and self._shared.copied_tokens == copied:  # a copy would make it seem cheaper than it is
+        if plan.translations and self._shared.tokens == taken:  # else it would seem cheaper than it is
             self._costs.observe_translation(len(plan.translations), plan.translated_tokens, time.monotonic() - began)
         return matched
 
-    def _write(self, sequence: RequestSequence, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+    def _write(self, sequence: RequestSequence, plan: ReusePlan) -> ReusePlan:
         """Write the translations of a plan. Returns the plan as carried out."""
+        assert sequence.table is not None
         if not self._assembler.works_ahead:  # it writes something else than translations
-            return self._assembler.assemble(sequence.request, table, plan)
-        self._assembler.assemble(sequence.request, table, self._shared.copy(table, plan))
+            return self._assembler.assemble(sequence.request, sequence.table, plan)
+        left = self._shared.take(sequence, plan)
+        self._assembler.assemble(sequence.request, sequence.table, left)
         sequence.written = plan.translations
         return plan
 

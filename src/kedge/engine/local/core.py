@@ -86,7 +86,7 @@ class EngineCore:
         self._learning = Learning(runtime, cache, storage, jobs, config.learning, longest, requests.release)
         self._admission = Admission(
             *(cache, runtime, loading, assembler, self._preassembly, self._learning, costs, sentinels),
-            *(shared := SharedWrites(storage, running), states, requests.preempt, requests.end),
+            *(shared := SharedWrites(cache, storage, running), states, requests.preempt, requests.end),
         )
         limits, queues = (config.max_batch_tokens, config.max_running, config.learning.budget), (jobs, ahead, running)
         service = ServiceOrders(cache, self._sessions) if config.tiers.policy == "sessions" else None
@@ -195,6 +195,8 @@ class EngineCore:
         self._answers.read_prompts(work, logits)
         ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         refuted = self.sentinel_checks.refuted([item.sequence for item, _ in ended])
+        for sequence in refuted:
+            self.requests.compute_again(sequence)
         ready = [(item, row) for item, row in ended if item.sequence not in refuted]
         self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
@@ -275,7 +277,7 @@ class EngineCore:
         """Empty the prefix cache and forget all anchors and base KV; running requests go on."""
         self._preassembly.clear()
         self.plain.clear()
-        self._cache.clear_all()
+        self._cache.clear()
         self._states.clear()
         self._runtime.clear()
 

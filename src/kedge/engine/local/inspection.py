@@ -57,6 +57,7 @@ class Inspection:
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
             "copied_tokens": self.shared.copied_tokens,
+            "borrowed_tokens": self.shared.borrowed_tokens,
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
             "states": asdict(self.snapshots.stats()),

@@ -68,12 +68,23 @@ class Requests:
             return False
         self.learning.forget(victim)
         self.release(victim)
-        victim.table, victim.todo, victim.written = None, [], ()
         if victim.waits_for_first_token:
             victim.plan = None
             victim.sentinels.clear()
-        self.scheduler.preempt(victim)
+        self._requeue(victim)
         return True
+
+    def compute_again(self, sequence: RequestSequence) -> None:
+        """Free the blocks of a running request, none of which is shared: what was computed beside wrong KV may be wrong
+        as well. It is admitted again before all others, and computed.
+        """
+        self._cache.abort(sequence.key)
+        self._snapshots.ended(sequence, 0)
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: RequestSequence) -> None:
+        sequence.table, sequence.todo, sequence.written = None, [], ()
+        self.scheduler.preempt(sequence)
 
     def release(self, sequence: RequestSequence) -> None:
         """Free a request's blocks. Its exact tokens with KV enter the tree."""

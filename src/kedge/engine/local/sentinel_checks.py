@@ -25,9 +25,9 @@ class SentinelChecks:
         self._sentinels = sentinels
         self.judge: Judge = lambda request, _: (request, False)
 
-    def refuted(self, sequences: Iterable[Sequence]) -> set[Sequence]:
+    def refuted(self, sequences: Iterable[Sequence]) -> set[RequestSequence]:
         """Compare the sentinel tokens of sequences of which all tokens are computed. Returns those where they refute
-        what was translated: all of that has to be computed.
+        what was translated: the plan is to compute all of that now, in blocks that no other request reads.
         """
         watched = [one for one in sequences if isinstance(one, RequestSequence) and one.sentinels]
         if not watched:
@@ -51,9 +51,6 @@ class SentinelChecks:
     def _compute(sequence: RequestSequence) -> None:
         assert sequence.plan is not None
         sequence.plan = sequence.plan.without_translation(REFUTED)
-        sequence.written = ()
-        # all that is not cached, also before the first translated token: under a mask, zero times no number is none
         first = next(span.start for span in sequence.plan.spans if span.source is Source.COMPUTED)
-        sequence.todo = list(range(first, sequence.plan.spans[-1].stop))
-        sequence.preassembled = min(sequence.preassembled, sequence.todo[0])
+        sequence.preassembled = min(sequence.preassembled, first)
         logger.warning("request %s is computed: translated KV was far from computed KV", sequence.request.request_id)

@@ -1,7 +1,8 @@
-"""Translations that several requests have in common: written for the first of them, and copied for the others.
+"""Translations that several requests have in common: written for the first of them, and read by the others.
 
-Two requests of one agent that read the same value at the same positions, such as the choices of one call, blend the
-same offsets. While the first of them runs, its slots have what the others would write, and nothing else has to be kept.
+Two requests that read the same value at the same positions, such as the choices of one call, would write the same.
+While the first of them runs, its slots have it, and nothing else has to be kept: whole blocks in which neither computes
+anything are held by both, and the rest is copied.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kedge.anchors.translator import is_same
+from kedge.cache import CacheManager
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, Translation
@@ -16,31 +18,58 @@ from kedge.types import Source
 
 
 class SharedWrites:
-    """The copies between running requests in one storage. Called by the engine's thread only."""
+    """What running requests have in common in one storage. Called by the engine's thread only."""
 
-    def __init__(self, storage: PagedStorage, running: list[RequestSequence]) -> None:
+    def __init__(self, cache: CacheManager, storage: PagedStorage, running: list[RequestSequence]) -> None:
         """`running` is the scheduler's list of admitted requests."""
-        self._storage, self._running = storage, running
+        self._cache, self._storage, self._running = cache, storage, running
         self.copied_tokens = 0
-        """Translated tokens that were copied instead of being blended again"""
+        """Translated tokens that were copied from another request"""
+        self.borrowed_tokens = 0
+        """Translated tokens in blocks of another request"""
 
-    def copy(self, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        """Copy what running requests have of a plan's translations into `table`. Returns the plan with those that are
-        left to be written.
+    @property
+    def tokens(self) -> int:
+        """Translated tokens that were not written again."""
+        return self.copied_tokens + self.borrowed_tokens
+
+    def take(self, sequence: RequestSequence, plan: ReusePlan) -> ReusePlan:
+        """Take what running requests have of a plan's translations for an admitted one, whose slots change. Returns the
+        plan with those that are left to be written.
         """
-        left = tuple(one for one in plan.translations if not self._copy(table, plan, one))
+        left = tuple(one for one in plan.translations if not self._take(sequence, plan, one))
         return plan if len(left) == len(plan.translations) else replace(plan, translations=left)
 
-    def _copy(self, table: SlotTable, plan: ReusePlan, item: Translation) -> bool:
-        stop = item.start + item.tokens
+    def _take(self, sequence: RequestSequence, plan: ReusePlan, item: Translation) -> bool:
         for other in self._running:
             if not any(is_same(item, one) for one in other.written) or other.table is None:
                 continue
-            if _reads(plan, item).isdisjoint(_overwritten(other)):
-                self._storage.copy(other.table, table, item.start, stop)
-                self.copied_tokens += item.tokens
+            lost = _overwritten(other, item)
+            if not lost or lost.isdisjoint(_reads(plan, item)):
+                self._read_from(other, other.table, sequence, plan, item)
                 return True
         return False
+
+    def _read_from(
+        self, other: RequestSequence, its: SlotTable, sequence: RequestSequence, plan: ReusePlan, item: Translation
+    ) -> None:
+        size, stop = self._storage.block_size, item.start + item.tokens
+        assert other.plan is not None
+        changed = _blocks(plan, size) | _blocks(other.plan, size)
+        places = [place for place in range(-(-item.start // size), stop // size) if place not in changed]
+        lease = self._cache.borrow(sequence.key, other.key, places)
+        sequence.table = SlotTable.of(lease.blocks, size)
+        starts, stops = [item.start, *((place + 1) * size for place in places)], [*(at * size for at in places), stop]
+        for start, end in zip(starts, stops, strict=True):
+            if start < end:
+                self._storage.copy(its, sequence.table, start, end)
+        self.borrowed_tokens += size * len(places)
+        self.copied_tokens += item.tokens - size * len(places)
+
+
+def _blocks(plan: ReusePlan, size: int) -> set[int]:
+    """Return the places of the blocks in which a plan computes anything."""
+    return {place for hole in plan.holes for place in range(hole.start // size, -(-hole.stop // size))}
 
 
 def _reads(plan: ReusePlan, item: Translation) -> set[int]:
@@ -51,7 +80,8 @@ def _reads(plan: ReusePlan, item: Translation) -> set[int]:
     return positions | {one.position for one in plan.sentinels if item.start <= one.position < stop}
 
 
-def _overwritten(sequence: RequestSequence) -> set[int]:
-    """Return the prompt positions whose translated KV has been replaced by computed KV."""
+def _overwritten(sequence: RequestSequence, item: Translation) -> set[int]:
+    """Return the positions of a translation whose KV has been replaced by computed KV in a request that has it."""
     assert sequence.plan is not None
-    return set(sequence.plan.computed).difference(sequence.todo)
+    computed = (at for at in sequence.plan.computed if item.start <= at < item.start + item.tokens)
+    return set(computed).difference(sequence.todo)
