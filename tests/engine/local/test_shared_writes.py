@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from unittest import mock
@@ -56,6 +56,12 @@ def kv(engine: Stepped, sequence: RequestSequence) -> KVSegment:
     return KVSegment(storage.keys[:, slots], storage.values[:, slots])
 
 
+def keys(engine: Stepped, sequence: RequestSequence, positions: Sequence[int]) -> torch.Tensor:
+    """A copy of a prompt's keys at some positions."""
+    assert sequence.table is not None
+    return engine.core.inspection.storage.keys[:, sequence.table.slots[list(positions)]]
+
+
 def admitted(engine: Stepped, *requests: GenerateRequest) -> list[RequestSequence]:
     """Submit requests, and step until all have a first token."""
     sequences = [engine.submit(one) for one in requests]
@@ -93,11 +99,11 @@ def test_copies_equal_what_would_have_been_written(engine: Stepped) -> None:
     assert len({tuple(one.response) for one in (first, *others)}) == 1
 
 
-def shared_places(one: RequestSequence, other: RequestSequence) -> list[int]:
-    """The blocks behind the fixed prompt of 33 tokens that two requests hold at the same places."""
+def shared_places(one: RequestSequence, other: RequestSequence, first: int = 3) -> list[int]:
+    """The places from `first` on, which is behind the fixed prompt, of the blocks that two requests hold."""
     assert one.table is not None and other.table is not None
-    pairs = zip(one.table.slots[48::16].tolist(), other.table.slots[48::16].tolist(), strict=False)
-    return [place for place, (mine, its) in enumerate(pairs, 3) if mine == its]
+    pairs = zip(*(table.slots[first * 16 :: 16].tolist() for table in (one.table, other.table)), strict=False)
+    return [place for place, (mine, its) in enumerate(pairs, first) if mine == its]
 
 
 def test_readers_hold_whole_blocks_together(engine: Stepped) -> None:
@@ -168,9 +174,9 @@ def moving(agent: str, prefix: int = 33) -> GenerateRequest:
     return replace(request, agent=AgentId(agent), segments=(own, question, *rest))
 
 
-def mover() -> Stepped:
+def mover(**given: object) -> Stepped:
     """An engine with the solver's KV of the first question, and its default way to use it."""
-    engine = Stepped(planner=PlannerSettings(by_cost=False))
+    engine = Stepped(planner=PlannerSettings(by_cost=False), **given)
     engine.serve(moving("solver"))
     engine.rest()
     return engine
@@ -301,4 +307,65 @@ def test_whatever_ends_in_between_answers_are_those_of_one_that_is_alone(steps: 
         engine.core.inspection.check_integrity()
     engine.rest()
     assert all(one.response == alone[key] for key, one in live)
+    assert engine.leased == 0
+
+
+def watched(name: str, agent: str = "critic") -> GenerateRequest:
+    """A request that computes one token, drawn by its name, of the question of 30 tokens, which begins a block."""
+    orders = GuardOrders(sentinels=1, watched=frozenset(("user_question",)))
+    return replace(moving(agent, 32), guard=orders, request_id=RequestId(name))
+
+
+@pytest.mark.parametrize("lender_computes", [False, True])
+@pytest.mark.parametrize("borrower_computes", [False, True])
+def test_blocks_in_which_either_computes_are_not_shared(lender_computes: bool, borrower_computes: bool) -> None:
+    engine, names = mover(), dict[bool, list[str]]({False: [], True: []})
+    (alone,) = admitted(engine, moving("critic", 32))
+    expected = keys(engine, alone, range(32, 71))
+    engine.rest()
+    for name in "abcdefghijkl":
+        (one,) = admitted(engine, watched(name))
+        assert one.plan is not None
+        names[one.plan.sentinels[0].position < 48].append(name)
+        engine.core.requests.end(one)
+    chosen = names[lender_computes][0], names[borrower_computes][1]
+    first, second = admitted(engine, *(watched(*pair) for pair in zip(chosen, ("critic", "judge"), strict=True)))
+    assert shared_places(first, second, 2) == ([] if lender_computes or borrower_computes else [2])
+    assert all(is_as_written(engine, one, expected) for one in (first, second))
+
+
+def is_as_written(engine: Stepped, one: RequestSequence, expected: torch.Tensor) -> bool:
+    """Return whether the translated keys of a prompt, from position 32 on, are these."""
+    assert one.plan is not None
+    kept = [at for span in one.plan.spans if span.source is TRANSLATED for at in range(span.start, span.stop)]
+    return torch.equal(keys(engine, one, kept), expected[:, [at - 32 for at in kept]])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "ask", "doubt", "abort", "step"]), st.integers(0, 7)), min_size=4, max_size=24
+    )
+)
+def test_what_is_refuted_in_between_changes_no_other_answer(steps: list[tuple[str, int]]) -> None:
+    """The prompts of both agents read one value at the same positions, in a pool that holds four of them."""
+    engine, doubted, live = mover(num_blocks=40), set[RequestId](), list[RequestSequence]()
+    engine.core.sentinel_checks.judge = lambda one, _: (one, one.request_id in doubted)
+    dense = {who: engine.serve(replace(moving(who, 32), reuse=ReuseMode.OFF)).response for who in ("critic", "judge")}
+    (alone,) = admitted(engine, moving("critic", 32))
+    expected = keys(engine, alone, range(32, 71))
+    engine.rest()
+    for step, number in steps:
+        if step in ("ask", "doubt"):
+            live.append(engine.submit(watched(next(_ids), ("critic", "judge")[number % 2])))
+            doubted |= {live[-1].request.request_id} if step == "doubt" else set()
+        elif step == "abort" and live:
+            engine.core.requests.end(live.pop(number % len(live)))
+        else:
+            engine.step()
+        for one in engine.core.scheduler.running:
+            assert is_as_written(engine, one, expected), "somebody wrote into a block that it reads"
+    engine.rest()
+    engine.learn()
+    assert all(one.response == dense[one.request.agent] for one in live if not one.receipt().translated)
     assert engine.leased == 0

@@ -75,8 +75,8 @@ class Requests:
         return True
 
     def compute_again(self, sequence: RequestSequence) -> None:
-        """Free the blocks of a running request, none of which is shared: what was computed beside wrong KV may be wrong
-        as well. It is admitted again before all others, and computed.
+        """Free the blocks of a running request, of which nothing is cached: what was computed beside wrong KV may be
+        wrong as well. It is admitted again before all others, and computed.
         """
         self._cache.abort(sequence.key)
         self._snapshots.ended(sequence, 0)
