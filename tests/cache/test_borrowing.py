@@ -40,7 +40,7 @@ def test_a_borrower_gives_its_own_blocks_back(cache: CacheManager) -> None:
     assert cache.stats().leased_blocks == 12, "a block that two hold is counted once"
 
 
-@pytest.mark.parametrize("order", permutations((A, B, C)))
+@pytest.mark.parametrize("order", list(permutations((A, B, C))))
 def test_blocks_are_freed_with_the_last_lease(cache: CacheManager, order: tuple[RequestId, ...]) -> None:
     lent = held(cache, A)[1:3]
     cache.borrow(B, A, [1, 2])

@@ -53,18 +53,17 @@ class SharedWrites:
     def _read_from(
         self, other: RequestSequence, its: SlotTable, sequence: RequestSequence, plan: ReusePlan, item: Translation
     ) -> None:
-        size, stop = self._storage.block_size, item.start + item.tokens
+        size, positions = self._storage.block_size, range(item.start, item.start + item.tokens)
         assert other.plan is not None
         changed = _blocks(plan, size) | _blocks(other.plan, size)
-        places = [place for place in range(-(-item.start // size), stop // size) if place not in changed]
+        places = [at for at in range(-(-positions.start // size), positions.stop // size) if at not in changed]
         lease = self._cache.borrow(sequence.key, other.key, places)
         sequence.table = SlotTable.of(lease.blocks, size)
-        starts, stops = [item.start, *((place + 1) * size for place in places)], [*(at * size for at in places), stop]
-        for start, end in zip(starts, stops, strict=True):
-            if start < end:
-                self._storage.copy(its, sequence.table, start, end)
-        self.borrowed_tokens += size * len(places)
-        self.copied_tokens += item.tokens - size * len(places)
+        borrowed = set(places)
+        if rest := [at for at in positions if at // size not in borrowed]:
+            self._storage.copy(its, sequence.table, rest)
+        self.borrowed_tokens += item.tokens - len(rest)
+        self.copied_tokens += len(rest)
 
 
 def _blocks(plan: ReusePlan, size: int) -> set[int]:
