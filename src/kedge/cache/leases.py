@@ -6,7 +6,7 @@
 | committed           | tree  | anybody  | stays cached, its lock goes                       |
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
 | translated, partial | lease | its own  | freed, or kept for its exact beginning            |
-| borrowed            | leases | theirs  | freed with the last of them                      |
+| borrowed            | both  | both     | freed with the last lease that holds it           |
 
 Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
 fixed prompt that ends within a block, that block may enter the tree for its beginning (see `partial_blocks`).
@@ -60,7 +60,7 @@ class Leases:
         self._partial, self._hits = PartialBlocks(tiers.tree, copy_beginning), Hits(tiers)
         self._held: dict[RequestId, Holding] = {}
         self._borrowers: Counter[int] = Counter()
-        """Blocks that several leases own, and how many of these besides one"""
+        """The blocks that several leases own, and how many own them besides one"""
 
     def holdings(self) -> Collection[Holding]:
         """Return the insides of all leases."""

@@ -25,15 +25,15 @@ class SentinelChecks:
         self._sentinels = sentinels
         self.judge: Judge = lambda request, _: (request, False)
 
-    def refuted(self, sequences: Iterable[Sequence]) -> set[RequestSequence]:
+    def refuted(self, sequences: Iterable[Sequence]) -> list[RequestSequence]:
         """Compare the sentinel tokens of sequences of which all tokens are computed. Returns those where they refute
         what was translated: the plan is to compute all of that now, in blocks that no other request reads.
         """
         watched = [one for one in sequences if isinstance(one, RequestSequence) and one.sentinels]
         if not watched:
-            return set()
+            return []
         errors = iter(self._sentinels.errors([rows for one in watched for rows in one.sentinels]))
-        return {one for one in watched if self._is_refuted(one, errors)}
+        return [one for one in watched if self._is_refuted(one, errors)]
 
     def _is_refuted(self, sequence: RequestSequence, errors: Iterable[float]) -> bool:
         """Take the errors of one sequence, the next ones. Returns whether its prompt has to be computed."""
