@@ -23,7 +23,6 @@ from kedge.cache.counters import Reason
 from kedge.cache.hits import Hits, extended
 from kedge.cache.node import DEVICE, TreeNode
 from kedge.cache.partial_blocks import Beginning, PartialBlocks
-from kedge.cache.radix_tree import Inserted
 from kedge.cache.tiers import Tiers
 from kedge.errors import OutOfBlocks, PlanError
 from kedge.policies.prefetch import may_replace
@@ -235,18 +234,20 @@ class Leases:
             raise PlanError("exact_tokens", held.lease.request_id, "differ from the tokens the lease reads")
         return full
 
-    def _insert(self, held: Holding, tokens: tuple[int, ...]) -> Inserted:
-        """Put the blocks of a lease's first tokens into the tree. Raises `PlanError` for borrowed ones."""
+    def _insert(self, held: Holding, tokens: tuple[int, ...]) -> TreeNode:
+        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end. Raises `PlanError` for
+        borrowed ones.
+        """
         blocks = held.lease.blocks[: len(tokens) // self._block_size]
         if not self._borrowers.keys().isdisjoint(blocks):
             raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
         inserted = self._tree.insert(held.namespace, tokens, blocks)
         held.own.difference_update(inserted.adopted)
-        return inserted
+        return inserted.node
 
     def _share(self, held: Holding, full: tuple[int, ...]) -> TreeNode:
-        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end."""
-        node = self._insert(held, full).node
+        """Put the full blocks of a lease into the tree, and back up what is hit often. Returns their last node."""
+        node = self._insert(held, full)
         self._hits.back_up(node)
         return node
 

@@ -53,12 +53,14 @@ class SharedWrites:
     def _read_from(
         self, other: RequestSequence, its: SlotTable, sequence: RequestSequence, plan: ReusePlan, item: Translation
     ) -> None:
+        """Hold the whole blocks of `other` in which neither request computes anything, and copy the rest from `its`."""
         size, positions = self._storage.block_size, range(item.start, item.start + item.tokens)
         assert other.plan is not None
         changed = _blocks(plan, size) | _blocks(other.plan, size)
         places = [at for at in range(-(-positions.start // size), positions.stop // size) if at not in changed]
-        lease = self._cache.borrow(sequence.key, other.key, places)
-        sequence.table = SlotTable.of(lease.blocks, size)
+        if places:
+            sequence.table = SlotTable.of(self._cache.borrow(sequence.key, other.key, places).blocks, size)
+        assert sequence.table is not None
         borrowed = set(places)
         if rest := [at for at in positions if at // size not in borrowed]:
             self._storage.copy(its, sequence.table, rest)
