@@ -1,4 +1,7 @@
-"""The rules that keep the package readable: small functions, files and classes, unique names, docs, no circles."""
+"""The rules that keep the package readable: files and functions of a size to read, unique names, docs, no circles.
+
+How much there may be of it in all is in `tests/budget.toml`.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,25 @@ import pytest
 from scripts.import_graph import ImportGraph, Name, circular
 from tests.source import PACKAGE, Definition, classes, files, functions, inherits_docs, public, rooms
 
-MAX_FUNCTION, MAX_FILE, MAX_CLASS, MAX_METHODS = 40, 400, 250, 25
-USUAL_FUNCTION = 16
-"""Lines that at most one function in twenty exceeds."""
+MAX_FUNCTION, MAX_FILE = 60, 800
 DOCUMENTED = 0.95
 GRAPH = ImportGraph(PACKAGE)
 TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize("room", rooms())
-def test_files_are_short(room: str) -> None:
+def test_files_are_bounded(room: str) -> None:
     lines = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files(room)}
     assert not {file: count for file, count in lines.items() if count > MAX_FILE}
 
 
-def test_files_of_tests_are_short() -> None:
+def test_files_of_tests_are_bounded() -> None:
     lines = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in TESTS.rglob("*.py")}
     assert not {file: count for file, count in lines.items() if count > MAX_FILE}
 
 
 @pytest.mark.parametrize("room", rooms())
-def test_functions_are_short(room: str) -> None:
+def test_functions_are_bounded(room: str) -> None:
     """Kernels are one function each by necessity, and the options of a command are its signature."""
     long = {str(one): size for one in functions(room) if (size := counted_lines(one)) > MAX_FUNCTION}
     assert not long
@@ -41,17 +42,6 @@ def counted_lines(function: Definition) -> int:
         return 0
     is_command = function.file.parent == PACKAGE / "cli"
     return function.lines - (function.signature_lines if is_command else 0)
-
-
-def test_most_functions_are_very_short() -> None:
-    lines = sorted(one.lines for one in functions())
-    assert lines[int(0.95 * len(lines))] <= USUAL_FUNCTION
-
-
-@pytest.mark.parametrize("room", rooms())
-def test_classes_have_one_job(room: str) -> None:
-    sizes = {str(one): (one.lines, len(one.methods)) for one in classes(room)}
-    assert not {name: size for name, size in sizes.items() if size[0] > MAX_CLASS or size[1] > MAX_METHODS}
 
 
 def test_a_class_name_occurs_once() -> None:
