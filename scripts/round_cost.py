@@ -22,8 +22,9 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from kedge.bench.shapes import SHAPES
 from kedge.bench.ttft.round import RoundWorkload
+
+from kedge.bench.shapes import SHAPES
 from kedge.bench.vllm.measure import save_model
 from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
 from kedge.integrations.vllm.engine.requests import request_hints
