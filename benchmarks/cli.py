@@ -291,7 +291,7 @@ def _command(name: str) -> Callable[..., None]:
     ) -> None:
         require_outputs(json_file, plot_file)
         _require(task, dataset, model)
-        from benchmarks.studies.catalog import STUDIES
+        from benchmarks.studies.papers import STUDIES
 
         given: dict[str, Any] = {
             "task": task,
@@ -322,7 +322,7 @@ def run_all(
     """Run all of the papers' experiments on quality; with --out, write results, figures and a report to one folder."""
     _require_out(out, resume)
     _require(task, None, model)
-    from benchmarks.studies.catalog import STUDIES
+    from benchmarks.studies.papers import STUDIES
 
     console = Console()
     given = {"task": task, "questions": questions, "seeds": seeds, "model": model}

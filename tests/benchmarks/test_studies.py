@@ -14,10 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import ABOUT
-from benchmarks.studies import accuracy, catalog
-from benchmarks.studies.catalog import STUDIES
-from benchmarks.studies.contexts import Contexts
-from benchmarks.studies.estimators import alike
+from benchmarks.studies import papers
+from benchmarks.studies.papers import STUDIES, Contexts, alike
 from benchmarks.studies.report import shown, write_report
 from benchmarks.studies.study import QUICK, StudySettings, averaged
 from kedge.cli.main import EXIT_BAD_INPUT, app
@@ -91,7 +89,7 @@ def test_accuracy_has_every_method_and_team() -> None:
 def test_a_task_is_asked_of_the_teams_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """The team `tools` has four agents, one less than others."""
     asked: list[int] = []
-    monkeypatch.setattr(accuracy, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
+    monkeypatch.setattr(papers, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
     study = STUDIES["accuracy"]
     for task in ("tools", "math"):
         study.run(study.settings(quick=False, task=task, seeds=1))
@@ -101,7 +99,7 @@ def test_a_task_is_asked_of_the_teams_that_it_has(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("quick", [False, True])
 def test_one_size_of_the_team_can_be_chosen(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(accuracy, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
+    monkeypatch.setattr(papers, "compared", lambda settings, *_, **__: asked.append(settings.agents) or {})
     study = STUDIES["accuracy"]
     study.run(study.settings(quick=quick, agents=5, seeds=1))
     assert asked == [5]
@@ -162,7 +160,7 @@ def test_a_narrow_table_loses_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
         return [{f"what_was_measured_{column}": 0.123 for column in range(12)}]
 
-    monkeypatch.setattr(catalog, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
+    monkeypatch.setattr(papers, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
     ran = CliRunner().invoke(app, ["bench", "anchors", "--seeds", "1"], env={"COLUMNS": "60"})
     table = ran.output.split("The paper")[0]
     assert "…" not in table
@@ -192,7 +190,7 @@ def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.M
         return [{"tokens": 1.0 + seed}]
 
     anchors = replace(STUDIES["anchors"], measure=measure)
-    monkeypatch.setattr(catalog, "STUDIES", {**STUDIES, "anchors": anchors})
+    monkeypatch.setattr(papers, "STUDIES", {**STUDIES, "anchors": anchors})
     file = tmp_path / "rows.json"
 
     def run(*more: str) -> tuple[int, list[dict[str, float]]]:
@@ -215,7 +213,7 @@ def test_all_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.Monke
         seeds.append(seed)
         return [{"tenth": 1, "method": "token", "hits": 1.0}]
 
-    monkeypatch.setattr(catalog, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
+    monkeypatch.setattr(papers, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
     for more in (["--seeds", "2"], ["--seeds", "3", "--resume"]):
         done = CliRunner().invoke(app, ["bench", "all", "--out", str(tmp_path), *more])
         assert done.exit_code == 0, done.output
@@ -255,7 +253,7 @@ def test_a_write_that_fails_leaves_the_results_before_it(tmp_path: Path, monkeyp
 
 def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     anchors = replace(STUDIES["anchors"], measure=lambda *_: [{"tenth": 1, "method": "token", "hits": 1.0}])
-    monkeypatch.setattr(catalog, "STUDIES", {"anchors": anchors, "offsets": STUDIES["offsets"]})
+    monkeypatch.setattr(papers, "STUDIES", {"anchors": anchors, "offsets": STUDIES["offsets"]})
     done = CliRunner().invoke(app, ["bench", "all", "--quick", "--task", "math", "--out", str(tmp_path / "new")])
     assert done.exit_code == 0, done.output
     names = {file.name for file in (tmp_path / "new").iterdir()}
@@ -277,8 +275,8 @@ def test_an_unknown_task_is_one_line() -> None:
 
 
 def test_all_writes_nothing_unless_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = replace(catalog.STUDIES["anchors"], measure=lambda *_: [{"tenth": 5, "hits": 1.25}])
-    monkeypatch.setattr(catalog, "STUDIES", {"anchors": study})
+    study = replace(STUDIES["anchors"], measure=lambda *_: [{"tenth": 5, "hits": 1.25}])
+    monkeypatch.setattr(papers, "STUDIES", {"anchors": study})
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["bench", "all", "--quick"])
     assert done.exit_code == 0, done.output

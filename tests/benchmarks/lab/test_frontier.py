@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lab.methods import method_named
-from benchmarks.studies.frontier import swept, with_best
+from benchmarks.studies.papers import swept, with_best
 
 POINTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12)
 
