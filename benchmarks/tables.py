@@ -122,23 +122,6 @@ def plain_sessions(traces: Mapping[str, Row]) -> FittingTable:
     return FittingTable("tokens of sessions that were cached, in %", ("trace", "LRU", "with ids", "plain"), rows)
 
 
-def plain_graphs(tasks: Mapping[str, Row]) -> FittingTable:
-    """Return the table of LangGraph applications: what was not computed, and what was translated."""
-    rows = [
-        [
-            name,
-            lane,
-            f"{100 * score['reused']:.1f}",
-            f"{score['translated_calls']} of {score['calls']}",
-            f"{100 * score['accuracy']:.1f}",
-        ]
-        for name, lanes in tasks.items()
-        for lane, score in lanes.items()
-    ]
-    headings = ("team", "client", "reused %", "translated calls", "right %")
-    return FittingTable("teams on LangGraph", headings, rows, keys=2, left=frozenset({"client"}))
-
-
 def guard(faults: Mapping[str, Row], evidence: Mapping[str, Row]) -> FittingTable:
     """Return the table of injected faults: when they were stopped, and what they change."""
     rows = [
@@ -171,7 +154,7 @@ def _found(agents: Row) -> str:
 
 def study(title: str, rows: Sequence[Row]) -> FittingTable:
     """Return the table of a study's means and spreads; columns without floats identify the row."""
-    from benchmarks.studies.report import shown
+    from benchmarks.studies.study import shown
 
     cells = shown(rows)
     keys = _key_columns(rows)

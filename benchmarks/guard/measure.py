@@ -6,22 +6,23 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
 import torch
 
-from benchmarks.guard.faults import FAULTS, GuardFault
-from benchmarks.guard.lane import (
+from benchmarks.guard.faults import (
     DEFAULT_MOVE,
+    FAULTS,
     IDLE,
     LEARNED_MOVE,
     PARTS,
     AnsweredCall,
     DenseOracle,
     GuardBenchSettings,
+    GuardFault,
     GuardLane,
     Move,
     guard_records,
@@ -73,26 +74,13 @@ class FaultResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures of the fault itself."""
-        return {
-            "off_after": self.off_after,
-            "changed_served": self.changed_served,
-            "changed_unguarded": self.changed_unguarded,
-            "detected": self.detected,
-        }
+        return {name: getattr(self, name) for name in ("off_after", "changed_served", "changed_unguarded", "detected")}
 
     def evidence(self) -> dict[str, Any]:
         """Return how much the fault changes, and for whom."""
-        return {
-            "agent": self.agent,
-            "calls": self.calls,
-            "translated_calls": self.translated,
-            "calls_before": self.before,
-            "translated_before": self.translated_before,
-            "kl_before": self.kl_before,
-            "kl": self.kl,
-            "changed_calls": self.changed_calls,
-            "kl_unguarded": self.kl_unguarded,
-        }
+        names = ("agent", "calls", "translated_before", "kl_before", "kl", "changed_calls", "kl_unguarded")
+        given = {name: getattr(self, name) for name in names}
+        return {**given, "translated_calls": self.translated, "calls_before": self.before}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +226,7 @@ class CleanResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures."""
-        return {
-            "calls": self.calls,
-            "translated": self.translated,
-            "checks": self.checks,
-            "false_alarms": self.false_alarms,
-            "ever_off": self.ever_off,
-        }
+        return asdict(self)
 
 
 def measure_clean(

@@ -18,23 +18,411 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Self
+from random import Random
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
 
 from benchmarks.lab.methods import Method, fitting_model, method_named, open_engine
-from benchmarks.lab.pairs import AnswerPair, Choice, ForcedPair, MethodRuns, compare, shuffled
-from benchmarks.lab.probe import Probe, ProbeResult, Recorder
 from kedge.bench.shapes import Loaded, load_model
+from kedge.engine.base import Tokenizer
+from kedge.engine.local.components import Assembler, EngineComponents
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sampler import Draw, Sampler
+from kedge.engine.local.sequence import LocalStream
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.plan import ReusePlan, spans_of
 from kedge.runner.results import AgentResult, RunResult
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
+from kedge.types import (
+    AgentId,
+    Completion,
+    GenerateRequest,
+    Namespace,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    RunId,
+    RunKey,
+    Source,
+    TenantId,
+    Tokens,
+    new_request_id,
+)
+from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.graph import Workflow
 from kedge.workflow.template import CompiledAgent, Value, compile_agents
 from kedge.workloads.base import QUESTION, Question, Workload
+
+ROWS = 32
+"""Tokens of an answer whose logits are kept."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The observations of one request."""
+
+    request: GenerateRequest
+    completion: Completion
+    logits: Tensor
+    """float32 [up to `ROWS`, vocab] on the CPU, one row per token of the answer."""
+    kv: KVSegment | None
+    """The prompt's KV when the first token was drawn, keys unrotated; None unless requested."""
+
+
+@dataclass
+class _RequestProbe:
+    """A draw function that also records logits and KV of one request. Only the engine's thread calls it."""
+
+    draw: Draw
+    wants_kv: bool
+    read: Callable[[], KVSegment] | None = None
+    kv: KVSegment | None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor) -> int:
+        if self.wants_kv and not self.logits and self.read:
+            self.kv = self.read()
+        if len(self.logits) < ROWS:
+            self.logits.append(logits.float().cpu().clone())
+        return self.draw(logits)
+
+
+class Probe:
+    """The observer of one engine, which has to be built with `probe.components`.
+
+    While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
+    """
+
+    def __init__(self, components: EngineComponents = EngineComponents()) -> None:  # noqa: B008 (it is frozen)
+        self.probes: dict[RequestId, _RequestProbe] = {}
+        self.teaching = False
+        self.components = replace(components, assembler=partial(self._assembler, components))
+
+    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
+
+    def submit(
+        self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
+    ) -> ProbedRequest:
+        """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
+        if forced:
+            sampling = replace(request.sampling, max_tokens=len(forced), ignore_eos=True, stop=())
+            request = replace(request, sampling=sampling)
+        probe = _RequestProbe(_forcing(forced) if forced else Sampler(request.sampling), kv)
+        self.probes[request.request_id] = probe
+        return ProbedRequest(
+            request, engine.submit(request, probe), probe, partial(self.probes.pop, request.request_id, None)
+        )
+
+
+@dataclass(frozen=True)
+class ProbedRequest:
+    """A submitted request under observation."""
+
+    request: GenerateRequest
+    stream: LocalStream
+    _probe: _RequestProbe
+    _close: Callable[[], object]
+
+    def result(self, timeout: float | None = None) -> ProbeResult:
+        """Wait for the end. Raises the request's error."""
+        try:
+            completion = self.stream.result(timeout)
+        finally:
+            self._close()
+        return ProbeResult(self.request, completion, torch.stack(self._probe.logits), self._probe.kv)
+
+
+class Recorder:
+    """An `Engine` that observes every request of a run."""
+
+    def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
+        self._engine, self._probe, self._kv = engine, probe, kv
+        self.pending: list[ProbedRequest] = []
+        """In the order of submission."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def submit(self, request: GenerateRequest) -> LocalStream:
+        self.pending.append(self._probe.submit(self._engine, request, kv=self._kv))
+        return self.pending[-1].stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        return self._engine.cancel(request_id)
+
+    def end_run(self, run: RunKey) -> None:
+        self._engine.end_run(run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        self._engine.forecast(changes, prompts)
+
+    def close(self) -> None:
+        """Do nothing: the engine's owner closes it."""
+
+
+@dataclass(frozen=True)
+class _ProbingAssembler:
+    """An assembler that gives each request's probe access to its KV."""
+
+    works_ahead: ClassVar[bool] = False
+    inner: Assembler
+    storage: PagedStorage
+    probe: Probe
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        if probe := self.probe.probes.get(request.request_id):
+            probe.read = partial(self.storage.read, table, 0, request.prompt_tokens)
+        return self.inner.assemble(request, table, _densely(plan) if self.probe.teaching else plan)
+
+
+def _densely(plan: ReusePlan) -> ReusePlan:
+    """Return the plan with the same exact tokens and all others computed."""
+    sources = [span.source for span in plan.spans for _ in range(len(span))]
+    computed = (Source.COMPUTED if source is Source.TRANSLATED else source for source in sources)
+    return ReusePlan(spans_of(computed), misses=plan.misses)
+
+
+def _forcing(answer: Tokens) -> Draw:
+    tokens = iter(answer)
+    return lambda _: next(tokens)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One number per layer, of keys and of values."""
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def mean(cls, items: Sequence[Layers]) -> Layers:
+        """Return the mean of at least one item, layer by layer."""
+        return cls(
+            *(tuple(map(fmean, zip(*(getattr(i, part) for i in items), strict=True))) for part in ("keys", "values"))
+        )
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One request, forced to the answer of dense prefill, compared with dense prefill."""
+
+    kl: float
+    """Mean KL(dense ‖ other) in nats, over the first tokens of the answer."""
+    top1: float
+    """Share of these tokens at which both have the same argmax."""
+    error: Layers | None
+    """‖other - dense‖ / ‖dense‖ over all tokens from the first placeholder on."""
+
+
+def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
+    """Measure one pair; KV is compared where both have it."""
+    rows = min(len(dense.logits), len(other.logits))
+    kl, top1 = compare_logits(dense.logits[:rows], other.logits[:rows])
+    if dense.kv is None or other.kv is None:
+        return Fidelity(kl, top1, None)
+    first = _first_placeholder(dense.request)
+    kv = dense.kv.slice(first), other.kv.slice(first)
+    return Fidelity(kl, top1, relative_error(*kv))
+
+
+def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the mean KL(dense ‖ other) in nats and the share of equal argmax, for logits [rows, vocab]."""
+    log_p, log_q = dense.double().log_softmax(1), other.double().log_softmax(1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(1).mean()
+    return float(kl), float((dense.argmax(1) == other.argmax(1)).double().mean())
+
+
+def relative_error(dense: KVSegment, other: KVSegment) -> Layers:
+    """Return ‖other - dense‖ / ‖dense‖ by layer, over all tokens."""
+    return Layers(*(_errors(a, b) for a, b in ((dense.keys, other.keys), (dense.values, other.values))))
+
+
+def _errors(dense: Tensor, other: Tensor) -> tuple[float, ...]:
+    wrong, size = ((x.float().flatten(1)).norm(dim=1) for x in (other - dense, dense))
+    return tuple((wrong / size).tolist())
+
+
+def _first_placeholder(request: GenerateRequest) -> int:
+    start = 0
+    for segment in request.segments:
+        if segment.is_placeholder:
+            break
+        start += len(segment.tokens)
+    return start
+
+
+# judge consistency ----------------------------------------------------------------------------------------------------
+
+
+def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
+    """Return the judge's request with the other agents' answers in a random order; the rest stays in place."""
+    places = [i for i, segment in enumerate(request.segments) if segment.is_answer]
+    order = rng.sample(places, len(places))
+    segments = list(request.segments)
+    for place, source in zip(places, order, strict=True):
+        given = request.segments[source]
+        segments[place] = replace(segments[place], tokens=given.tokens, sample=given.sample)
+    return replace(request, segments=tuple(segments))
+
+
+def consistency(choices: Iterable[tuple[str | None, str | None]]) -> float:
+    """Return the share of pairs with the same choice, 1 for no pairs. None matches nothing."""
+    same = [a == b and a is not None for a, b in choices]
+    return fmean(same) if same else 1.0
+
+
+Choice = tuple[str | None, str | None]
+"""Decisions of the last agent, by dense prefill and by the method; None is no decision."""
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """One agent's answer to one question: by dense prefill, and by a method in a team that uses it throughout."""
+
+    question: int
+    agent: AgentId
+    dense: AgentResult
+    other: AgentResult
+    dense_right: bool | None
+    """None for agents without a scored answer."""
+    right: bool | None
+    flipped: bool = False
+    """Whether the first decision differs: the function that is called, or prose."""
+
+
+@dataclass(frozen=True)
+class ForcedPair:
+    """One agent's request, forced to the answer of dense prefill and compared with dense prefill."""
+
+    question: int
+    agent: AgentId
+    receipt: Receipt
+    """The method's."""
+    fidelity: Fidelity
+
+
+@dataclass
+class MethodRuns:
+    """One method's results over all questions that count."""
+
+    answers: list[AnswerPair] = field(default_factory=list)
+    forced: list[ForcedPair] = field(default_factory=list)
+    finals: list[Choice] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    """Choices of the last agent from shuffled candidates."""
+    ttfts: list[float] = field(default_factory=list)
+    """Milliseconds of every call in closed loop, where times compare."""
+    teams: list[float] = field(default_factory=list)
+    """Seconds of every team in closed loop, until its engine was idle again, where times compare."""
+
+    def add(self, more: MethodRuns) -> None:
+        """Append the results of further questions."""
+        self.answers += more.answers
+        self.forced += more.forced
+        self.finals += more.finals
+        self.choices += more.choices
+        self.ttfts += more.ttfts
+        self.teams += more.teams
+
+    def summary(self) -> Summary:
+        """Return the means over all questions."""
+        return Summary.of(self)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means over all questions; None where nothing of the kind was measured."""
+
+    questions: int
+    accuracy_dense: float | None
+    """The last agent's."""
+    accuracy: float | None
+    agents_dense: dict[str, float | None]
+    agents: dict[str, float | None]
+    same_final_answer: float | None
+    flips: float | None
+    """Share of calls whose first decision (the function that the answer calls, or prose) differs from that of dense
+    prefill."""
+    reuse_rate: float | None
+    """Share of calls that translated (the paper's definition)."""
+    reused_tokens: float | None
+    """Share of prompt tokens that were not computed."""
+    forced_reuse_rate: float | None
+    """Share of forced calls that translated."""
+    forced_reused_tokens: float | None
+    """Share of their prompt tokens that were not computed."""
+    kl: float | None
+    top1: float | None
+    error: Layers | None
+    judge_consistency: float | None
+    computed_tokens: float | None
+    """Share of prompt tokens that ran through the model, those of base prefills not counted."""
+    ttft_ms: float | None
+    """Median over calls."""
+    teams_per_minute: float | None
+    """One team at a time: by the median time of a team, from its first request until its engine is idle again."""
+
+    @classmethod
+    def of(cls, runs: MethodRuns) -> Summary:
+        """Compute the means."""
+        names = list(dict.fromkeys(pair.agent for pair in runs.answers))
+        of_agent = {name: [pair for pair in runs.answers if pair.agent == name] for name in names}
+        dense = {str(name): _mean(pair.dense_right for pair in pairs) for name, pairs in of_agent.items()}
+        other = {str(name): _mean(pair.right for pair in pairs) for name, pairs in of_agent.items()}
+        receipts = [pair.other.completion.receipt for pair in runs.answers]
+        seen = [pair.fidelity for pair in runs.forced]
+        return cls(
+            questions=len({pair.question for pair in runs.answers} | {pair.question for pair in runs.forced}),
+            accuracy_dense=dense[str(names[-1])] if names else None,
+            accuracy=other[str(names[-1])] if names else None,
+            agents_dense=dense,
+            agents=other,
+            same_final_answer=consistency(runs.finals) if runs.finals else None,
+            flips=_mean(pair.flipped for pair in runs.answers),
+            reuse_rate=_mean(receipt.translated > 0 for receipt in receipts),
+            reused_tokens=_mean(map(_reused, receipts)),
+            forced_reuse_rate=_mean(pair.receipt.translated > 0 for pair in runs.forced),
+            forced_reused_tokens=_mean(_reused(pair.receipt) for pair in runs.forced),
+            kl=_mean(one.kl for one in seen),
+            top1=_mean(one.top1 for one in seen),
+            error=_layers(one.error for one in seen),
+            judge_consistency=consistency(runs.choices) if runs.choices else None,
+            computed_tokens=_mean(receipt.computed / receipt.prompt_tokens for receipt in receipts),
+            ttft_ms=median(runs.ttfts) if runs.ttfts else None,
+            teams_per_minute=60 / median(runs.teams) if runs.teams else None,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as written to a file of results."""
+        return asdict(self)
+
+
+def _reused(receipt: Receipt) -> float:
+    return 1 - receipt.computed / receipt.prompt_tokens
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _layers(items: Iterable[Layers | None]) -> Layers | None:
+    known = [item for item in items if item is not None]
+    return Layers.mean(known) if known else None
+
 
 FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
 WRONG = 0.5
@@ -63,8 +451,6 @@ class LabSettings:
     judged: bool = False
     timed: bool = False
     """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
-    fresh: bool = False
-    """Whether every question is asked, in closed loop, by a team of which nothing is known."""
     seed: int = 0
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
@@ -234,9 +620,8 @@ class Lab:
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         recorder = Recorder(bench.engine, bench.probe, kv=False)
-        tenant = TenantId(f"{CLOSED}-{asked.number}") if self._settings.fresh else CLOSED
         began = time.perf_counter()
-        result = _run(recorder, flow, asked.question, bench.reuse, tenant)
+        result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
         bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too
         took = time.perf_counter() - began
         if bench.method.is_timed and self._settings.timed:

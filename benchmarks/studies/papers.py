@@ -12,11 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from benchmarks.lab.baselines import WHOLE
-from benchmarks.lab.comparison import LabSettings, run_pairs
-from benchmarks.lab.methods import Method, ablation, cacheblend, epic, method_named, open_engine, relay, seams
-from benchmarks.lab.pairs import Summary
-from benchmarks.lab.probe import Probe
+from benchmarks.lab.comparison import LabSettings, Probe, Summary, run_pairs
+from benchmarks.lab.methods import WHOLE, Method, ablation, cacheblend, epic, method_named, open_engine, relay, seams
 from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings, asked, compared, picked, team_sizes
 from benchmarks.workloads.catalog import load
 from kedge.anchors.registry import CRITERIA, ESTIMATORS

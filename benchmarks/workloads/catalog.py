@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks.workloads import humaneval, mathematics, mmlu, peer
+from benchmarks.workloads import humaneval, mathematics, mmlu
 from benchmarks.workloads.rows import DatasetSource
 from kedge.errors import ConfigError
 from kedge.workloads.base import Question, Workload
@@ -20,8 +20,7 @@ _DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
     "aime": (mathematics.AIME, mathematics.AIME_SOURCE),
 }
 _GENERATED: Mapping[str, tuple[Workload, Callable[[int], Iterable[Question]]]] = {
-    **{name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in ALL_TASKS.items()},
-    "peer": (peer.Peer(), peer.questions),
+    name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in ALL_TASKS.items()
 }
 NAMES = (*_GENERATED, *_DATASETS)
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.cli import ABOUT
 from benchmarks.studies import papers
 from benchmarks.studies.papers import STUDIES, Contexts, alike
-from benchmarks.studies.report import shown, write_report
-from benchmarks.studies.study import QUICK, StudySettings, averaged
+from benchmarks.studies.study import QUICK, StudySettings, averaged, shown, write_report
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
 from kedge.errors import ConfigError

@@ -12,8 +12,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.workflow.cases import CaseSizes, Control, controls
-from benchmarks.workflow.lane import BLOCK, POLICIES, Hints, true_hints
+from benchmarks.workflow.measure import BLOCK, POLICIES, CaseSizes, Control, Hints, controls, true_hints
 from kedge.bench.flows import FlowWorkload, Sizes, single_flow
 from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru
 from kedge.engine.local.sessions import SessionCaching

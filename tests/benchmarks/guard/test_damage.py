@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.guard import damage
-from benchmarks.guard.damage import flip_bytes
-from benchmarks.guard.faults import CorruptHost, StaleAnchors, last_agent
-from benchmarks.guard.lane import GuardBenchSettings, GuardLane
+from benchmarks.guard import faults as damage
+from benchmarks.guard.faults import CorruptHost, GuardBenchSettings, GuardLane, StaleAnchors, flip_bytes, last_agent
 from benchmarks.guard.measure import texts
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators.site import SiteOffsets

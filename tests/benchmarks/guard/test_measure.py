@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.guard import lane
-from benchmarks.guard.faults import FAULTS, KNOWN_KIND, LATER_KIND, DriftedQuestions
-from benchmarks.guard.lane import GuardLane
+from benchmarks.guard import faults
+from benchmarks.guard.faults import FAULTS, KNOWN_KIND, LATER_KIND, DriftedQuestions, GuardLane
 from benchmarks.guard.measure import QUIET, OverheadResult, _by_agent, _Outcome, _result, _Served, _stopped
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
@@ -55,7 +54,7 @@ def test_a_request_that_a_fault_makes_fail_is_a_changed_answer(monkeypatch: pyte
         raise GenerationFailed("request_id", 1, "its logits are not finite")
 
     assert bare.attempt("1 + 1?")[0]
-    monkeypatch.setattr(lane, "run", fails)
+    monkeypatch.setattr(faults, "run", fails)
     assert bare.attempt("1 + 1?") == ("", [])
 
 

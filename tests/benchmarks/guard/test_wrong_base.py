@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.guard import damage
+from benchmarks.guard import faults as damage
 from kedge.bench.shapes import load_model
 from kedge.kv.rotary import Rotary
 from kedge.settings import EngineSettings

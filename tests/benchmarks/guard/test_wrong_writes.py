@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.guard.damage import (
+from benchmarks.guard.faults import (
     MakeWrite,
     WrongWrites,
     at_another_base,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.lab.baselines import Ablation, NoAnchors
+from benchmarks.lab.methods import Ablation, NoAnchors
 from kedge.engine.local.components import EngineComponents
 from kedge.kv.segment import KVSegment
 from kedge.reuse.layout import layout, template_tokens

@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.lab.baselines import Ablation, NoAnchors
-from benchmarks.lab.cacheblend import CacheBlend
+from benchmarks.lab.methods import Ablation, CacheBlend, NoAnchors
 from kedge.engine.local.components import EngineComponents
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment

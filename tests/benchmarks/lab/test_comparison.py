@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from benchmarks.lab import comparison
-from benchmarks.lab.comparison import JUDGED, Lab, LabSettings, MethodBench, run_pairs
+from benchmarks.lab.comparison import JUDGED, Lab, LabSettings, MethodBench, MethodRuns, Probe, ProbeResult, run_pairs
 from benchmarks.lab.methods import METHODS, Method, method_named, open_engine
-from benchmarks.lab.pairs import MethodRuns
-from benchmarks.lab.probe import Probe, ProbeResult
 from kedge.bench.shapes import load_model
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings

@@ -8,8 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lab.pairs import Layers, compare, compare_logits, consistency, cosines, relative_error, shuffled
-from benchmarks.lab.probe import ProbeResult
+from benchmarks.lab.comparison import (
+    Layers,
+    ProbeResult,
+    compare,
+    compare_logits,
+    consistency,
+    relative_error,
+    shuffled,
+)
 from kedge.kv.segment import KVSegment
 from kedge.types import GenerateRequest, SampleId, Segment
 
@@ -41,21 +48,15 @@ def kv(seed: int) -> KVSegment:
     return KVSegment(keys, values)
 
 
-def test_errors_and_cosines_against_loops() -> None:
+def test_errors_against_loops() -> None:
     dense, other = kv(0), kv(1)
-    error, cosine = relative_error(dense, other), cosines(dense, other)
+    error = relative_error(dense, other)
     for layer in range(3):
         for part, got in (("keys", error.keys), ("values", error.values)):
             a, b = (getattr(one, part)[layer].flatten().tolist() for one in (dense, other))
             wrong = math.dist(a, b) / math.hypot(*a)
             assert got[layer] == pytest.approx(wrong, rel=1e-5)
-        per_token = [
-            float(torch.dot(a.flatten(), b.flatten()) / a.norm() / b.norm())
-            for a, b in zip(dense.keys[layer], other.keys[layer], strict=True)
-        ]
-        assert cosine.keys[layer] == pytest.approx(sum(per_token) / 7, abs=1e-6)
     assert relative_error(dense, dense) == Layers((0, 0, 0), (0, 0, 0))
-    assert cosines(dense, KVSegment(2 * dense.keys, -dense.values)).values[0] == pytest.approx(-1)
     assert Layers.mean([Layers((1, 2), (3, 4)), Layers((3, 2), (5, 4))]) == Layers((2, 2), (4, 4))
 
 
@@ -75,7 +76,7 @@ def sight(rows: int, seed: int, with_kv: bool = True) -> ProbeResult:
 def test_only_what_comes_after_the_first_prefix_counts() -> None:
     dense, other = sight(3, 0), sight(3, 1)
     assert compare(dense, other).error == relative_error(dense.kv.slice(2), other.kv.slice(2))  # type: ignore[union-attr]
-    assert compare(dense, sight(3, 1, with_kv=False)).cosine is None
+    assert compare(dense, sight(3, 1, with_kv=False)).error is None
 
 
 def test_as_many_rows_as_both_have() -> None:

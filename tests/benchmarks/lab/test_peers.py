@@ -8,9 +8,8 @@ from itertools import islice
 import pytest
 import torch
 
-from benchmarks.lab.comparison import Lab, LabSettings, run_pairs
+from benchmarks.lab.comparison import Lab, LabSettings, MethodRuns, run_pairs
 from benchmarks.lab.methods import METHODS, cacheblend, relay
-from benchmarks.lab.pairs import MethodRuns
 from kedge.types import Source
 from kedge.workloads.miniature import TASKS, MiniatureTeam, role_last, workflow
 

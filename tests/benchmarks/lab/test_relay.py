@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from benchmarks.lab.methods import relay
-from benchmarks.lab.relay import SUFFIX, RelayCaching
+from benchmarks.lab.methods import SUFFIX, RelayCaching, relay
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.types import GenerateRequest, ReuseMode, RunId, SampleId, Segment, Source, Tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lab.baselines import WHOLE, NoAnchors, Seams
+from benchmarks.lab.methods import WHOLE, NoAnchors, Seams
 from kedge.engine.local.components import EngineComponents
 from kedge.types import Source
 from tests.benchmarks.lab.test_baselines import HINT, LAST, PHI, PREFIX, served

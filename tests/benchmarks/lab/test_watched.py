@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.lab.relay import ReadOnlyStorage, WatchedBatch
+from benchmarks.lab.methods import ReadOnlyStorage, WatchedBatch
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.plain.gain import HINTED, PLAIN, STOCK, GainSettings, measure_gain
-from benchmarks.workflow.cases import CaseSizes
+from benchmarks.plain.measure import HINTED, PLAIN, STOCK, GainSettings, measure_gain
+from benchmarks.workflow.measure import CaseSizes
 from kedge.bench.flows import Sizes
 
 SMALL = CaseSizes(

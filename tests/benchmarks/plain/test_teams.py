@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.plain.teams import PlainTeamSettings, measure_teams
+from benchmarks.plain.measure import PlainTeamSettings, measure_teams
 
 
 def test_a_team_of_plain_chats_is_found_and_translated() -> None:

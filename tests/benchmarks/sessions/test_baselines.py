@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.sessions.baselines import belady_hit_rate, ttl_hit_rate
+from benchmarks.sessions.measure import belady_hit_rate, ttl_hit_rate
 from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
 from kedge.bench.sessions.replay import ceiling, lru_hit_rate
 from tests.bench.sessions.builders import arrival, traffic

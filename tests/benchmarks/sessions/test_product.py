@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.sessions.product import PRODUCT_CASES, HintedHooks, agent_of, measure_cost, product_replay
+from benchmarks.sessions.measure import PRODUCT_CASES, HintedHooks, agent_of, measure_cost, product_replay
 from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, load_traces, traffic_of
 from kedge.bench.sessions.replay import lru_hit_rate
 from kedge.cache import CacheManager

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.sessions.baselines import EDGES, QUANTILE, ToolTimes, ttl_hit_rate
+from benchmarks.sessions.measure import EDGES, QUANTILE, ToolTimes, ttl_hit_rate
 from kedge.bench.sessions.arrivals import Arrival
 from kedge.bench.sessions.replay import leading
 from tests.bench.sessions.builders import arrival, traffic

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import tables
-from benchmarks.vllm import accuracy as bench
-from benchmarks.vllm.accuracy import AccuracyResult, AccuracySettings, scores, settle
+from benchmarks.vllm import cases as bench
+from benchmarks.vllm.cases import AccuracyResult, AccuracySettings, scores, settle
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.vllm.cases import CASES, workload
-from benchmarks.workflow.cases import QUICK, peer
+from benchmarks.workflow.measure import QUICK, peer
 from kedge.bench.vllm.flows import longest_call
 from kedge.bench.vllm.lane import VllmClients
 from kedge.cli import checkout

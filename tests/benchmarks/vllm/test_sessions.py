@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import tables
-from benchmarks.vllm import sessions as bench
-from benchmarks.vllm.sessions import SessionClient, SessionLoad, VllmSessionsResult, VllmTurn, drive, figures, medians
+from benchmarks.vllm import cases as bench
+from benchmarks.vllm.cases import SessionClient, SessionLoad, VllmSessionsResult, VllmTurn, drive, figures, medians
 from kedge.bench.vllm.lane import BLOCK, VllmCall
 from kedge.cli.main import app
 from kedge.types import Tokens

@@ -15,9 +15,24 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.workflow.cases import ROLES, CaseSizes, branching, cases, controls, peer, random_order
-from benchmarks.workflow.lane import POLICIES, Lane, LaneTrial, Oracle, WrongHints
-from benchmarks.workflow.measure import CaseResult, WorkflowSettings, measure, spread
+from benchmarks.workflow.measure import (
+    POLICIES,
+    ROLES,
+    CaseResult,
+    CaseSizes,
+    Lane,
+    LaneTrial,
+    Oracle,
+    WorkflowSettings,
+    WrongHints,
+    branching,
+    cases,
+    controls,
+    measure,
+    peer,
+    random_order,
+    spread,
+)
 from kedge.bench.flows import FlowWorkload, Sizes, cycle, single_flow
 from kedge.bench.shapes import random_runner
 from kedge.cli.main import app
