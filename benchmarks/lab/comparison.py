@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -404,10 +404,6 @@ class Summary:
             ttft_ms=median(runs.ttfts) if runs.ttfts else None,
             teams_per_minute=60 / median(runs.teams) if runs.teams else None,
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        return asdict(self)
 
 
 def _reused(receipt: Receipt) -> float:

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.sessions.measure import COLUMNS
-from benchmarks.workflow.measure import BLOCK, CaseSizes, Lane, LanePolicy, LaneTrial, cases
 from benchmarks.workflow.measure import QUICK as SMALL_SHAPE
+from benchmarks.workflow.measure import (
+    CaseResult,
+    CaseRunner,
+    LanePolicy,
+    WorkflowSettings,
+    cases,
+)
 from kedge.bench.demo import answer, questions
-from kedge.bench.flows import FlowWorkload, random_tokens
+from kedge.bench.flows import random_tokens
 from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, Traffic, load_traces, traffic_of
 from kedge.bench.sessions.replay import STOPS
 from kedge.bench.shapes import random_runner
-from kedge.bench.vllm.lane import BLOCK as VLLM_BLOCK
-from kedge.bench.vllm.lane import KvRoom, VllmLane
-from kedge.bench.vllm.measure import save_model
 from kedge.discovery import Discovery
-from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.policies.sessions import SessionKey, SessionTracker, StopReason, TurnEnd
@@ -51,100 +50,6 @@ from kedge.workloads.miniature import TASKS, Task, workflow
 
 if TYPE_CHECKING:
     from openai import OpenAI
-
-
-@dataclass(frozen=True)
-class IdleSettings:
-    """The batches of one-off requests."""
-
-    model_size: str = "32m"
-    prompt: int = 512
-    """Tokens of a prompt"""
-    output: int = 32
-    """Tokens of an answer"""
-    clients: int = 16
-    calls: int = 2
-    """Calls of each client in one batch"""
-    batches: int = 4
-    """Batches of each engine after a start and one that is not counted. Short ones in turn: what else the machine does
-    then falls on both alike."""
-    starts: int = 6
-    """Times that both engines are started"""
-    seed: int = 0
-
-
-QUICK_IDLE = IdleSettings(prompt=128, output=8, clients=4, calls=2, batches=3, starts=2)
-
-
-Seconds = tuple[list[float], list[float]]
-"""Of each batch on stock vLLM, and of the same one with the plug-in"""
-
-
-@dataclass(frozen=True)
-class IdleResult:
-    """Throughput with the plug-in over stock's, in each pair of batches of each start."""
-
-    starts: tuple[tuple[float, ...], ...]
-
-    @property
-    def medians(self) -> list[float]:
-        """The median pair of each start."""
-        return [median(pairs) for pairs in self.starts]
-
-    @property
-    def share(self) -> float:
-        """The median over the starts."""
-        return median(self.medians)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """The middle half of the starts."""
-        lower, _, upper = quantiles(self.medians, n=4, method="inclusive")
-        return lower, upper
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        quartiles = [round(one, 4) for one in self.quartiles]
-        return {"idle_share": round(self.share, 4), "idle_quartiles": quartiles, "idle_starts": len(self.starts)}
-
-
-def measure_idle(settings: IdleSettings, progress: Progress) -> IdleResult:
-    """Run all batches on both engines."""
-    with tempfile.TemporaryDirectory() as folder:
-        vocab = save_model(settings.model_size, Path(folder))
-        starts = []
-        for start in range(settings.starts):
-            progress(f"idle: start {start + 1} of {settings.starts}")
-            stock, kedge = asyncio.run(_idle_start(settings, Path(folder), vocab, start))
-            starts.append(tuple(one / other for one, other in zip(stock, kedge, strict=True)))
-    return IdleResult(tuple(starts))
-
-
-async def _idle_start(settings: IdleSettings, model: Path, vocab: int, start: int) -> Seconds:
-    """Start both engines, stock's first at every other start. Returns the seconds of all batches but the first."""
-    longest = settings.prompt + settings.output
-    room = KvRoom(2 * settings.clients * (longest + VLLM_BLOCK), longest + VLLM_BLOCK)
-    plugins: list[dict[str, Any] | None] = [None, {}] if start % 2 == 0 else [{}, None]
-    with VllmLane(model, room, plugins[0]) as one, VllmLane(model, room, plugins[1]) as other:
-        stock, kedge = sorted((one, other), key=lambda lane: lane.plugged)
-        seconds: Seconds = ([], [])
-        for number in range(settings.batches + 1):
-            pairs = list(zip((stock, kedge), seconds, strict=True))
-            for lane, found in pairs if number % 2 else reversed(pairs):
-                found.append(await _batch(lane, settings, vocab, start, number))
-    return seconds[0][1:], seconds[1][1:]
-
-
-async def _batch(lane: VllmLane, settings: IdleSettings, vocab: int, *number: int) -> float:
-    """Return the seconds that all clients take for their calls."""
-
-    async def client(at: int) -> None:
-        for call in range(settings.calls):
-            await lane.ask(random_tokens(settings.prompt, vocab, settings.seed, *number, at, call), settings.output)
-
-    began = time.perf_counter()
-    await asyncio.gather(*map(client, range(settings.clients)))
-    return time.perf_counter() - began
 
 
 MODEL = "kedge-nano"
@@ -302,84 +207,32 @@ GAIN_LANES = {
     HINTED: LanePolicy("sessions", prefetch=True),
     PLAIN: LanePolicy("sessions", prefetch=True, plain=True),
 }
-ROUNDS = 10
-"""Calls of every agent before plain traffic is measured: after three it is known, after some more who follows whom"""
 
 
-@dataclass(frozen=True)
-class GainSettings:
-    """The size of the cases, and how often each lane runs each of them."""
-
-    shape: CaseSizes = CaseSizes()
-    model_size: str = "32m"
-    trials: int = 4
-    load_ratio: float = 0.43
-    """Seconds to load a fixed prompt over seconds to compute it."""
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class GainResult:
-    """The trials of one case by lane."""
-
-    trials: Mapping[str, Sequence[LaneTrial]]
-    agents: tuple[int, int]
-    """Agents that were found in plain traffic, and that there are"""
-
-    def speedup(self, lane: str) -> float:
-        """Return the median over the trials of how many times as fast as stock a lane was."""
-        pairs = zip(self.trials[STOCK], self.trials[lane], strict=True)
-        return median(stock.latency_s / ours.latency_s for stock, ours in pairs)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the speedups, and the share of the hinted lane's gain that plain traffic has."""
-        hinted, plain = self.speedup(HINTED), self.speedup(PLAIN)
-        share = (plain - 1) / (hinted - 1) if hinted > 1 else None
-        latencies = {name: [round(one.latency_s, 4) for one in trials] for name, trials in self.trials.items()}
-        computed = {
-            name: median(one.counts["computed_tokens"] for one in trials) for name, trials in self.trials.items()
-        }
-        return {
-            HINTED: round(hinted, 3),
-            PLAIN: round(plain, 3),
-            "share": share and round(share, 3),
-            "latency_s": latencies,
-            "computed_tokens": computed,
-        }
-
-
-def measure_gain(settings: GainSettings, progress: Progress) -> dict[str, GainResult]:
-    """Run all cases. The results are by case."""
-    runner, tokenizer = random_runner(settings.model_size, "auto")
-    found = {}
+def measure_gain(settings: WorkflowSettings, progress: Progress) -> dict[str, CaseResult]:
+    """Run the main case of each figure. The results are by case."""
+    runner, tokenizer = random_runner(settings.model_size, settings.device)
+    bench, found = CaseRunner(settings, runner, tokenizer, progress), {}
     for name, figure in GAIN_CASES.items():
         progress(name)
         workload = cases(figure, settings.shape, runner.vocab_size, settings.seed, tokenizer.encode)[0]
-        found[name] = _measure(workload, settings, runner, tokenizer, progress)
+        found[name] = bench.run(workload, GAIN_LANES)
     return found
 
 
-def _measure(
-    workload: FlowWorkload, settings: GainSettings, runner: ModelRunner, tokenizer: HFTokenizer, progress: Progress
-) -> GainResult:
-    throttle, lanes = 0.0, dict[str, Lane]()
-    longest = max(workload.prompts, key=len)
-    with ExitStack() as stack:
-        for name, policy in GAIN_LANES.items():
-            progress(f"{workload.name}: warming {name}")
-            lanes[name] = stack.enter_context(Lane(policy, workload, runner, tokenizer, throttle=throttle))
-            rounds = ROUNDS if policy.plain else 1
-            lanes[name].warm(rounds, skipped=ROUNDS - rounds)  # all lanes go on with the same prompts
-            if not throttle:
-                throttle = settings.load_ratio * lanes[name].prefill_s(longest) / -(-len(longest) // BLOCK)
-        trials: dict[str, list[LaneTrial]] = {name: [] for name in lanes}
-        for number in range(settings.trials):
-            order = [*lanes][number % 3 :] + [*lanes][: number % 3]
-            for name in order:
-                progress(f"{workload.name}: {name}, trial {number + 1} of {settings.trials}")
-                trials[name].append(lanes[name].trial())
-        figures: Any = lanes[PLAIN].engine.inspect()["discovery"]
-    return GainResult(trials, (figures["agents"], len(workload.prompts)))
+def gain_json(case: CaseResult) -> dict[str, Any]:
+    """Return the speedups, and the share of the hinted lane's gain that plain traffic has."""
+    hinted, plain = (median(case.speedup(lane, STOCK)) for lane in (HINTED, PLAIN))
+    share = (plain - 1) / (hinted - 1) if hinted > 1 else None
+    return {
+        HINTED: round(hinted, 3),
+        PLAIN: round(plain, 3),
+        "share": share and round(share, 3),
+        "latency_s": {name: [round(one.latency_s, 4) for one in trials] for name, trials in case.trials.items()},
+        "computed_tokens": {
+            name: median(one.counts["computed_tokens"] for one in trials) for name, trials in case.trials.items()
+        },
+    }
 
 
 SHORT, LONG = 256, 8192
@@ -507,8 +360,8 @@ def _end_of(arrival: Arrival) -> float:
 
 
 Progress = Callable[[str], None]
-CASES = ("links", "sessions", "gain", "teams", "idle")
-"""Some need packages: OpenAI's client, vLLM."""
+CASES = ("links", "sessions", "gain", "teams")
+"""The last needs OpenAI's client."""
 
 
 @dataclass(frozen=True)
@@ -519,14 +372,12 @@ class PlainBenchSettings:
     live: int = 32
     requests: int = 6000
     seed: int = 0
-    gain: GainSettings = GainSettings()
+    gain: WorkflowSettings = WorkflowSettings(seeds=4)
     teams: PlainTeamSettings = PlainTeamSettings()
-    idle: IdleSettings = IdleSettings()
 
 
-QUICK = PlainBenchSettings(
-    live=8, requests=800, gain=GainSettings(SMALL_SHAPE, "tiny", trials=2), teams=QUICK_TEAMS, idle=QUICK_IDLE
-)
+SMALL_GAIN = WorkflowSettings(model_size="tiny", seeds=2, shape=SMALL_SHAPE)
+QUICK = PlainBenchSettings(live=8, requests=800, gain=SMALL_GAIN, teams=QUICK_TEAMS)
 
 
 def measure(files: Sequence[Path], settings: PlainBenchSettings, progress: Progress = lambda _: None) -> dict[str, Any]:
@@ -552,16 +403,14 @@ def measure(files: Sequence[Path], settings: PlainBenchSettings, progress: Progr
         found["sessions"] = _measure_hits(files, settings, progress)
     if "gain" in settings.cases:
         gain = measure_gain(settings.gain, progress)
-        found["gain"] = {name: one.as_json() for name, one in gain.items()}
-        agents |= {name: one.agents for name, one in gain.items()}
+        found["gain"] = {name: gain_json(one) for name, one in gain.items()}
+        agents |= {name: (one.agents_found or 0, len(one.workload.prompts)) for name, one in gain.items()}
     if "teams" in settings.cases:
         teams = measure_teams(settings.teams, progress)
         found["teams"] = {name: one.as_json() for name, one in teams.items()}
         agents |= {name: one.agents for name, one in teams.items()}
     if agents:
         found["agents"] = {name: {"found": here, "true": true} for name, (here, true) in agents.items()}
-    if "idle" in settings.cases:
-        found.setdefault("cost", {}).update(measure_idle(settings.idle, progress).as_json())
     return found
 
 

@@ -498,7 +498,7 @@ class WorkflowSettings:
     """Trials of every policy, each with new dynamic parts."""
     load_ratio: float = 0.43
     """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
-    shape: CaseSizes = field(default_factory=CaseSizes)
+    shape: CaseSizes = CaseSizes()
     controls: bool = False
     device: str = "auto"
     seed: int = 0
@@ -514,6 +514,8 @@ class CaseResult:
     throttle_s: float
     """Least seconds that a block takes from one tier to the other."""
     trials: Mapping[str, Sequence[LaneTrial]]
+    agents_found: int | None = None
+    """Agents that were found in plain traffic, where there was some."""
 
     @property
     def tokens_identical(self) -> bool:
@@ -611,14 +613,17 @@ def measure(settings: WorkflowSettings, progress: Progress = lambda _: None) -> 
     figure.
     """
     runner, tokenizer = random_runner(settings.model_size, settings.device)
-    bench = _CaseRunner(settings, runner, tokenizer, progress)
-    encode = tokenizer.encode
+    bench = CaseRunner(settings, runner, tokenizer, progress)
     done = [
-        bench.run(workload, policies(workload), settings.seeds)
-        for workload in cases(settings.figure, settings.shape, runner.vocab_size, settings.seed, encode)
+        bench.run(workload, {name: POLICIES[name] for name in policies(workload)})
+        for workload in cases(settings.figure, settings.shape, runner.vocab_size, settings.seed, tokenizer.encode)
     ]
+    found = {}
     chosen = controls(settings.shape, runner.vocab_size, settings.seed) if settings.controls else {}
-    return WorkflowResult(settings, done, {name: bench.control(name, one) for name, one in chosen.items()})
+    for name, control in chosen.items():
+        progress(f"control: {name}")
+        found[name] = bench.run(control.workload, {one: POLICIES[one] for one in COMPARED}, control.hints)
+    return WorkflowResult(settings, done, found)
 
 
 def policies(workload: FlowWorkload) -> tuple[str, ...]:
@@ -628,8 +633,12 @@ def policies(workload: FlowWorkload) -> tuple[str, ...]:
     return tuple(name for name in POLICIES if name != "lru_blocking" or len(workload.flows) > 1)
 
 
+PLAIN_ROUNDS = 10
+"""Calls of every agent before plain traffic is measured: after three it is known, after some more who follows whom"""
+
+
 @dataclass
-class _CaseRunner:
+class CaseRunner:
     """The model and settings that all cases share."""
 
     settings: WorkflowSettings
@@ -637,39 +646,38 @@ class _CaseRunner:
     tokenizer: HFTokenizer
     progress: Progress
 
-    def control(self, name: str, control: Control) -> CaseResult:
-        self.progress(f"control: {name}")
-        return self.run(control.workload, COMPARED, self.settings.seeds, control.hints)
-
     def run(
-        self, workload: FlowWorkload, names: Sequence[str], seeds: int, hints: Callable[[], Hints] = lambda: true_hints
+        self,
+        workload: FlowWorkload,
+        lane_policies: Mapping[str, LanePolicy],
+        hints: Callable[[], Hints] = lambda: true_hints,
     ) -> CaseResult:
         """Run all trials of one case; `hints` makes a new filter of forecasts for every lane.
 
         The first lane, which loads nothing, measures the cost of computing; from it follows how slow the others' copies
-        are.
+        are. All lanes go on with the same prompts, though those of plain traffic are warmed up for longer.
         """
         longest = max(workload.prompts, key=len)
         lanes: dict[str, Lane] = {}
         throttle = prefill = 0.0
+        most = PLAIN_ROUNDS if any(policy.plain for policy in lane_policies.values()) else 1
         with ExitStack() as stack:
-            for name in names:
+            for name, policy in lane_policies.items():
                 self.progress(f"{workload.name}: warming {name}")
-                lane = Lane(POLICIES[name], workload, self.runner, self.tokenizer, throttle=throttle, hints=hints())
+                lane = Lane(policy, workload, self.runner, self.tokenizer, throttle=throttle, hints=hints())
                 lanes[name] = stack.enter_context(lane)
-                lane.warm()
+                rounds = most if policy.plain else 1
+                lane.warm(rounds, skipped=most - rounds)
                 if not throttle:
                     prefill = lane.prefill_s(longest)
                     throttle = self.settings.load_ratio * prefill / -(-len(longest) // BLOCK)
-            trials = self._trials(workload, lanes, seeds)
-        return CaseResult(workload, prefill, throttle, trials)
-
-    def _trials(self, workload: FlowWorkload, lanes: Mapping[str, Lane], seeds: int) -> dict[str, list[LaneTrial]]:
-        trials: dict[str, list[LaneTrial]] = {name: [] for name in lanes}
-        order = list(lanes)
-        for seed in range(seeds):
-            for name in order:
-                self.progress(f"{workload.name}: {name}, trial {seed + 1} of {seeds}")
-                trials[name].append(lanes[name].trial())
-            order = [*order[1:], order[0]]
-        return trials
+            trials: dict[str, list[LaneTrial]] = {name: [] for name in lanes}
+            order = list(lanes)
+            for seed in range(self.settings.seeds):
+                for name in order:
+                    self.progress(f"{workload.name}: {name}, trial {seed + 1} of {self.settings.seeds}")
+                    trials[name].append(lanes[name].trial())
+                order = [*order[1:], order[0]]
+            figures: list[Any] = [lanes[name].engine.inspect() for name in lanes if lane_policies[name].plain]
+        found = figures[0]["discovery"]["agents"] if figures else None
+        return CaseResult(workload, prefill, throttle, trials, found)

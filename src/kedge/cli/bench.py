@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from kedge.cli import bench_tables as tables
-from kedge.cli import checkout
+from kedge.cli import checkout, options
 from kedge.cli.options import Device, Json, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_outputs, require_packages
 from kedge.cli.results import save, write
@@ -57,30 +57,27 @@ def ttft(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")] = False,
     model_size: ModelSize = "32m",
     question: Annotated[
-        int | None, typer.Option(metavar="N", min=8, help="Tokens of the question. Default 1000, quick 200.")
+        int | None, options.number(min=8, help="Tokens of the question. Default 1000, quick 200.")
     ] = None,
     prefix: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens of every agent's own prefix. Default 512, quick 128.")
+        int | None, options.number(help="Tokens of every agent's own prefix. Default 512, quick 128.")
     ] = None,
     output: Annotated[
-        int | None, typer.Option(metavar="N", min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
+        int | None, options.number(min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
     ] = None,
-    agents: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default 5, quick 3.")] = None,
+    agents: Annotated[int | None, options.number(help="Default 5, quick 3.")] = None,
     samples: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="In every pool before the measurement. Default 20, quick 4.")
+        int | None, options.number(min=2, help="In every pool before the measurement. Default 20, quick 4.")
     ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Repeats of every measurement. Default 3, quick 1.")
-    ] = None,
+    repeats: Annotated[int | None, options.number(help="Repeats of every measurement. Default 3, quick 1.")] = None,
     estimator: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors.",
+        options.name(
+            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
         ),
     ] = "token",
     recompute_head: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="First tokens that are recomputed. Default: the engine's.")
+        int | None, options.number(min=0, help="First tokens that are recomputed. Default: the engine's.")
     ] = None,
     device: Device = None,
     json_file: Json = None,
@@ -109,34 +106,31 @@ def ttft(
 def vllm(
     case: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
+        options.name(
             help="cycle, team, load; repeatable. Default: these three. "
-            f"In a checkout also {', '.join(checkout.VLLM_CASES)}.",
+            f"In a checkout also {', '.join(checkout.VLLM_CASES)}."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model_size: ModelSize = "32m",
     trials: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Trials of each engine in each case. Default 5, sessions 2, load 1; quick 3, 1, 1."
-        ),
+        options.number(help="Trials of each engine in each case. Default 5, sessions 2, load 1; quick 3, 1, 1."),
     ] = None,
     load_ratio: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
+        float, options.real(min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
     ] = 0.43,
     samples: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="team: samples in every pool before the measurement.")
+        int | None, options.number(min=2, help="team: samples in every pool before the measurement.")
     ] = None,
     questions: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="accuracy: questions of each team. Default 50, quick 4.")
+        int | None, options.number(help="accuracy: questions of each team. Default 50, quick 4.")
     ] = None,
     clients: Annotated[
-        list[int] | None, typer.Option(metavar="N", min=1, help="load: teams at once; repeatable. Default 1, 8 and 16.")
+        list[int] | None, options.number(help="load: teams at once; repeatable. Default 1, 8 and 16.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(metavar="X", min=0.1, help="load: seconds of each run. Default 60, quick 5.")
+        float | None, options.real(min=0.1, help="load: seconds of each run. Default 60, quick 5.")
     ] = None,
     json_file: Json = None,
 ) -> None:
@@ -173,19 +167,15 @@ def sessions(
     ] = None,
     live: Annotated[
         list[int] | None,
-        typer.Option(
-            metavar="N", min=1, max=1000, help="Live conversations; default 8, 16, 32 and 48, quick 8; repeatable."
-        ),
+        options.number(max=1000, help="Live conversations; default 8, 16, 32 and 48, quick 8; repeatable."),
     ] = None,
     capacity: Annotated[
         list[float] | None,
-        typer.Option(metavar="X", min=0.001, max=10, help="Cache over working set; default 0.05 to 1; repeatable."),
+        options.real(min=0.001, max=10, help="Cache over working set; default 0.05 to 1; repeatable."),
     ] = None,
-    cap: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Seconds at which the gaps between requests are cut.")
-    ] = 3600.0,
+    cap: Annotated[float, options.real(min=0.0, help="Seconds at which the gaps between requests are cut.")] = 3600.0,
     requests: Annotated[
-        int | None, typer.Option(metavar="N", min=10, help="Arrivals of each replay; default 6000, quick 800.")
+        int | None, options.number(min=10, help="Arrivals of each replay; default 6000, quick 800.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of conversations.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="8 live conversations, three capacities.")] = False,
@@ -232,19 +222,14 @@ def sessions(
 @bench.command()
 def load(
     case: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable."),
+        list[str] | None, options.name(help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable.")
     ] = None,
-    clients: Annotated[
-        list[int] | None, typer.Option(metavar="N", min=1, help="Default 1, 8 and 32, quick 1 and 8; repeatable.")
-    ] = None,
+    clients: Annotated[list[int] | None, options.number(help="Default 1, 8 and 32, quick 1 and 8; repeatable.")] = None,
     mode: Annotated[
         list[ReuseMode] | None,
         typer.Option(metavar="MODE", help="off, exact or translate. Default: all three; repeatable."),
     ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(metavar="X", min=0.1, help="Seconds of each run; default 120, quick 10.")
-    ] = None,
+    seconds: Annotated[float | None, options.real(min=0.1, help="Seconds of each run; default 120, quick 10.")] = None,
     kv_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="KV memory of each engine, such as 4GiB; default: the engine's.")
     ] = None,

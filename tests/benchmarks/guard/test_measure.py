@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.guard import faults
 from benchmarks.guard.faults import FAULTS, KNOWN_KIND, LATER_KIND, DriftedQuestions, GuardLane
-from benchmarks.guard.measure import QUIET, OverheadResult, _by_agent, _Outcome, _result, _Served, _stopped
+from benchmarks.guard.measure import QUIET, _by_agent, _Outcome, _result, _Served, _stopped
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.errors import GenerationFailed
@@ -82,7 +82,7 @@ def test_an_alarm_of_an_agent_counts_once() -> None:
 def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "guard.json"
-    sizes = {"fault": "swapped_heads", "learned": 5, "limit": 2, "calls": 10, "pairs": 1, "seconds": 1, "clients": 1}
+    sizes = {"fault": "swapped_heads", "learned": 5, "limit": 2, "calls": 10, "clients": 1}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     done = CliRunner().invoke(app, ["bench", "guard", *options, "--json", str(file)])
     assert done.exit_code == 0, done.output
@@ -96,8 +96,6 @@ def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert saved[part].keys() == {"calls", "translated", "checks", "false_alarms", "ever_off"}
         assert saved[part]["calls"] == 10
     assert saved["clean_default"]["translated"] > saved["clean"]["translated"] == 0, "anchors are not learned yet"
-    assert saved["overhead"].keys() == {"throughput_share", "ttft_share"}
-    assert all(share is None or share > 0 for share in saved["overhead"].values())
 
 
 def test_one_part_alone_can_be_measured(tmp_path: Path) -> None:
@@ -109,13 +107,6 @@ def test_one_part_alone_can_be_measured(tmp_path: Path) -> None:
     saved = json.loads(file.read_text())
     assert saved.keys() == {"machine", "settings", "clean_default", "evidence"}
     assert saved["evidence"] == {} and saved["settings"]["parts"] == ["clean_default"]
-
-
-def test_shares_are_medians_over_pairs_that_have_figures() -> None:
-    on, off = (
-        [{"teams_per_min": one, "ttft_p50_ms": None} for one in many] for many in ((9.0, 8.0, 3.0), (10.0, 10.0, 0))
-    )
-    assert OverheadResult(on, off).as_json() == {"throughput_share": 0.85, "ttft_share": None}
 
 
 @pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess"), ("--part", "all")])

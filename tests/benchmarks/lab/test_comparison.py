@@ -96,7 +96,7 @@ def test_every_agent_is_there_in_order(runs: dict[str, MethodRuns]) -> None:
         assert [pair.agent for pair in one.forced] == ["expert", "searcher", "final"]
         assert len(one.finals) == len(one.choices) == 1
         assert {pair.dense.text for pair in one.answers} == {pair.dense.text for pair in runs["dense"].answers}
-        assert one.summary().as_json()["questions"] == 1
+        assert one.summary().questions == 1
 
 
 def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:

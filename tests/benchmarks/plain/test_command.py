@@ -38,4 +38,4 @@ def test_a_trace_is_replayed_in_its_own_blocks_and_once(tmp_path: Path) -> None:
 
 def test_an_unknown_case_is_refused_with_those_that_there_are() -> None:
     done = CliRunner().invoke(app, ["bench", "plain", "--case", "chess"])
-    assert done.exit_code == 2 and "links, sessions, gain, teams, idle" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "links, sessions, gain, teams" in " ".join(done.output.split())
