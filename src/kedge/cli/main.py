@@ -10,7 +10,6 @@ from typer.core import TyperGroup
 
 from kedge import __version__
 from kedge.cli.bench import bench
-from kedge.cli.bench_lab import report
 from kedge.cli.demo import demo
 from kedge.cli.inspect import inspect
 from kedge.cli.run import run
@@ -60,5 +59,4 @@ app.command()(run)
 app.command()(serve)
 app.command()(inspect)
 app.command()(demo)
-app.command()(report)
 app.add_typer(bench, name="bench")

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 from hypothesis import given
 
-from kedge.bench.sessions.composing import (
+from kedge.bench.sessions.arrivals import (
     Arrival,
     as_recorded,
     compose,
@@ -16,7 +16,7 @@ from kedge.bench.sessions.composing import (
     is_traffic,
     working_set,
 )
-from kedge.bench.sessions.turns import Conversation, conversations
+from kedge.bench.sessions.traces import Conversation, conversations
 from tests.bench.sessions.builders import arrival, record, traffic
 
 

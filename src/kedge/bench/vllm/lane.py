@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kedge.bench.workflow.figures import Flow, FlowWorkload
+from kedge.bench.flows import Flow, FlowWorkload
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.types import Tokens

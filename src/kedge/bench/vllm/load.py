@@ -14,8 +14,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kedge.bench.load.clients import LoadWindow, drive, warm
-from kedge.bench.load.teams import (
+from kedge.bench.clients import LoadWindow, drive, warm
+from kedge.bench.shapes import SHAPES
+from kedge.bench.teams import (
     NANO,
     OPEN,
     OPEN_GUARD,
@@ -27,7 +28,6 @@ from kedge.bench.load.teams import (
     random_questions,
     word_tokenizer,
 )
-from kedge.bench.shapes import SHAPES
 from kedge.bench.vllm.lane import KvRoom
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings

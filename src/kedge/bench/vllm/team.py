@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kedge.bench.copy_machine import LEAD, TAIL, CopyMachine
 from kedge.bench.vllm.lane import KvRoom, VllmCall, VllmLane
 from kedge.integrations.vllm.engine.requests import expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.reuse.layout import with_trails
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Tokens
-from kedge.workloads.copy_machine import LEAD, TAIL, CopyMachine
 
 OPEN = {"gamma": 2.0, "max_error": 1e9, "weak_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep."""
