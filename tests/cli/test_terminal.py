@@ -24,7 +24,7 @@ from kedge.runner.results import AgentResult, RunResult
 from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
 WIDTH = 80
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BORDER = "│╭╮╰╯─"
 
 
