@@ -29,7 +29,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "docs" / "results" / "versions.json"
+PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "benchmarks" / "results" / "versions.json"
 BEGIN, END = "<!-- versions: written by scripts/matrix.py -->", "<!-- end of versions -->"
 AXES = {
     "vllm": ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33"),
