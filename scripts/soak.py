@@ -60,10 +60,8 @@ def open_engine(name: str, *, apart: bool) -> Any:
     if not apart:
         return make_engine(name)
     from kedge.engine.process.engine import ProcessEngine
-    from kedge.engine.process.local import LocalProcessEngine
 
-    kind = ProcessEngine if name == "echo" else LocalProcessEngine
-    return kind(partial(import_module(Path(__file__).stem).make_engine, name))
+    return ProcessEngine(partial(import_module(Path(__file__).stem).make_engine, name))
 
 
 def serve(name: str, port: int, apart: bool) -> None:

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from kedge.bench.load.teams import Questions
-from kedge.bench.load.watch import InspectedEngine, TimedCall, WindowEngine, now
+from kedge.bench.load.watch import TimedCall, WindowEngine, now
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, KedgeError
 from kedge.runner.run import run
@@ -134,7 +134,7 @@ def warm(engine: Engine, flow: Workflow, questions: Questions) -> None:
 
 
 def drive(
-    opened: AbstractContextManager[InspectedEngine], flow: Workflow, questions: Questions, window: LoadWindow
+    opened: AbstractContextManager[Engine], flow: Workflow, questions: Questions, window: LoadWindow
 ) -> LoadRecord:
     """Let all clients run on an engine until the window ends. The engine is closed in any case."""
     with ThreadPoolExecutor(window.clients, "kedge-client") as pool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
@@ -23,13 +22,6 @@ class TimedCall:
     began: float
     ended: float
     completion: Completion
-
-
-class InspectedEngine(Engine, Protocol):
-    """An engine that reports its figures."""
-
-    def inspect(self) -> Mapping[str, Any]:
-        """Return plain data, with the number of running requests under `scheduler` or `requests`."""
 
 
 class CallLog(Watcher):
@@ -54,9 +46,9 @@ class WindowEngine(WatchedEngine):
     It accepts no calls after `deadline`; those under way go on.
     """
 
-    def __init__(self, engine: InspectedEngine, deadline: float, calls: list[TimedCall]) -> None:
+    def __init__(self, engine: Engine, deadline: float, calls: list[TimedCall]) -> None:
         super().__init__(engine, CallLog(calls))
-        self._inspect, self._deadline = engine.inspect, deadline
+        self._deadline = deadline
 
     def submit(self, request: GenerateRequest) -> WatchedStream:
         if now() >= self._deadline:
@@ -65,5 +57,5 @@ class WindowEngine(WatchedEngine):
 
     def running(self) -> int:
         """Return the number of requests that run now, between two steps."""
-        figures = self._inspect()
+        figures = self.inspect()
         return int((figures.get("scheduler") or figures["requests"])["running"])

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from kedge.cache import EvictionPolicy
-from kedge.engine.base import Quota
+from kedge.engine.base import Engine, Quota
 from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
@@ -25,7 +25,6 @@ from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_advice, require_sensible, sensible_hints
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.inspection import Inspection
@@ -34,6 +33,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.local.thread import EngineThread, Mailbox
+from kedge.engine.validation import require_advice, require_sensible, sensible_hints
 from kedge.errors import (
     EngineClosed,
     GenerationFailed,
@@ -52,13 +52,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """An `Engine` that runs the model of a folder (None: the bundled one) in this process.
 
     Raises `ModelNotFound`, `CorruptWeights`, `UnsupportedModel` or `ConfigError`. With a model that cannot be
     translated (`translation_refusal` gives the reason) requests in mode `translate` are served with exact reuse, and
     their receipts give the reason.
     """
+
+    tokenizer: HFTokenizer
 
     def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
         self.config = config or EngineSettings()
@@ -169,7 +171,7 @@ class LocalEngine:
             self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says of its sessions, see `kedge.engine.base.Advisable`."""
+        """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
         return self._mailbox.ask(partial(self._core.advise, namespace, hints))
 
@@ -202,12 +204,12 @@ class LocalEngine:
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
-        """Return the holdings of some tenants; see `kedge.engine.base.Inspectable`."""
+        """Return the holdings of some tenants; see `kedge.engine.base.Engine`."""
         held = self.query(lambda parts: parts.tenant_stats(owns, prompts))
         return {**held, "guard": self._guard.stats(owns)}
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Limit what a tenant holds, see `kedge.engine.base.Limiting`."""
+        """Limit what a tenant holds, see `kedge.engine.base.Engine`."""
         self._mailbox.ask(lambda: self._core.limit(tenant, quota))
 
     def clear(self) -> None:
@@ -240,12 +242,6 @@ class LocalEngine:
         self._thread.join()
         self._guard.join()
         self._state.close()
-
-    def __enter__(self) -> LocalEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _validate(request: GenerateRequest, runner: ModelRunner, capacity: int) -> None:

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from kedge.engine.common.validation import require_new_id
 from kedge.engine.local.core import EngineCore
+from kedge.engine.validation import require_new_id
 from kedge.errors import EngineClosed, Overloaded
 from kedge.types import RequestId
 
