@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kedge.engine.common import logprobs
 from kedge.engine.common.logprobs import token_logprobs
-from kedge.engine.common.token_bytes import Spelling
+from kedge.engine.common.tokenizer import Spelling
 from kedge.engine.local import scheduler
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.inspection import Inspection

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from kedge.engine.local.scheduler import ServiceOrders
 from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SamplingParams, Segment
 from tests.engine.local.stepping import Stepped

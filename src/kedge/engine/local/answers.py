@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kedge.cache import CacheManager
-from kedge.engine.local.fixed_prompts import FixedPrompts
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.sampler import draw_tokens, surprising_rows
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sequence import RequestSequence
+from kedge.engine.local.sessions import FixedPrompts
 from kedge.errors import GenerationFailed
 from kedge.reuse.runtime import Runtime
 from kedge.types import FinishReason, ReuseMode

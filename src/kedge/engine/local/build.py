@@ -1,38 +1,57 @@
-"""Building an embedded engine from its settings."""
+"""Building an embedded engine from its settings. The costs of passes and translations are measured in slots that are
+not in use yet.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from kedge.anchors.estimate import no_offsets
+from kedge.anchors.offsets import empty_table
 from kedge.anchors.tiered_store import HostBound
+from kedge.anchors.translator import Translate, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.cache.disk_writes import DiskLimits
+from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
-from kedge.engine.local.disk.disk_files import DiskFiles
+from kedge.engine.local.disk_files import DiskFiles
 from kedge.engine.local.host_loads import Loading
-from kedge.engine.local.measuring import measure
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.scheduler import Work
+from kedge.engine.local.sequence import Sequence
 from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
+from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
-from kedge.kv.storage import PagedStorage
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.policies.eviction import lru, policy_of, steps_to_execution
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
 from kedge.reuse.upcoming import UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings
+from kedge.types import Namespace, RequestId, TenantId
 
 T = TypeVar("T")
+LONG, LONG_ON_GPU = 128, 1024
+"""Tokens of the longest pass that is measured; on a GPU some hundred take hardly longer than one"""
+MANY = 4
+"""Sequences of the pass with several"""
+REPEATS = 3
+SLOW = 0.25
+"""Seconds of a one-token pass from which longer ones are not measured: the model is too slow on this machine."""
 
 
 def apart(work: Callable[[], T]) -> T:
@@ -141,3 +160,50 @@ def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> Hos
     """Return the host memory for anchors or base KV, under the same policy and forecast as the blocks."""
     policy = lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
     return HostBound(nbytes, policy, expected.steps, tiers.prefetch_window, tiers.virtual_step)
+
+
+def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
+    """Run a few passes and write a few segments; `capacity` is the tokens of the storage, none of them in use."""
+    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONG, capacity, runner.max_positions)
+    run = partial(_run, runner, storage)
+    run(1, 1)  # the first use of anything takes longer
+    alone = _seconds(partial(run, 1, 1))
+    for tokens, sequences in ((1, 1), (longest, 1), (min(MANY, longest), min(MANY, longest))):
+        if alone < SLOW or tokens == 1:
+            for _ in range(REPEATS):
+                costs.observe_pass(tokens, sequences, _seconds(partial(run, tokens, sequences)))
+    write = partial(_write, storage, translate_into(storage))
+    write(1)  # builds the kernel
+    for tokens in (1, longest):
+        for _ in range(REPEATS):
+            costs.observe_translation(1, tokens, _seconds(partial(write, tokens)))
+    costs.settle()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int) -> None:
+    """Run a pass over `tokens` tokens, shared by so many sequences, and wait for its result."""
+    share = tokens // sequences
+    work = []
+    for at in range(sequences):
+        table = SlotTable(torch.arange(at * share, (at + 1) * share))
+        sequence = Sequence(RequestId("measuring"), Namespace(TenantId("")), [0] * share, table)
+        work.append(Work(sequence, list(range(share))))
+    runner.forward(flatten(work, storage))[0, 0].item()
+
+
+def _write(storage: PagedStorage, translate: Translate, tokens: int) -> None:
+    """Move so many tokens of base KV to other slots."""
+    spec = storage.spec
+    shape = (spec.layers, tokens, spec.kv_heads, spec.head_dim)
+    zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
+    base = KVSegment(zeros, zeros)
+    table = empty_table(base)
+    translate(SlotTable(torch.arange(tokens)), [Translation(0, base, no_offsets(base, table), table)])
+    if storage.keys.is_cuda:
+        torch.cuda.synchronize(storage.keys.device)

@@ -21,21 +21,18 @@ from kedge.engine.local.admission import Admission
 from kedge.engine.local.answers import Answers
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import Assembler
-from kedge.engine.local.disk.disk_files import DiskFiles
-from kedge.engine.local.fixed_prompts import FixedPrompts
+from kedge.engine.local.disk_files import DiskFiles
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.preassembly import PromptPreassembler
-from kedge.engine.local.prompt_writer import PromptWriter
+from kedge.engine.local.preassembly import PromptPreassembler, PromptWriter
 from kedge.engine.local.requests import Requests
-from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.scheduler import Scheduler, ServiceOrders, Work
 from kedge.engine.local.sentinel_checks import SentinelChecks
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
-from kedge.engine.local.service_orders import ServiceOrders
-from kedge.engine.local.sessions import SessionCaching
+from kedge.engine.local.sessions import FixedPrompts, SessionCaching
 from kedge.engine.local.shared_writes import SharedWrites
 from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import EngineClosed, OutOfBlocks

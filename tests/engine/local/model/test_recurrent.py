@@ -16,7 +16,7 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.recurrent import MARK
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.stacked_states import StackedStates
+from kedge.engine.local.states import StackedStates
 from kedge.types import GenerateRequest, ReuseMode, TenantId, Tokens
 from tests.engine.local.model.test_architectures import HYBRID, model_of
 from tests.engine.local.stepping import Stepped
