@@ -19,8 +19,8 @@ from typing import Any
 
 from kedge.bench.shapes import SHAPES, random_engine
 from kedge.bench.ttft.measure import MOVED, TtftSettings, ask, engine_config, of_length
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.types import (
     AgentId,
     Completion,
@@ -177,7 +177,7 @@ def measure(settings: RoundSettings, progress: Callable[[str], None] = lambda _:
     return times
 
 
-def _touch(parts: Inspection) -> None:
+def _touch(parts: EngineParts) -> None:
     """Write to all slots: a page that is first used in a round takes longer than what is written to it."""
     parts.storage.keys.zero_()
     parts.storage.values.zero_()

@@ -31,7 +31,6 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
-from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
@@ -202,8 +201,8 @@ class EngineThread:
         self._core.pump()
         if self._core.can_learn:
             if not self._mailbox.drain(wait=0.0 if self._idle_waiters else LEARNING_DELAY):
-                self._core.learn()
-        elif self._core.transferring:
+                self._core.parts.learning.step()
+        elif self._core.parts.cache.transferring:
             self._mailbox.drain(wait=MAX_COPY_WAIT)
         else:
             while self._idle_waiters:
@@ -265,13 +264,14 @@ class LocalEngine(Engine):
         self.runner = runner
         """The model, with the results of the checks at load."""
         self._mailbox = Mailbox(self.config.max_waiting)
-        build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
-        self._core, self.capacity = build.apart(build_core)
+        parts = partial(build.EngineParts, runner, self.config, policy, self._mailbox.wake, components)
+        self._core = build.apart(lambda: EngineCore(parts()))
+        self.capacity = self._core.parts.capacity
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
         self._state = StateKeeper(partial(_open_state, self, self._guard))
-        self._core.sentinel_checks.judge = self._guard.sentinels_read
+        self._core.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
 
     @property
@@ -315,7 +315,7 @@ class LocalEngine(Engine):
     def _submit(self, sequence: RequestSequence) -> None:
         """Pass a request to the core; if that fails, end the request with the error."""
         try:
-            sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
+            sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
             if sequence.sampler.draw is None:
                 _put_under(self._guard, sequence)
             if sequence.room + len(sequence.request.trail) <= min(self.runner.max_positions, self.capacity):
@@ -347,7 +347,7 @@ class LocalEngine(Engine):
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
-        return self._mailbox.ask(partial(self._core.advise, namespace, hints))
+        return self._mailbox.ask(partial(self._core.parts.sessions.advise, namespace, hints))
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
@@ -366,14 +366,14 @@ class LocalEngine(Engine):
 
     def inspect(self) -> dict[str, object]:
         """Return figures of the cache, the anchors and the guard, taken between two steps."""
-        return {**self.query(Inspection.stats), "guard": self._guard.stats()}
+        return {**self.query(build.EngineParts.stats), "guard": self._guard.stats()}
 
-    def query(self, question: Callable[[Inspection], T]) -> T:
+    def query(self, question: Callable[[build.EngineParts], T]) -> T:
         """Return the result of `question`, called with the engine's parts by its thread, between two steps.
 
         For tests and experiments. Raises what the question raises, and `EngineClosed`.
         """
-        return self._mailbox.ask(partial(question, self._core.inspection))
+        return self._mailbox.ask(partial(question, self._core.parts))
 
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]

@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
-from kedge.anchors.translator import Translate
+from kedge.anchors.translator import translate_into
 from kedge.cache import CacheManager, Changes, Lease, Readiness
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
-from kedge.kv.storage import SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
@@ -51,13 +51,13 @@ class PromptWriter:
         self,
         cache: CacheManager,
         runtime: Runtime,
-        translate: Translate,
-        block_size: int,
+        storage: PagedStorage,
         queue: deque[PreparedPrompt],
         costs: EngineCosts,
         sentinels: Sentinels,
     ) -> None:
-        self._cache, self._runtime, self._translate_into, self._block_size = cache, runtime, translate, block_size
+        self._cache, self._runtime, self._block_size = cache, runtime, storage.block_size
+        self._translate_into = translate_into(storage)
         self._ahead, self._costs, self._sentinels = queue, costs, sentinels
         self.begun = 0
         """Number of prompts that got blocks."""

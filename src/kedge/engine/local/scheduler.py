@@ -143,10 +143,13 @@ class _Pass:
         return len(positions)
 
 
-class Aside(Protocol):
-    """The interface to requests that have to wait for KV: to come from the host, or to be computed for several
-    at once.
+class Admitting(Protocol):
+    """The interface to the admission of sequences, also of requests that have to wait for KV: to come from the host, or
+    to be computed for several at once.
     """
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Find room for a sequence. Returns False if it has to wait for blocks."""
 
     @property
     def lets_pass(self) -> bool:
@@ -172,15 +175,14 @@ class Scheduler:
     (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
     So a tenant never waits behind more of another's backlog than its share.
 
-    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where `aside` lets none
+    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where none may
     pass). Once it is ready it goes before all that hold no blocks; at most `max_running` step aside at once, so those
     that do not are passed by few.
     """
 
     def __init__(
         self,
-        admit: Callable[[Sequence], bool],
-        aside: Aside,
+        admission: Admitting,
         costs: EngineCosts,
         max_batch_tokens: int,
         max_running: int,
@@ -190,11 +192,9 @@ class Scheduler:
         running: list[RequestSequence] | None = None,
         service: ServiceOrders | None = None,
     ) -> None:
-        """Start with empty queues. `admit` returns False if a sequence has to wait for blocks. `jobs` and `ahead` are
-        filled by others, `running` is only looked at by them.
-        """
+        """Start with empty queues. `jobs` and `ahead` are filled by others, `running` is only looked at by them."""
         self._service = service
-        self._admit, self._aside, self._costs = admit, aside, costs
+        self._admission, self._costs = admission, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self.passes = 0
         """Number of calls of `schedule`."""
@@ -258,14 +258,14 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         room = self._admit_aside()
         while sequence := self._next(room and len(self.loading) < self._max_running):
-            if not self._aside.is_ready(sequence, busy=bool(self.running)):
-                if not self._aside.lets_pass:
+            if not self._admission.is_ready(sequence, busy=bool(self.running)):
+                if not self._admission.lets_pass:
                     return
                 self._take(sequence)
                 self.loading.append(sequence)
             elif self._start(sequence):
                 for other in self.loading:
-                    self._aside.skipped(other)
+                    self._admission.skipped(other)
             elif room and not self._is_first(sequence):
                 room = False
             else:
@@ -284,14 +284,14 @@ class Scheduler:
         """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""
         room = True
         for sequence in (*self.preempted, *self.loading):
-            is_ready = sequence in self.preempted or self._aside.is_ready(sequence, busy=bool(self.running))
+            is_ready = sequence in self.preempted or self._admission.is_ready(sequence, busy=bool(self.running))
             if is_ready and self._has_place(sequence):
                 room &= self._start(sequence)
         return room
 
     def _start(self, sequence: RequestSequence) -> bool:
         """Admit a request. Returns False if it lacks room; one that has ended with an error blocks no other."""
-        if not self._admit(sequence):
+        if not self._admission.admit(sequence):
             return sequence.is_over
         if sequence in self.waiting:
             self._take(sequence)
@@ -366,7 +366,7 @@ class Scheduler:
     def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
         """Add base prefills, oldest first, up to the first one without room."""
         for job in jobs:
-            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
+            if min(most, filling.left) <= 0 or not (job.admitted or self._admission.admit(job)):
                 return
             most -= self._add(filling, job, most, allowed)
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model import loading
 from kedge.engine.local.model.architectures import Architecture
 from kedge.engine.local.model.comparing import attention
@@ -187,7 +187,7 @@ def test_answers_stay_right_in_a_full_pool_beside_cancelled_requests(name: str) 
             assert all(engine.cancel(stream.request_id) for stream in lost)
             assert [stream.result(120).tokens for stream in streams] == wanted
             engine.wait_idle(60)
-            engine.query(Inspection.check_integrity)
+            engine.query(EngineParts.check_integrity)
             assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 

@@ -171,7 +171,7 @@ def test_snapshots_taken_of_rows_are_gone_on_from(name: str) -> None:
     first = [engine.submit(ask(one, 40 - n)) for n, one in enumerate(asked)]
     engine.rest()
     require_right(name, *first)
-    kept = engine.core.inspection.snapshots._kept.values()
+    kept = engine.core.parts.snapshots._kept.values()
     assert len(kept) == 8
     for one in kept:
         tensors = [t for layer in one.states.layers for d in vars(layer).values() if isinstance(d, dict)
