@@ -23,9 +23,9 @@ from kedge.anchors.translator import Translate, translate_into
 from kedge.bench.shapes import Loaded
 from kedge.engine.base import Stream
 from kedge.engine.common.watched import WatchedEngine, Watcher
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.components import Assembler, EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, GenerationFailed, PlanError
 from kedge.guard import GuardMode
@@ -314,13 +314,13 @@ TIMES_SCALE = 16.0
 """Wrong scales over the right ones"""
 
 
-def agent_sites(parts: Inspection, agent: AgentId) -> list[tuple[AnchorPool, PlaceholderSite]]:
+def agent_sites(parts: EngineParts, agent: AgentId) -> list[tuple[AnchorPool, PlaceholderSite]]:
     """Return the sites of an agent's placeholders, with their pools."""
     pools = parts.learned[0].pools.values()
     return [(pool, site) for pool in pools for site in pool.sites if site.agent_key.split("/")[1] == agent]
 
 
-def swap_wordings(parts: Inspection, agent: AgentId, stale: Iterable[PlaceholderSite]) -> None:
+def swap_wordings(parts: EngineParts, agent: AgentId, stale: Iterable[PlaceholderSite]) -> None:
     """Exchange the offsets of an agent's sites with those at the same places of an earlier wording. What was learned
     of how well offsets predict stays: that they are others goes unnoticed.
     """
@@ -345,14 +345,14 @@ def _held_in(pool: AnchorPool) -> Callable[[PlaceholderSite], int]:
     return lambda site: len(pool.sites[site].holders)
 
 
-def swap_heads(parts: Inspection, agent: AgentId, spec: KVSpec) -> None:
+def swap_heads(parts: EngineParts, agent: AgentId, spec: KVSpec) -> None:
     """Reverse the order of the heads in an agent's offsets."""
     for table in _tables(parts, agent):
         heads = table.arena.view(len(table.arena), spec.layers - 1, 2, spec.kv_heads, spec.head_dim)
         heads.copy_(heads.flip(3))
 
 
-def enlarge_scales(parts: Inspection, agent: AgentId) -> None:
+def enlarge_scales(parts: EngineParts, agent: AgentId) -> None:
     """Make the scales of an agent's 8-bit offsets too large."""
     for table in _tables(parts, agent):
         if not isinstance(table, EightBitTable):
@@ -360,7 +360,7 @@ def enlarge_scales(parts: Inspection, agent: AgentId) -> None:
         table.scales.mul_(TIMES_SCALE)
 
 
-def poison_anchors(parts: Inspection, agent: AgentId, count: int, loudness: float) -> None:
+def poison_anchors(parts: EngineParts, agent: AgentId, count: int, loudness: float) -> None:
     """Make the offsets of so many anchors random, wherever the agent holds them: those that were used most. Their
     standard deviation is `loudness` times the largest right one.
     """
@@ -381,7 +381,7 @@ def _randomize(table: OffsetTable, anchor: AnchorId, loudness: float) -> None:
     table.arena[rows] = (noise.to(right.device) * loudness * right.abs().max()).to(table.arena.dtype)
 
 
-def corrupt_host(parts: Inspection, agent: AgentId) -> None:
+def corrupt_host(parts: EngineParts, agent: AgentId) -> None:
     """Flip bytes of the offsets of an agent that lie in host memory."""
     held = [offsets for pool, site in agent_sites(parts, agent) if (offsets := pool.sites[site]).on_host]
     _require("on_host", agent, held)
@@ -389,7 +389,7 @@ def corrupt_host(parts: Inspection, agent: AgentId) -> None:
         flip_bytes(table.arena)
 
 
-def _tables(parts: Inspection, agent: AgentId) -> Iterator[OffsetTable]:
+def _tables(parts: EngineParts, agent: AgentId) -> Iterator[OffsetTable]:
     sites = agent_sites(parts, agent)
     _require("anchors", agent, sites)
     return (table for pool, site in sites for table in pool.sites[site].tables)

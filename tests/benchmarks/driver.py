@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
+from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from tests.engine.local.conftest import tiny_model
@@ -15,4 +16,4 @@ class ComponentsDriver(Driver):
         self.runner = checked_runner(tiny_model(family))
         planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0, move="never")
         wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
-        self.core, _ = build.core(self.runner, EngineSettings(**wanted), components=components)
+        self.core = EngineCore(build.EngineParts(self.runner, EngineSettings(**wanted), components=components))

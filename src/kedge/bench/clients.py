@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from kedge.bench.teams import Questions
 from kedge.engine.base import Engine
@@ -39,13 +39,6 @@ class TimedCall:
     began: float
     ended: float
     completion: Completion
-
-
-class InspectedEngine(Engine, Protocol):
-    """An engine that reports its figures."""
-
-    def inspect(self) -> Mapping[str, Any]:
-        """Return plain data, with the number of running requests under `scheduler` or `requests`."""
 
 
 class CallLog(Watcher):
@@ -70,9 +63,9 @@ class WindowEngine(WatchedEngine):
     It accepts no calls after `deadline`; those under way go on.
     """
 
-    def __init__(self, engine: InspectedEngine, deadline: float, calls: list[TimedCall]) -> None:
+    def __init__(self, engine: Engine, deadline: float, calls: list[TimedCall]) -> None:
         super().__init__(engine, CallLog(calls))
-        self._inspect, self._deadline = engine.inspect, deadline
+        self._deadline = deadline
 
     def submit(self, request: GenerateRequest) -> WatchedStream:
         if now() >= self._deadline:
@@ -81,7 +74,7 @@ class WindowEngine(WatchedEngine):
 
     def running(self) -> int:
         """Return the number of requests that run now, between two steps."""
-        figures = self._inspect()
+        figures = self.inspect()
         return int((figures.get("scheduler") or figures["requests"])["running"])
 
 
@@ -193,7 +186,7 @@ def warm(engine: Engine, flow: Workflow, questions: Questions) -> None:
 
 
 def drive(
-    opened: AbstractContextManager[InspectedEngine], flow: Workflow, questions: Questions, window: LoadWindow
+    opened: AbstractContextManager[Engine], flow: Workflow, questions: Questions, window: LoadWindow
 ) -> LoadRecord:
     """Let all clients run on an engine until the window ends. The engine is closed in any case."""
     with ThreadPoolExecutor(window.clients, "kedge-client") as pool:

@@ -28,9 +28,9 @@ def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Eng
     if not settings.server.engine_process:
         return run.open_engine(settings)
     require_model(settings.engine.model)
-    from kedge.engine.process.local import LocalProcessEngine
+    from kedge.engine.process.engine import ProcessEngine
 
-    return LocalProcessEngine(partial(_open_local, settings))
+    return ProcessEngine(partial(_open_local, settings))
 
 
 def _open_vllm(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:

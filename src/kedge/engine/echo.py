@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
+from kedge.engine.base import Engine
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
@@ -119,7 +120,7 @@ class _Job:
     told_prompt: bool = False
 
 
-class EchoEngine:
+class EchoEngine(Engine):
     """An engine that answers every request with its script's text or, where there is none, with an echo of the last
     placeholder's bytes (of the whole prompt's, without placeholders), then EOS; with `ignore_eos`, again from the
     start.
@@ -134,6 +135,8 @@ class EchoEngine:
     next 1/8 and so on.
     """
 
+    tokenizer: ByteTokenizer
+
     def __init__(
         self, script: Script | None = None, *, delay_s: float = 0.0, max_prompt: int = 8192, capacity: int = 65536
     ) -> None:
@@ -146,10 +149,14 @@ class EchoEngine:
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
         self._closed = False
-        self.failure: BaseException | None = None
-        """See `fail`."""
+        self._failure: BaseException | None = None
         self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
         self._worker.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of `fail`."""
+        return self._failure
 
     @property
     def in_flight(self) -> frozenset[RequestId]:
@@ -202,13 +209,7 @@ class EchoEngine:
 
     def fail(self, error: BaseException) -> None:
         """End the engine as if its thread had died of `error`: what runs or waits ends, nothing new is accepted."""
-        self.failure = error
-        self.close()
-
-    def __enter__(self) -> EchoEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+        self._failure = error
         self.close()
 
     def _check_open(self) -> None:

@@ -1,6 +1,6 @@
 """The requests of a run's steps: compiled templates, filled with what is remembered of the run.
 
-A step's request can be made before all that it reads is known. It is a hint for `kedge.engine.base.Preparing` then.
+A step's request can be made before all that it reads is known. It is a hint for `Engine.prepare` then.
 """
 
 from __future__ import annotations

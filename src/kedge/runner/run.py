@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from kedge.checks import is_unicode
-from kedge.engine.base import Engine, Preparing, Stream
+from kedge.engine.base import Engine, Stream
 from kedge.errors import KedgeError, MissingInput, RequestError
 from kedge.runner.answers import AnswerReader, add_place
 from kedge.runner.memory import RunMemory
@@ -135,11 +135,10 @@ class RunLoop:
 
     def _prepare_next(self) -> None:
         """Give the engine the prompts, as far as they are known, of steps that wait only for what is running."""
-        if isinstance(self.engine, Preparing):
-            begun = self.results.keys() | self.in_flight.keys()
-            for step in self.workflow.steps:
-                if step not in begun and self.workflow.needs(step) <= begun:
-                    self.engine.prepare(self._request(step))
+        begun = self.results.keys() | self.in_flight.keys()
+        for step in self.workflow.steps:
+            if step not in begun and self.workflow.needs(step) <= begun:
+                self.engine.prepare(self._request(step))
 
     def _is_ready(self, step: Step) -> bool:
         return self.workflow.needs(step) <= self.results.keys()

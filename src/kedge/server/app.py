@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kedge import __version__
-from kedge.engine.base import Engine, SelfSaving
+from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
 from kedge.server import guard
 from kedge.server.anthropic import routes as anthropic_api
@@ -83,7 +83,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def _snapshots(engine: Engine, service: Service) -> Snapshots | None:
     settings = service.settings
-    if settings.state is None or (isinstance(engine, SelfSaving) and engine.state == settings.state):
+    if settings.state is None or engine.state == settings.state:
         return None
     snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
     snapshots.load()

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kedge.engine.base import Engine, Inspectable
+from kedge.engine.base import Engine
 from kedge.server.http.errors import ERRORS
 from kedge.server.http.sse import JSONAnswer
 from kedge.server.service import TheService, TheTenant
@@ -25,11 +25,11 @@ async def guard(request: Request, service: TheService, tenant: TheTenant) -> Res
 
     `mode` is null for an engine without a guard.
     """
-    engine: Engine = request.app.state.dashboard.engine.watched
+    engine: Engine = request.app.state.dashboard.engine
     held = await service.threads.work(partial(_guard_of, engine, partial(is_owned, tenant.id)))
     return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **held})
 
 
 def _guard_of(engine: Engine, owns: Callable[[Namespace], bool]) -> Mapping[str, Any]:
-    held = engine.inspect_tenants(owns, []).get("guard", {}) if isinstance(engine, Inspectable) else {}
+    held = engine.inspect_tenants(owns, []).get("guard", {})
     return {name: held[name] for name in SHOWN if name in held}

@@ -48,7 +48,7 @@ class Service:
         self.is_ending = False
         """Whether new work is refused."""
         self.threads = Threads(engine, settings.max_in_flight)
-        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine.watched, self.threads)
+        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
         self.started = int(time.time())
         self._meters: dict[TenantId, Meter] = {}
         self._calls: set[GenerationCall] = set()

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.engine.base import Engine, Limiting, Quota
+from kedge.engine.base import Engine, Quota
 from kedge.errors import ConfigError, Unauthenticated
 from kedge.settings import LimitSettings
 from kedge.types import Namespace, TenantId
@@ -193,7 +193,4 @@ def _tenant(name: str, limits: LimitSettings) -> Tenant:
 def apply_quotas(engine: Engine, tenants: Iterable[Tenant]) -> None:
     """Set the tenants' quotas in the engine. Raises `ConfigError` for a quota that the engine cannot enforce."""
     for tenant in tenants:
-        if isinstance(engine, Limiting):
-            engine.limit(tenant.id, tenant.quota)
-        elif tenant.quota != Quota():
-            raise ConfigError("limits", tenant.id, f"{type(engine).__name__} cannot bound what a tenant holds")
+        engine.limit(tenant.id, tenant.quota)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from kedge.engine.base import Engine, Item, Listenable, Listener, Stream
+from kedge.engine.base import Engine, Item, Listener, Stream
 from kedge.errors import EngineClosed
 from kedge.types import RequestId
 
@@ -73,11 +73,7 @@ class Threads:
             self._inbox = Inbox(asyncio.get_running_loop())
         with self._all_ended:
             self._followed += 1
-        hear = partial(self._hear, self._inbox, take)
-        if isinstance(stream, Listenable):
-            stream.listen(hear)
-        else:
-            self._wait.submit(_read, stream, hear)
+        stream.listen(partial(self._hear, self._inbox, take))
 
     def _hear(self, inbox: Inbox, take: Listener, item: Item) -> None:
         inbox.put(take, item)
@@ -103,12 +99,3 @@ class Threads:
             self._all_ended.wait_for(lambda: not self._followed)
         self._wait.shutdown()
         self._work.shutdown()
-
-
-def _read(stream: Stream, hear: Listener) -> None:
-    """Pass on all deltas of a stream, or its error."""
-    try:
-        for delta in stream:
-            hear(delta)
-    except BaseException as error:  # its reader raises it
-        hear(error)

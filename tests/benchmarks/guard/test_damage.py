@@ -18,7 +18,7 @@ from benchmarks.guard.measure import texts
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators.site import SiteOffsets
 from kedge.bench.shapes import Loaded, load_model
-from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.build import EngineParts
 from kedge.errors import PlanError
 from kedge.reuse.contracts import PlaceholderSite
 from kedge.settings import EngineSettings
@@ -47,7 +47,7 @@ def lane(loaded: Loaded, request: pytest.FixtureRequest) -> Iterator[GuardLane]:
         yield built
 
 
-def stored(parts: Inspection, agent: str | None = None) -> dict[object, Tensor]:
+def stored(parts: EngineParts, agent: str | None = None) -> dict[object, Tensor]:
     """The offsets of one agent's sites, or of all, without the arenas' free rows."""
     pools = parts.learned[0].pools
     return {
@@ -59,7 +59,7 @@ def stored(parts: Inspection, agent: str | None = None) -> dict[object, Tensor]:
     }
 
 
-def changed_by(lane: GuardLane, do: Callable[[Inspection], object]) -> tuple[set[object], set[object]]:
+def changed_by(lane: GuardLane, do: Callable[[EngineParts], object]) -> tuple[set[object], set[object]]:
     """The tables that differ after a damage, and those of the last agent."""
     before, own = lane.engine.query(stored), lane.engine.query(partial(stored, agent=FINAL))
     lane.engine.query(do)
@@ -124,7 +124,7 @@ def test_bytes_are_flipped_on_the_host_alone(loaded: Loaded) -> None:
     fault, questions = CorruptHost(), list(islice(texts(TASKS["math"], 0), QUESTIONS))
     with taught(loaded, **fault.anchors(QUESTIONS)) as lane:
 
-        def on_host(parts: Inspection) -> set[object]:
+        def on_host(parts: EngineParts) -> set[object]:
             pools = parts.learned[0].pools
             found = ((key, site, offsets) for key, pool in pools.items() for site, offsets in pool.sites.items())
             return {(key, site, at) for key, site, offsets in found if offsets.on_host for at in range(2)}
@@ -157,7 +157,7 @@ def reworded(loaded: Loaded) -> Iterator[tuple[GuardLane, StaleAnchors]]:
 Known = dict[tuple[object, PlaceholderSite], tuple[SiteOffsets, Calibration]]
 
 
-def sites_of(parts: Inspection) -> Known:
+def sites_of(parts: EngineParts) -> Known:
     """The offsets and calibrations of the last agent's sites in each pool."""
     found = damage.agent_sites(parts, FINAL)
     return {(id(pool), site): (pool.sites[site], pool.sites[site].calibration) for pool, site in found}
@@ -180,7 +180,7 @@ def test_a_rare_prompts_own_site_takes_no_part_in_it(reworded: tuple[GuardLane, 
     """With one, the sites were exchanged twice, and the agent was left with its few anchors."""
     lane, fault = reworded
 
-    def add_rare(parts: Inspection) -> None:
+    def add_rare(parts: EngineParts) -> None:
         for pool, site in damage.agent_sites(parts, FINAL):
             if site in fault._stale:
                 rare = replace(site, agent_key=f"{site.agent_key}-rare")

@@ -125,7 +125,7 @@ def test_only_what_an_agent_of_this_run_decoded_is_relayed_and_no_base_kv_is_pre
     assert {miss.segment for miss in sequence.plan.misses} == {"user_question", "p2"}
     other, _ = driver.serve(replace(reader(asked.segments[3].tokens, run="other"), run=RunId("other")))
     assert not other.plan.translates
-    assert driver.core.inspection.learning.stats()["base_prefills_done"] == 0
+    assert driver.core.parts.learning.stats()["base_prefills_done"] == 0
 
 
 def test_exact_prefixes_stay_exact() -> None:
@@ -134,7 +134,7 @@ def test_exact_prefixes_stay_exact() -> None:
     asked = reader(tuple(said.response))
     begun = replace(asked, segments=asked.segments[:1], request_id="warm")
     driver.core.requests  # noqa: B018
-    clear, driver.core.inspection.cache.clear = driver.core.inspection.cache.clear, lambda: None  # type: ignore[method-assign]
+    clear, driver.core.parts.cache.clear = driver.core.parts.cache.clear, lambda: None  # type: ignore[method-assign]
     driver.serve(begun)
     sequence, _ = driver.serve(asked)
     clear()

@@ -11,8 +11,8 @@ import pytest
 
 from kedge.cache import Direction
 from kedge.engine.local import build
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.kv.copy import TorchCopier
 from kedge.settings import TierSettings
 from kedge.types import (
@@ -98,7 +98,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threadi
         done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         gate.set()
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
         again = engine.submit(ask(0, 2)).result(60)
         assert again.tokens == expected(ask(0, 2).tokens)
         assert again.receipt.exact == FIXED

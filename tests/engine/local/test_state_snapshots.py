@@ -59,11 +59,11 @@ def require_right(sequence: RequestSequence) -> None:
 
 
 def snapshots(engine: Stepped) -> StateSnapshots:
-    return engine.core.inspection.snapshots
+    return engine.core.parts.snapshots
 
 
 def stats(engine: Stepped) -> dict[str, int]:
-    found: Any = engine.core.inspection.stats()["states"]
+    found: Any = engine.core.parts.stats()["states"]
     return found
 
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.common.watched import WatchedEngine
-from kedge.engine.conformance import EngineConformance
 from kedge.engine.echo import EchoEngine
 from kedge.server.dashboard.failures import MAX_FAILURES
 from kedge.server.dashboard.health import HealthState
@@ -44,6 +43,7 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import UNKNOWN, NextRun
+from tests.engine.conformance import EngineConformance
 
 ACME = TenantId("acme")
 COMPUTED, EXACT, TRANSLATED = (PromptKind.COMPUTED, PromptKind.EXACT, PromptKind.TRANSLATED)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from kedge.cache import CacheManager, Lease
-from kedge.engine.local.components import Assembler
-from kedge.engine.local.host_loads import Loading
-from kedge.engine.local.learning import Learning
-from kedge.engine.local.preassembly import PromptPreassembler
-from kedge.engine.local.sentinels import Sentinels
+from kedge.cache import Lease
+from kedge.engine.local.build import EngineParts
+from kedge.engine.local.requests import Requests
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
-from kedge.engine.local.shared_writes import SharedWrites
-from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import GenerationFailed, KedgeError, OutOfBlocks
 from kedge.kv.storage import SlotTable
-from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import ReusePlan
-from kedge.reuse.runtime import Runtime
 
 
 class Admission:
@@ -27,28 +18,9 @@ class Admission:
     tenant takes the blocks of another tenant's youngest one, which is computed again later.
     """
 
-    def __init__(
-        self,
-        cache: CacheManager,
-        runtime: Runtime,
-        loading: Loading,
-        assembler: Assembler,
-        preassembly: PromptPreassembler,
-        learning: Learning,
-        costs: EngineCosts,
-        sentinels: Sentinels,
-        shared: SharedWrites,
-        snapshots: StateSnapshots,
-        preempt: Callable[[RequestSequence], bool],
-        end: Callable[[RequestSequence, BaseException], None],
-    ) -> None:
-        """Build the admission. `preempt` takes a running request's blocks for another one, if permitted; `end` ends a
-        request that cannot be planned, with the error.
-        """
-        self._cache, self._runtime, self._loading, self._assembler = cache, runtime, loading, assembler
-        self._preassembly, self._learning, self._costs = preassembly, learning, costs
-        self._sentinels, self._shared, self._snapshots = sentinels, shared, snapshots
-        self._preempt, self._end = preempt, end
+    def __init__(self, parts: EngineParts, requests: Requests) -> None:
+        """`requests` preempts a running request for another one, and ends one that cannot be planned."""
+        self._parts, self._requests = parts, requests
 
     def admit(self, sequence: Sequence) -> bool:
         """Find KV and room for a sequence. Returns False if it has to wait for blocks, or has ended with an error."""
@@ -59,7 +31,7 @@ class Admission:
             lease = self._try_lease(sequence, len(sequence.tokens))
         if lease is None:
             return False
-        sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
+        sequence.table = SlotTable.of(lease.blocks, self._parts.cache.block_size)
         sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
         return True
 
@@ -68,18 +40,18 @@ class Admission:
     @property
     def lets_pass(self) -> bool:
         """Whether others go before a request that waits for its KV."""
-        return self._loading.lets_pass
+        return self._parts.loading.lets_pass
 
     def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
         """Return whether to admit a request now: its KV is loaded and, where others run too, base KV of its values is
         there. Alone, its exact prefill delays no other request, and base KV is computed in idle time.
         """
-        return self._loading.is_ready(sequence) and not self._learning.awaits_base(sequence, busy=busy)
+        return self._parts.loading.is_ready(sequence) and not self._parts.learning.awaits_base(sequence, busy=busy)
 
     def skipped(self, sequence: RequestSequence) -> None:
         """Count that another request was admitted before one that stepped aside."""
         if sequence.load_asked is not None:
-            self._loading.skipped(sequence)
+            self._parts.loading.skipped(sequence)
 
     # leases -------------------------------------------------------------------------------------------------------
 
@@ -87,98 +59,81 @@ class Admission:
         try:
             return self._begin(sequence)
         except KedgeError as error:
-            self._end(sequence, error)
+            self._requests.end(sequence, error)
         except Exception as error:  # out of memory, say: planning is this request's alone
-            self._end(sequence, GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error))
+            failure = GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error)
+            self._requests.end(sequence, failure)
         return False
 
     def _begin(self, sequence: RequestSequence) -> bool:
-        if sequence.plan is not None:
-            return self._resume(sequence)
-        began = time.monotonic()
-        adopted = self._preassembly.adopt(sequence, sequence.room)
+        """Lease blocks to a request, then plan its prompt and write what is translated. A preempted one is computed
+        again, as far as its tokens are not cached.
+        """
+        parts, began = self._parts, time.monotonic()
+        is_resumed = sequence.plan is not None
+        adopted = None if is_resumed else parts.preassembly.adopt(sequence, sequence.room)
         lease = adopted or self._lease(sequence)
         if lease is None:
             return False
-        sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
-        waited = self._loading.ended(sequence, began)
-        planned = time.monotonic()
-        matched = self._complete(sequence) if adopted else self._plan(sequence, lease)
-        assembled = time.monotonic()
-        self._note_times(sequence, began, waited, planned, matched, assembled)
-        return True
-
-    def _resume(self, sequence: RequestSequence) -> bool:
-        """Compute a preempted request's tokens again, as far as they are not cached."""
-        lease = self._lease(sequence)
-        if lease is not None:
-            sequence.table = SlotTable.of(lease.blocks, self._cache.block_size)
+        sequence.table = SlotTable.of(lease.blocks, parts.cache.block_size)
+        if is_resumed:
             sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
-        return lease is not None
-
-    def _note_times(
-        self, sequence: RequestSequence, began: float, waited: float, planned: float, matched: float, assembled: float
-    ) -> None:
+            return True
+        waited = parts.loading.ended(sequence, began)
+        planned = matched = time.monotonic()
+        if adopted:
+            sequence.plan, sequence.todo = parts.preassembly.complete(sequence)
+        else:
+            matched = self._plan(sequence, sequence.table, lease)
         sequence.parts = {
             "queue": began - sequence.arrival - waited,
             "match": matched - planned,
-            "assemble": assembled - matched,
+            "assemble": time.monotonic() - matched,
             "other": planned - began,
         }
         if sequence.load_asked is not None:
             sequence.parts["load"] = waited
+        return True
 
-    def _plan(self, sequence: RequestSequence, lease: Lease) -> float:
+    def _plan(self, sequence: RequestSequence, table: SlotTable, lease: Lease) -> float:
         """Plan and write the translated spans. Returns the time at which planning ended."""
-        began, taken = time.monotonic(), self._shared.tokens
-        plan = self._runtime.plan(sequence.request, lease.spans)
+        parts, began = self._parts, time.monotonic()
+        taken, plan = parts.shared.tokens, parts.runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
-        sequence.plan = self._write(sequence, plan)
+        if parts.assembler.works_ahead:
+            left = parts.shared.take(sequence, plan)  # it may change the table
+            assert sequence.table is not None
+            parts.assembler.assemble(sequence.request, sequence.table, left)
+            sequence.plan, sequence.written = plan, plan.translations
+        else:  # it writes something else than translations
+            sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
         sequence.todo = sequence.plan.computed
         if sequence.plan.sentinels:
             assert sequence.table is not None
-            sequence.sentinels = [self._sentinels.read(sequence.table, sequence.plan.sentinels)]
-        if plan.translations and self._shared.tokens == taken:  # else it would seem cheaper than it is
-            self._costs.observe_translation(len(plan.translations), plan.translated_tokens, time.monotonic() - began)
+            sequence.sentinels = [parts.sentinels.read(sequence.table, sequence.plan.sentinels)]
+        if plan.translations and parts.shared.tokens == taken:  # else it would seem cheaper than it is
+            seconds = time.monotonic() - began
+            parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
         return matched
-
-    def _write(self, sequence: RequestSequence, plan: ReusePlan) -> ReusePlan:
-        """Write the translations of a plan. Returns the plan as carried out."""
-        assert sequence.table is not None
-        if not self._assembler.works_ahead:  # it writes something else than translations
-            return self._assembler.assemble(sequence.request, sequence.table, plan)
-        left = self._shared.take(sequence, plan)
-        self._assembler.assemble(sequence.request, sequence.table, left)
-        sequence.written = plan.translations
-        return plan
-
-    def _complete(self, sequence: RequestSequence) -> float:
-        """Complete an adopted prompt. Returns the time at which this began."""
-        began = time.monotonic()
-        sequence.plan, sequence.todo = self._preassembly.complete(sequence)
-        return began
 
     def _lease(self, sequence: RequestSequence) -> Lease | None:
         """Lease blocks to a request, evicting speculatively prepared prompts first, then prompts kept for learning,
         then base prefills, then another tenant's requests. Returns None if there is no room now.
         """
         while (lease := self._try_lease(sequence, sequence.room)) is None:
-            if not (self._reclaim() or self._preempt(sequence)):
+            if not (self._reclaim_spare() or self._parts.learning.reclaim_job() or self._requests.preempt(sequence)):
                 return None
         return lease
 
-    def _reclaim(self) -> bool:
-        return self._reclaim_spare() or self._learning.reclaim_job()
-
     def _reclaim_spare(self) -> bool:
         """Free blocks of work that no request waits for. Returns False if there is none."""
-        return self._preassembly.give_back() or self._learning.reclaim()
+        return self._parts.preassembly.give_back() or self._parts.learning.reclaim()
 
     def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
-        limit = self._snapshots.limit(sequence)
+        limit = self._parts.snapshots.limit(sequence)
         try:
-            lease = self._cache.admit(sequence.key, sequence.namespace, sequence.tokens, limit, room)
+            lease = self._parts.cache.admit(sequence.key, sequence.namespace, sequence.tokens, limit, room)
         except OutOfBlocks:
             return None
-        self._snapshots.begin(sequence, lease.exact_tokens)
+        self._parts.snapshots.begin(sequence, lease.exact_tokens)
         return lease

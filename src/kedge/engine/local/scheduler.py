@@ -1,17 +1,22 @@
-"""Continuous batching: the choice of sequences and positions for the next pass."""
+"""Continuous batching: the choice of sequences and positions for the next pass, and the order in which every tenant's
+waiting requests are served, by what of their prompts is cached.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kedge.cache import CacheManager
 from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
-from kedge.engine.local.service_orders import ServiceOrders
+from kedge.engine.local.sessions import SessionCaching
+from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.reuse.costs import EngineCosts
 from kedge.types import TenantId
 
@@ -23,9 +28,85 @@ FEW = 64
 """Prefills of at most this many tokens go before base prefills: they belong to translated prompts and end soon."""
 AHEAD_CHUNK = 32
 """Tokens computed ahead of requests in one pass."""
-
 Allowances = dict[TenantId, float]
 """Seconds that each tenant's work may still add to a pass"""
+
+
+class ServiceOrders:
+    """One `ServiceOrder` per tenant with waiting requests. It applies while the live contexts do not fit the device.
+
+    A pass in which nothing has changed costs O(tenants that wait).
+    """
+
+    def __init__(
+        self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start empty. `sessions` protects what waits by its place; `clock` is in seconds."""
+        self._cache, self._sessions, self._clock = cache, sessions, clock
+        self._capacity = cache.num_blocks * cache.block_size
+        self._orders: dict[TenantId, ServiceOrder[RequestSequence]] = {}
+        self._arranged: dict[TenantId, list[RequestSequence]] = {}
+        self._live = LiveContexts()
+        self._began: dict[RequestSequence, tuple[Hashable, int]] = {}
+        """The sessions of the requests in the engine, and the tokens with which they began"""
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether the live contexts need more than the device tier has."""
+        return self._live.tokens(self._clock()) > self._capacity
+
+    def arrived(self, sequence: RequestSequence) -> None:
+        """Take a request that waits from now on."""
+        session = sequence.turn.session if sequence.turn else sequence.key
+        tokens = len(sequence.tokens)
+        self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
+        self._began[sequence] = session, tokens
+        self._live.began(session, tokens)
+
+    def left(self, sequence: RequestSequence) -> None:
+        """Take note that a request is admitted, steps aside to be loaded, or has ended."""
+        order = self._orders.get(sequence.tenant)
+        if order is None or sequence not in order:
+            return
+        order.remove(sequence)
+        self._arranged.pop(sequence.tenant, None)
+        if not order:
+            del self._orders[sequence.tenant]
+
+    def ended(self, sequence: RequestSequence) -> None:
+        """Take note that a request has ended, at whatever stage. Requests that never arrived are ignored."""
+        if sequence not in self._began:
+            return
+        self.left(sequence)
+        session, tokens = self._began.pop(sequence)
+        self._live.ended(session, tokens, len(sequence.tokens), self._clock())
+        if sequence.turn is None:  # no request can continue it
+            self._live.forget(session)
+
+    def arrange(self, queue: FairQueue[RequestSequence]) -> None:
+        """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""
+        overloaded, changed = self.overloaded, False
+        for tenant, waiting in self._orders.items():
+            order = waiting.order(self._cache.version, overloaded)
+            arranged = self._arranged.get(tenant)
+            if order is not arranged and order != arranged:
+                queue.arrange(order)
+                self._arranged[tenant] = order
+                changed = True
+        if changed and overloaded:
+            self._sessions.waiting([one.turn for one in queue if one.turn])
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless the live contexts add up."""
+        self._live.check_integrity()
+
+    def _missing(self, sequence: RequestSequence) -> float:
+        """Return the share of a prompt that would have to be computed; translation is not foreseen."""
+        total = len(sequence.tokens)
+        if (prepared := sequence.preparation) and prepared.admitted:
+            return missing_share(total, prepared.ready)
+        status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
+        return missing_share(total, status.device_tokens, status.host_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +143,13 @@ class _Pass:
         return len(positions)
 
 
-class Aside(Protocol):
-    """The interface to requests that have to wait for KV: to come from the host, or to be computed for several
-    at once.
+class Admitting(Protocol):
+    """The interface to the admission of sequences, also of requests that have to wait for KV: to come from the host, or
+    to be computed for several at once.
     """
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Find room for a sequence. Returns False if it has to wait for blocks."""
 
     @property
     def lets_pass(self) -> bool:
@@ -91,15 +175,14 @@ class Scheduler:
     (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
     So a tenant never waits behind more of another's backlog than its share.
 
-    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where `aside` lets none
+    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where none may
     pass). Once it is ready it goes before all that hold no blocks; at most `max_running` step aside at once, so those
     that do not are passed by few.
     """
 
     def __init__(
         self,
-        admit: Callable[[Sequence], bool],
-        aside: Aside,
+        admission: Admitting,
         costs: EngineCosts,
         max_batch_tokens: int,
         max_running: int,
@@ -109,11 +192,9 @@ class Scheduler:
         running: list[RequestSequence] | None = None,
         service: ServiceOrders | None = None,
     ) -> None:
-        """Start with empty queues. `admit` returns False if a sequence has to wait for blocks. `jobs` and `ahead` are
-        filled by others, `running` is only looked at by them.
-        """
+        """Start with empty queues. `jobs` and `ahead` are filled by others, `running` is only looked at by them."""
         self._service = service
-        self._admit, self._aside, self._costs = admit, aside, costs
+        self._admission, self._costs = admission, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self.passes = 0
         """Number of calls of `schedule`."""
@@ -177,14 +258,14 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         room = self._admit_aside()
         while sequence := self._next(room and len(self.loading) < self._max_running):
-            if not self._aside.is_ready(sequence, busy=bool(self.running)):
-                if not self._aside.lets_pass:
+            if not self._admission.is_ready(sequence, busy=bool(self.running)):
+                if not self._admission.lets_pass:
                     return
                 self._take(sequence)
                 self.loading.append(sequence)
             elif self._start(sequence):
                 for other in self.loading:
-                    self._aside.skipped(other)
+                    self._admission.skipped(other)
             elif room and not self._is_first(sequence):
                 room = False
             else:
@@ -203,14 +284,14 @@ class Scheduler:
         """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""
         room = True
         for sequence in (*self.preempted, *self.loading):
-            is_ready = sequence in self.preempted or self._aside.is_ready(sequence, busy=bool(self.running))
+            is_ready = sequence in self.preempted or self._admission.is_ready(sequence, busy=bool(self.running))
             if is_ready and self._has_place(sequence):
                 room &= self._start(sequence)
         return room
 
     def _start(self, sequence: RequestSequence) -> bool:
         """Admit a request. Returns False if it lacks room; one that has ended with an error blocks no other."""
-        if not self._admit(sequence):
+        if not self._admission.admit(sequence):
             return sequence.is_over
         if sequence in self.waiting:
             self._take(sequence)
@@ -285,7 +366,7 @@ class Scheduler:
     def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
         """Add base prefills, oldest first, up to the first one without room."""
         for job in jobs:
-            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
+            if min(most, filling.left) <= 0 or not (job.admitted or self._admission.admit(job)):
                 return
             most -= self._add(filling, job, most, allowed)
 

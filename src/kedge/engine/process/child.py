@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
-from kedge.engine.base import Engine, Item, Listenable
+from kedge.engine.base import Engine, Item
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
 from kedge.errors import ConfigError, EngineClosed
 
@@ -108,13 +109,13 @@ class Host:
             logger.error("%s failed", call.method, exc_info=answer.error)
 
     def _call(self, call: Call) -> object:
-        method: Callable[..., object] | None = getattr(self._engine, call.method, None)
+        method: Callable[..., Any] | None = getattr(self._engine, call.method, None)
         if method is None:
             raise ConfigError("engine", type(self._engine).__name__, f"has no `{call.method}`")
         value = method(*call.arguments)
         if call.method != "submit":
             return value
-        assert isinstance(value, Listenable) and call.number is not None
+        assert call.number is not None
         value.listen(partial(self._heard, call.number))
         return None
 

@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from kedge import __version__
-from kedge.engine.base import Engine, Inspectable
+from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
 from kedge.server.dashboard.health import Health, health
@@ -65,8 +65,6 @@ class Dashboard:
         self.history = History(keeps_texts=keeps_texts)
         self.engine = WatchedEngine(engine, self.history)
         """What the server is to use, so that there is something to show."""
-        self.inspected = engine if isinstance(engine, Inspectable) else None
-        """The engine, if it reports its state"""
         self._watchers: Counter[TenantId] = Counter()
         self._looks: dict[TenantId, _Look] = {}
         self._seen: dict[TenantId, dict[str, Any]] = {}
@@ -83,12 +81,10 @@ class Dashboard:
 
     async def seen(self, service: Service, tenant: TenantId) -> Mapping[str, Any]:
         """What the engine holds for the tenant, as it was seen last; a busy engine is not waited for."""
-        if self.inspected is None:
-            return {}
         look = self._looks.get(tenant)
         if look is None or (look.answer.done() and time.monotonic() - look.asked > LOOK_SECONDS):
             prompts = self.history.fixed_prompts(tenant)
-            task = partial(_look, self.inspected, tenant, prompts, with_totals=service.keys.is_open)
+            task = partial(_look, self.engine, tenant, prompts, with_totals=service.keys.is_open)
             look = self._looks[tenant] = _Look(time.monotonic(), service.threads.wait(task))
         await asyncio.wait([asyncio.wrap_future(look.answer)], timeout=PACE)
         if look.answer.done():
@@ -115,11 +111,13 @@ class Dashboard:
 
 
 def _look(
-    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
+    engine: Engine, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
 ) -> dict[str, Any]:
-    """Asks the engine; blocks until it comes round to it."""
+    """Asks the engine; blocks until it comes round to it. One that has nothing to tell shows nothing."""
     try:
         own = engine.inspect_tenants(partial(is_owned, tenant), list(prompts.values()))
+        if not own:
+            return {}
         totals = _totals(engine.inspect()) if with_totals else {}
     except EngineClosed:
         return {"closed": True}

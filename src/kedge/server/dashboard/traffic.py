@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from kedge.discovery.page import page
-from kedge.engine.base import Engine, Inspectable, TrafficReporter
+from kedge.engine.base import Engine
 from kedge.server.http.errors import ERRORS
 from kedge.server.http.sse import JSONAnswer
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
-from kedge.types import Namespace, is_owned
+from kedge.types import is_owned
 
 router = APIRouter(tags=["Operation"], responses=ERRORS)
 
@@ -33,11 +33,5 @@ async def traffic_report(request: Request, service: TheService, tenant: TheTenan
 
 
 async def _report(request: Request, service: Service, tenant: Tenant) -> Mapping[str, Any] | None:
-    engine: Engine = request.app.state.dashboard.engine.watched
-    return await service.threads.work(partial(_report_of, engine, partial(is_owned, tenant.id)))
-
-
-def _report_of(engine: Engine, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
-    if isinstance(engine, TrafficReporter):
-        return engine.traffic(owns)
-    return engine.inspect_tenants(owns, []).get("traffic") if isinstance(engine, Inspectable) else None
+    engine: Engine = request.app.state.dashboard.engine
+    return await service.threads.work(partial(engine.traffic, partial(is_owned, tenant.id)))

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kedge.engine.base import Engine, Inspectable
+from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
 from kedge.server.telemetry.guard_metrics import guard_families
 from kedge.server.threads import Threads
@@ -47,15 +47,12 @@ class CacheMetrics(Collector):
     """The figures of an engine's cache, of all tenants together. The event loop owns it."""
 
     def __init__(self, engine: Engine, threads: Threads) -> None:
-        self._engine = engine if isinstance(engine, Inspectable) else None
-        self._threads = threads
+        self._engine, self._threads = engine, threads
         self._look: Future[Mapping[str, Any]] | None = None
         self._seen: Mapping[str, Any] = {}
 
     async def refresh(self) -> None:
         """Ask the engine, unless it still owes an answer, and wait for it for `PATIENCE` seconds at most."""
-        if self._engine is None:
-            return
         if self._look is None:
             self._look = self._threads.wait(self._ask)
         look = self._look
@@ -65,12 +62,10 @@ class CacheMetrics(Collector):
             self._seen = look.result() or self._seen
 
     def _ask(self) -> Mapping[str, Any]:
-        assert self._engine is not None
         try:
-            figures: Mapping[str, Any] = self._engine.inspect()
+            return self._engine.inspect()
         except EngineClosed:
             return {}
-        return figures
 
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""

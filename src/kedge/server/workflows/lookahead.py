@@ -2,7 +2,7 @@
 
 This is for runs whose templates the server fills. What a call has bound is remembered, and so are the answers: from
 them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess costs
-idle time and changes no answer, see `kedge.engine.base.Preparing`.
+idle time and changes no answer, see `kedge.engine.base.Engine.prepare`.
 
 Hints that are no longer valid are withdrawn: by the engine itself where the forecast does not expect the agent any more
 or the run has ended, and from here where there are too many.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kedge.engine.base import Engine, Preparing
+from kedge.engine.base import Engine
 from kedge.runner.memory import NOTHING, RunMemory
 from kedge.runner.prompts import RunPrompts
 from kedge.server.workflows.registry import Registered
@@ -54,7 +54,7 @@ class Lookahead:
     def expect(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> None:
         """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
         known = self._of(run.key).get(run.key)
-        if known is None or not isinstance(self._engine, Preparing):
+        if known is None:
             return
         requests = [known.request(run, agent, self._default) for agent in known.near(run, next_runs)]
         for request in requests:

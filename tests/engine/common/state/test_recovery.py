@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.engine.common.state.damage import MARK, MAX_PUT_ASIDE
 from kedge.engine.common.state.files import MANIFEST, MAX_MANIFEST_BYTES, PREVIOUS, SUFFIX
+from kedge.engine.common.state.folder import MARK, MAX_PUT_ASIDE
 from kedge.errors import StateRefused
 from tests.engine.common.state_helpers import (
     DAMAGES,

@@ -17,7 +17,7 @@ from safetensors.numpy import load, save_file
 
 from kedge.cache.copies import BlockFiles, FileDone, FileRead, FileWrite
 from kedge.cache.stored_runs import run_name
-from kedge.engine.local.disk.disk_files import DiskFiles
+from kedge.engine.local.disk_files import DiskFiles
 from kedge.errors import ConfigError
 from kedge.kv.checksums import Seals
 from kedge.kv.copy import HostStorage
@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_nothing_and_the_next_write_is_tried(
 ) -> None:
     with opened(tmp_path) as disk:
         with monkeypatch.context() as patch:
-            patch.setattr("kedge.engine.local.disk.run_files.save_file", full)
+            patch.setattr("kedge.engine.local.disk_files.save_file", full)
             order = FileWrite("a" * 64, "", 0, NS, b"", (1,))
             disk.files.write(order)
             assert disk.done() == FileDone(order, 0)

@@ -16,7 +16,7 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.recurrent import MARK
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.stacked_states import StackedStates
+from kedge.engine.local.states import StackedStates
 from kedge.types import GenerateRequest, ReuseMode, TenantId, Tokens
 from tests.engine.local.model.test_architectures import HYBRID, model_of
 from tests.engine.local.stepping import Stepped
@@ -171,7 +171,7 @@ def test_snapshots_taken_of_rows_are_gone_on_from(name: str) -> None:
     first = [engine.submit(ask(one, 40 - n)) for n, one in enumerate(asked)]
     engine.rest()
     require_right(name, *first)
-    kept = engine.core.inspection.snapshots._kept.values()
+    kept = engine.core.parts.snapshots._kept.values()
     assert len(kept) == 8
     for one in kept:
         tensors = [t for layer in one.states.layers for d in vars(layer).values() if isinstance(d, dict)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.probe import stacking_refusal
 from kedge.engine.local.model.replica import random_model, trial
-from kedge.engine.local.model.stacking import stacking_refusal
 from tests.engine.local.conftest import engine_of
 from tests.engine.local.model.test_architectures import BY_NAME, HYBRID, model_of
 from tests.engine.local.test_engine import greedy, prompt, request

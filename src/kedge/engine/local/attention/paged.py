@@ -18,7 +18,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from kedge.engine.local.attention import written_out
 from kedge.engine.local.attention.arguments import place_of, require_known, without_batch
 from kedge.engine.local.attention.latent import LatentWeights, rows_of
 from kedge.engine.local.attention.sequence_slice import Bias, SequenceSlice
@@ -29,9 +28,36 @@ FEW = 64
 """Up to this many queries, attention is bound by reading the context, not by arithmetic."""
 EXPANDED = 1 << 25
 """Most numbers of keys and values that are computed from latents at once, unless those of one head are more"""
-
 # What SDPA itself calls on a CPU. It gives the logarithm of the softmax's sum as well, by which parts can be joined.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend_plainly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention [heads, queries, head_dim] over key and value [kv_heads, context, head_dim], for what PyTorch's
+    fused kernels lack: capped scores (Gemma 2), where a score s becomes cap * tanh(s / cap) before the softmax, and on
+    a GPU attention sinks and windows. The scores of all heads are materialised in float32; a group reads its keys once.
+
+    `mask` [queries, context] is added to the capped scores. `sinks` [heads] are one more score of every query, whose
+    weight goes to no token.
+    """
+    grouped = query.reshape(len(key), -1, *query.shape[1:])
+    scores = (grouped.flatten(1, 2) @ key.transpose(1, 2)).float()
+    scores = scores.mul_(scaling) if cap is None else scores.mul_(scaling / cap).tanh_().mul_(cap)
+    scores = scores.view(*grouped.shape[:3], -1).add_(mask)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(*grouped.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    return (weights.to(value.dtype).flatten(1, 2) @ value).view(query.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +279,7 @@ def _attend_written_out(query: Tensor, pools: tuple[Tensor, Tensor], sequence: S
     for rows, keys in sequence.pieces(how.window):
         mask = sequence.mask(how.window, torch.float32, rows, keys)
         seen = key[:, keys], value[:, keys]
-        outs.append(written_out.attend(query[:, rows], *seen, mask, how.scaling, how.softcap, how.sinks))
+        outs.append(attend_plainly(query[:, rows], *seen, mask, how.scaling, how.softcap, how.sinks))
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 

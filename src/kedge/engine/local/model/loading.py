@@ -22,9 +22,9 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from kedge.engine.common.model_folder import read_config
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.latent import unwatch
-from kedge.engine.local.model import masks, probe
+from kedge.engine.local.model import probe
+from kedge.engine.local.model.probe import require_causal_masks, stacking_refusal
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.model.stacking import stacking_refusal
 from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec
 
@@ -110,7 +110,7 @@ def _checked_of(model: PreTrainedModel) -> ModelRunner:
 
 def _checked(runner: ModelRunner) -> ModelRunner:
     _require_same(runner)
-    masks.require_same(runner)
+    require_causal_masks(runner)
     if runner.recurrent:
         runner.recurrent.stacking_refusal = refusal = stacking_refusal(runner)
         if refusal:

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kedge.engine.base import Quota
+from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_advice, require_new_id, require_sensible, sensible_hints
+from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
@@ -65,7 +65,7 @@ STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
 
     Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out. `keeping`
@@ -74,6 +74,8 @@ class VLLMEngine:
     Raises `ConfigError` where vLLM is not installed or a setting has no meaning for it, `ModelNotFound` or
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
     """
+
+    tokenizer: HFTokenizer
 
     def __init__(
         self,
@@ -86,7 +88,6 @@ class VLLMEngine:
         self.config, self._plugged = config or EngineSettings(backend="vllm"), plugged
         self._keeping = keeping if plugged else NOTHING_KEPT
         self.state = self._keeping.state
-        """The folder in which the plug-in keeps what it learns, see `kedge.engine.base.SelfSaving`"""
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model)
@@ -214,7 +215,7 @@ class VLLMEngine:
         return self._call(lambda: self._driver.cancel(request_id))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Check a quota, see `kedge.engine.base.Limiting`: vLLM's processes got all when they started. Raises
+        """Check a quota, see `kedge.engine.base.Engine`: vLLM's processes got all when they started. Raises
         `ConfigError` for another one.
         """
         if quota != (known := self._keeping.quotas.get(tenant, Quota())):
@@ -230,7 +231,7 @@ class VLLMEngine:
         self._send(lambda: list(self._forecasts.messages(changes, prompts)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says of its sessions, see `kedge.engine.base.Advisable`.
+        """Take what a client says of its sessions, see `kedge.engine.base.Engine`.
 
         Where vLLM does not report within a few seconds what became of it, every hint is deferred.
         """
@@ -261,12 +262,6 @@ class VLLMEngine:
         self._guard.join()
         if is_first and self._guard_state is not None:
             self._guard_state.close()
-
-    def __enter__(self) -> VLLMEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # the event loop ---------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kedge.engine.common.state.guard_records import SavesRecords
-from kedge.engine.common.state.guard_state import GuardFolder
+from kedge.engine.common.state.snapshot import GuardFolder, SavesRecords
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine.options import KeepingOptions
 from kedge.settings import AnchorSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness
+from tests.engine.conformance.harness import Harness
 
 
 class TokenizerTests(Harness):

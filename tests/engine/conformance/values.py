@@ -10,9 +10,9 @@ from typing import Any
 
 from kedge.checks import MAX_COUNT, MAX_STOP_LENGTH, MAX_STOPS
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness, expect, fresh_id, fresh_text, sampled
 from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
 from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, Segment, ValueKind
+from tests.engine.conformance.harness import Harness, expect, fresh_id, fresh_text, sampled
 
 HUGE = 10**5000
 """An integer that Python refuses to print."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EmptyPrompt, InvalidToken, RequestError
 from kedge.types import (
     GREEDY_TEMPERATURE,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness, fresh_text
 from kedge.types import FinishReason, RequestId, ReuseMode
+from tests.engine.conformance.harness import Harness, fresh_text
 
 
 class CompanyTests(Harness):

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness, expect, fresh_id, fresh_text, sampled
 from kedge.errors import RequestError
 from kedge.types import (
     AgentId,
@@ -21,6 +20,7 @@ from kedge.types import (
     ValueKind,
     WorkflowId,
 )
+from tests.engine.conformance.harness import Harness, expect, fresh_id, fresh_text, sampled
 
 ANSWER = 4
 """Tokens of an answer on the small engine."""

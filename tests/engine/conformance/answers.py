@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness, fresh_text, middle
 from kedge.types import FinishReason, ReuseMode
+from tests.engine.conformance.harness import Harness, fresh_text, middle
 
 
 class AnswerTests(Harness):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness, fresh_text
 from kedge.types import FinishReason, ReuseMode
+from tests.engine.conformance.harness import Harness, fresh_text
 
 
 class AbortTests(Harness):

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 
 from kedge.engine.base import Engine
-from kedge.engine.conformance.harness import Harness, are_chances, fresh_text
 from kedge.types import FinishReason, ReuseMode
+from tests.engine.conformance.harness import Harness, are_chances, fresh_text
 
 
 class LogprobTests(Harness):

@@ -8,9 +8,9 @@ from functools import partial
 from threading import Barrier
 
 from kedge.engine.base import Engine, Stream
-from kedge.engine.conformance.harness import Harness, expect, fresh_id, fresh_text
 from kedge.errors import RequestError
 from kedge.types import AgentId, FinishReason, GenerateRequest, ReuseMode, RunId, SampleId, ValueKind, WorkflowId
+from tests.engine.conformance.harness import Harness, expect, fresh_id, fresh_text
 
 
 class IdentityTests(Harness):

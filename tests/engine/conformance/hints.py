@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kedge.engine.base import Advisable, Engine, Preparing
-from kedge.engine.conformance.harness import Harness, expect, fresh, fresh_id, fresh_text
+from kedge.engine.base import Engine
 from kedge.errors import RequestError
 from kedge.types import (
     AgentId,
@@ -25,6 +24,7 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
+from tests.engine.conformance.harness import Harness, expect, fresh, fresh_id, fresh_text
 
 
 class HintTests(Harness):
@@ -56,8 +56,7 @@ class HintTests(Harness):
         other = self.request(engine, fresh_text("others"), reuse=ReuseMode.EXACT).segments
         begun = (request.segments[0], replace(request.segments[1], tokens=()), request.segments[2])
         for segments in ((), begun, request.segments, other, ()):
-            if isinstance(engine, Preparing):
-                engine.prepare(replace(request, segments=segments, request_id=RequestId(f"hint-{next(fresh)}")))
+            engine.prepare(replace(request, segments=segments, request_id=RequestId(f"hint-{next(fresh)}")))
             done = self.run(engine, replace(request, request_id=RequestId(f"prepared-{next(fresh)}")))
             assert done.tokens == plain
             assert 0 <= done.receipt.preassembled < request.prompt_tokens
@@ -80,14 +79,11 @@ class HintTests(Harness):
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
         plain = self.run(engine, request).tokens
         for changes in IMPOSSIBLE_PREPARATIONS:
-            if isinstance(engine, Preparing):
-                engine.prepare(replace(request, **{"request_id": fresh_id(), **changes}))
+            engine.prepare(replace(request, **{"request_id": fresh_id(), **changes}))
             assert self.again(engine, request).tokens == plain
 
     def test_advice_on_sessions_changes_no_token_and_is_answered(self, engine: Engine) -> None:
         """Check advice on sessions that are known, unknown, or another tenant's. An engine may take none."""
-        if not isinstance(engine, Advisable):
-            return
         text, name = fresh_text("advice"), fresh_id()
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), turn=TurnHints(name))
         plain = self.run(engine, request).tokens
@@ -101,8 +97,6 @@ class HintTests(Harness):
         assert self.again(engine, request).tokens == plain
 
     def test_impossible_advice_is_refused(self, engine: Engine) -> None:
-        if not isinstance(engine, Advisable):
-            return
         space = Namespace(TenantId("conformance"))
         for said in IMPOSSIBLE_ADVICE:
             expect(RequestError, partial(engine.advise, space, said))
