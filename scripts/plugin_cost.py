@@ -27,8 +27,8 @@ from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import leading_blocks
 from kedge.integrations.vllm.plugin.messages import CopyResult, Reports
+from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
-from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 

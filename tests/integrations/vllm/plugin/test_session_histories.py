@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.scheduler_side import Upkeep
 from kedge.integrations.vllm.plugin.session_histories import SessionHistories
-from kedge.integrations.vllm.plugin.upkeep import Upkeep
 from kedge.policies.eviction import steps_to_execution
 
 SIZE = 16

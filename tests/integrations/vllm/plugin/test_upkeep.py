@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import leading_blocks
-from kedge.integrations.vllm.plugin.upkeep import Upkeep
+from kedge.integrations.vllm.plugin.scheduler_side import Upkeep
 from tests.integrations.vllm.plugin.test_session_histories import ABORTED, STOPPED, Engine, chain
 
 NAMES = ("a", "ab", "abc", "b", "c", "cd")

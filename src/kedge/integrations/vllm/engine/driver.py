@@ -22,12 +22,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
-from kedge.integrations.vllm.engine.base_prefills import BasePrefills
-from kedge.integrations.vllm.engine.held_forecasts import HeldForecasts
-from kedge.integrations.vllm.engine.requests import PluginMessage
+from kedge.integrations.vllm.engine.requests import BasePrefills, HeldForecasts, PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.plugin.advice_calls import AdviceCalls, hinted_params, message
-from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT
+from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT, AdviceCalls, hinted_params, message
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
 

@@ -20,10 +20,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kedge.engine.base import Quota
+from kedge.engine.base import Quota, Stream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
+from kedge.engine.common.state.guard_records import SavesRecords
+from kedge.engine.common.state.guard_state import GuardFolder
 from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.validation import require_advice, require_new_id, require_sensible, sensible_hints
@@ -31,7 +33,6 @@ from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
-from kedge.integrations.vllm.engine.guard_keeping import keep_guard
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -49,16 +50,30 @@ from kedge.integrations.vllm.engine.requests import (
     sampling_arguments,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.engine.warm_up import warm_up_checks
 from kedge.policies.sessions import NO_SESSIONS, refused
+from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.layout import with_trails
-from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
+from kedge.settings import AnchorSettings, EngineSettings
+from kedge.types import (
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    SamplingParams,
+    Segment,
+    TenantId,
+    Tokens,
+    TurnHints,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kedge.integrations.vllm.engine.driver import Driver
     from kedge.integrations.vllm.plugin.rank_state import RankState
+
 
 T = TypeVar("T")
 STATE_GRACE = 60
@@ -360,3 +375,44 @@ def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOption
         return AsyncEngineArgs(**{**chosen, **plugin})
     except ValueError as error:
         raise ConfigError("engine.vllm", config.vllm.arguments, str(error)) from error
+
+
+FOLDER = "guard"
+
+
+def keep_guard(
+    guard: SavesRecords, config: VllmConfig, anchors: AnchorSettings, keeping: KeepingOptions
+) -> RankState | None:
+    """Load what a guard knew before, and begin to save what it learns; None where nothing is kept.
+
+    Damaged records and those of another model or of other settings of the anchors are left out, with a line in the log.
+    Raises `ConfigError` where the folder cannot be used.
+    """
+    if keeping.state is None:
+        return None
+    from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
+
+    folder = keeping.state.absolute() / FOLDER
+    try:
+        state = GuardFolder(folder, guard_identity(config, anchors), guard)
+    except OSError as error:
+        raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+    kept = RankState(state, keeping.snapshot_interval, lambda: True)
+    kept.load()
+    kept.start()
+    return kept
+
+
+def warm_up_checks(submit: Callable[[GenerateRequest], Stream]) -> None:
+    """Draw tokens with log-probabilities, for one request and for two at once.
+
+    vLLM compiles what these need for one row and for several, which takes seconds, and the quality guard asks for them
+    beside any request.
+    """
+    for count in (1, 2):
+        for stream in [submit(_request()) for _ in range(count)]:
+            stream.result()
+
+
+def _request() -> GenerateRequest:
+    return GenerateRequest((Segment((0,), "p0"),), SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP)

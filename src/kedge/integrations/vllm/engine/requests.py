@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
@@ -190,3 +191,108 @@ def end_of_run(run: RunKey) -> PluginMessage:
 def _run_hints(run: RunKey) -> Hints:
     client = {"client": short(run.client_id)} if run.client_id else {}
     return {"run": short(run.run_id), **client}
+
+
+GRACE = 0.02
+"""Seconds of idleness before the first one starts: the next agent of a workflow comes within milliseconds."""
+MAX_PROMPTS = 1024
+"""Prompts that may wait; the one that was asked for longest ago is dropped."""
+
+
+class BasePrefills:
+    """A stack of prompts to prefill. Owned by the engine's event loop."""
+
+    def __init__(self, prefill: Callable[[Namespace, Tokens], Awaitable[None]]) -> None:
+        """`prefill` computes a prompt, and stops at the next step when it is cancelled."""
+        self._prefill = prefill
+        self._wanted: BoundedDict[tuple[Namespace, Tokens], None] = BoundedDict(MAX_PROMPTS)
+        self._work: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Put a prompt on top of the stack."""
+        self._wanted[namespace, tokens] = None
+
+    def pause(self) -> None:
+        """Cancel the prefill that runs; it starts again after `resume`."""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    async def close(self) -> None:
+        """Drop all prompts, and wait until the prefill that runs has been cancelled."""
+        work, self._work = self._work, None
+        self._wanted.clear()
+        if work is not None:
+            work.cancel()
+            await asyncio.wait([work])
+
+    def resume(self) -> None:
+        """Prefill while the engine is idle."""
+        if self._work is None and self._wanted:
+            self._work = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        await asyncio.sleep(GRACE)
+        while self._wanted:
+            one = next(reversed(self._wanted))
+            await self._prefill(*one)
+            self._wanted.pop(one, None)
+        self._work = None
+
+
+HOLD_S = 0.005
+"""Seconds that a forecast waits for a request"""
+CARRIED = ("steps", "seq")
+"""Hints of a forecast, which a request of its run may have as well"""
+
+
+class _Run(NamedTuple):
+    namespace: Namespace
+    run: str
+    client: str
+
+
+class HeldForecasts:
+    """The latest forecast of each run, for a few milliseconds. Owned by one thread."""
+
+    def __init__(
+        self, send: Callable[[PluginMessage], None], later: Callable[[float, Callable[[], None]], Any]
+    ) -> None:
+        """`send` sends a message to the plug-in, `later` calls a function after some seconds."""
+        self._send, self._later = send, later
+        self._held: dict[_Run, PluginMessage] = {}
+
+    def pass_on(self, message: PluginMessage) -> None:
+        """Send a message; a forecast a little later, unless it is taken, or followed by a newer one in its place."""
+        if "steps" in message.hints:
+            self._hold(message)
+        elif message.hints.get("final"):
+            self.take(message.namespace, message.hints)  # nothing of an ended run is expected
+            self._send(message)
+        elif message.hints.get("ahead"):
+            self._send(replace(message, hints={**message.hints, **self.take(message.namespace, message.hints)}))
+        else:
+            self._send(message)
+
+    def _hold(self, forecast: PluginMessage) -> None:
+        run = _run(forecast.namespace, forecast.hints)
+        if run not in self._held:
+            self._later(HOLD_S, lambda: self._flush(run))
+        self._held[run] = forecast
+
+    def _flush(self, run: _Run) -> None:
+        forecast = self._held.pop(run, None)
+        if forecast is not None:
+            self._send(forecast)
+
+    def take(self, namespace: Namespace, hints: Hints) -> Hints:
+        """Return what a message of the run of `hints` has to carry; empty where no forecast waits."""
+        forecast = self._held.pop(_run(namespace, hints), None)
+        return {name: forecast.hints[name] for name in CARRIED} if forecast else {}
+
+
+def _run(namespace: Namespace, hints: Hints) -> _Run:
+    return _Run(namespace, hints.get("run", ""), hints.get("client", ""))

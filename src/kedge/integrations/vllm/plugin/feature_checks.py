@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.config import VllmConfig
@@ -29,13 +29,43 @@ from kedge.integrations.vllm.plugin.adapters import (
     untested,
     version_refusal,
 )
-from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups, groups_of, hash_size_of
+from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, groups_of, hash_size_of
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
 from kedge.integrations.vllm.plugin.rotations import WINDOWED, layers_refusal
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.integrations.vllm.plugin.speculation_checks import speculation_refusal
-from kedge.kv.spec import translation_refusal
+from kedge.kv.spec import mixed_layers, ropes, translation_refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods whose drafts have no KV"""
+LAYERS_BEHIND = ("eagle", "eagle3", "mtp")
+"""Methods whose layers follow the model's, one token for each position"""
+
+
+def speculation_refusal(config: VllmConfig) -> str | None:
+    """Return the reason why nothing is translated beside this speculative decoding, or None."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in WITHOUT_KV:
+        return None
+    if speculative.method not in LAYERS_BEHIND:
+        return f"speculative decoding by {speculative.method}: the draft's KV is not translated"
+    if (lookahead := getattr(config, "num_prefill_lookahead_tokens", 0) or 0) > 1:
+        return f"speculative decoding by {lookahead} heads: what they have of a prompt's end is computed again"
+    return _head_refusal(config, speculative)
+
+
+def _head_refusal(config: VllmConfig, speculative: Any) -> str | None:
+    head, model = speculative.draft_model_config.hf_text_config, config.model_config.hf_text_config
+    if reason := translation_refusal(head) or mixed_layers(head):
+        return f"speculative decoding by {speculative.method}: {reason}"
+    if ropes(head) != ropes(model):
+        return f"speculative decoding by {speculative.method}: its head rotates keys in another way than the model"
+    return None
+
 
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")

@@ -20,27 +20,32 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.discovery import PlainRequests, Served
-from kedge.integrations.vllm.plugin.advice import Advice
+from kedge.hints.actions import ActionOutcome
+from kedge.hints.without_prompt import run_ended, took_forecast
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
-from kedge.integrations.vllm.plugin.answer_tails import answer_of
-from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
-from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups
+from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.held_lanes import answer_of
 from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
-from kedge.integrations.vllm.plugin.host_loads import HostLoads
-from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
-from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
+from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
+from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
-from kedge.integrations.vllm.plugin.plain_reports import PlainReports
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
+from kedge.integrations.vllm.plugin.metrics import (
+    ADVICE,
+    NEEDS,
+    RECEIPTS,
+    REPORT,
+    CountReports,
+    KedgeStats,
+    PlainReports,
+)
+from kedge.integrations.vllm.plugin.receipts import RequestLoad, TrackedRequest, receipt_of, receipt_to_dict, served_by
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedRequest
 from kedge.integrations.vllm.plugin.translations import Translations
-from kedge.integrations.vllm.plugin.upkeep import Upkeep
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
+from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
 
 
@@ -68,6 +73,7 @@ class SchedulerSide:
         """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
+        self._news = CountReports(self.totals)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
     def bind(
@@ -94,6 +100,7 @@ class SchedulerSide:
 
     def on_arrival(self, request: Request) -> None:
         """Read a new request's hints, if it has any, and find the session that it continues."""
+        self._news.began()
         tokens, default = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
         hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
@@ -169,6 +176,7 @@ class SchedulerSide:
 
         Returns its receipt, None for one without hints.
         """
+        self._news.ended()
         self.upkeep.catch_up()
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
@@ -215,10 +223,10 @@ class SchedulerSide:
             self._unsent_receipts[request.request_id] = data
         return data
 
-    def take_unsent_receipts(self) -> dict[str, dict[str, Any]]:
-        """Return the receipts of requests that were aborted since the last call: vLLM's outputs for those have none."""
-        unsent, self._unsent_receipts = self._unsent_receipts, {}
-        return unsent
+    def on_order(self, requests: Sequence[Request]) -> None:
+        """Take the order of service of the requests that wait, where they do not fit all at once."""
+        self.upkeep.catch_up()
+        self.sessions.waiting(requests)
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt are on the device, and how many after them are worth loading from
@@ -285,6 +293,17 @@ class SchedulerSide:
         """Return vLLM's events of the host tier since the last call."""
         return self.loads.tier.events.take() if self.loads and self.loads.tier.events else []
 
+    def take_stats(self) -> KedgeStats | None:
+        """Return what was counted since the last call, with what no output carries: base prefills that are wanted,
+        receipts of requests that were aborted, and answers to hints without a prompt.
+        """
+        data: dict[str, Any] = dict(self._news.take())
+        receipts, self._unsent_receipts = self._unsent_receipts, {}
+        needed, answers = self.translations.take_needed(), self.advice.answers()
+        others = {RECEIPTS: receipts, NEEDS: needed, ADVICE: answers, REPORT: self.reports.take()}
+        data.update({name: value for name, value in others.items() if value})
+        return KedgeStats(data=data) if data else None
+
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
@@ -322,3 +341,84 @@ def _by_kind(queue: StepFreeQueue) -> Counter[str]:
     for name, count in queue.evicted.items():
         kinds[name if name in ("varying", "unlabelled") else "labelled"] += count
     return kinds
+
+
+MAX_UNSENT = 1024
+"""Answers that wait for a step to go with; the oldest is dropped"""
+Answers = dict[str, list[dict[str, str]]]
+"""What becomes of hints, by the id of the message that they came with"""
+
+
+class Advice:
+    """What clients say of their sessions and runs between requests. Owned by the scheduler."""
+
+    def __init__(self, sessions: SessionHistories, prompts: AgentPrompts, end_run: Callable[[RunKey], None]) -> None:
+        """`end_run` forgets a run that is over."""
+        self._sessions, self._prompts, self._end_run = sessions, prompts, end_run
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(MAX_UNSENT)
+
+    def take(self, hinted: HintedRequest) -> None:
+        """Take the hints of a message."""
+        request = hinted.request
+        outcomes = [*self._of_run(hinted), *self._sessions.advise(request.namespace, request.turn)]
+        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
+
+    def _of_run(self, hinted: HintedRequest) -> list[ActionOutcome]:
+        outcomes = []
+        if hinted.steps is not None:
+            is_newer = bool(hinted.request.run) and self._prompts.forecast(hinted, hinted.steps)
+            outcomes.append(took_forecast(hinted.request.run, is_newer))
+        if hinted.ends_run:
+            self._end_run(hinted.run)
+            outcomes.append(run_ended())
+        return outcomes
+
+    def answers(self) -> Answers:
+        """Return what became of the hints since the last call."""
+        taken = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
+        self._answers.clear()
+        return taken
+
+
+class Upkeep:
+    """Tasks that no decision needs yet, in the order in which they came up. Whoever decides by their effects, such as
+    an eviction, calls `catch_up` before. Tasks are carried out at once until `open`. What is due `always` comes after
+    them, in every pass.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: list[Callable[[], object]] = []
+        self._always: tuple[Callable[[], object], ...] = ()
+        self._is_open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tasks are put off."""
+        return self._is_open
+
+    def open(self) -> None:
+        """Put tasks off from now on: the scheduler calls `run` in every pass."""
+        self._is_open = True
+
+    def always(self, *tasks: Callable[[], object]) -> None:
+        """Set what is due in every pass."""
+        self._always = tasks
+
+    def put_off(self, task: Callable[[], object]) -> None:
+        """Carry out a task with the next `catch_up`, or now."""
+        if self._is_open:
+            self._tasks.append(task)
+        else:
+            task()
+
+    def catch_up(self) -> None:
+        """Carry out what was put off."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task()
+
+    def run(self) -> None:
+        """Carry out what was put off, and what is due in every pass."""
+        self.catch_up()
+        for task in self._always:
+            task()

@@ -16,11 +16,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
-from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.upkeep import Task
+from kedge.integrations.vllm.plugin.host_loads import FinishedHistory
 from kedge.policies.eviction import StepPolicy, lru
 from kedge.policies.sessions import (
     NO_SESSIONS,
@@ -60,7 +59,9 @@ class SessionHistories:
     """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, put_off: Callable[[Task], object] = lambda task: task()
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        put_off: Callable[[Callable[[], object]], object] = lambda task: task(),
     ) -> None:
         """`put_off` carries out a task before blocks are evicted, or before anything else is asked of this object."""
         self._clock, self._put_off = clock, put_off

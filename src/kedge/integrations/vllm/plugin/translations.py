@@ -8,23 +8,202 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.answer_tails import AnswerTails, EndedAnswer
-from kedge.integrations.vllm.plugin.base_jobs import BaseJobs
 from kedge.integrations.vllm.plugin.candidates import CacheBlocks, TranslationCandidate
-from kedge.integrations.vllm.plugin.declined_agents import DeclinedAgents
-from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
+from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, EndedAnswer, HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
-from kedge.integrations.vllm.plugin.lessons import Lessons
-from kedge.integrations.vllm.plugin.losing_workflows import LOSING, LosingWorkflows
-from kedge.integrations.vllm.plugin.messages import Capture, Orders, Reports, TranslationQuery, TranslationWrite
+from kedge.integrations.vllm.plugin.lanes import NO_LANES, LaneGrants
+from kedge.integrations.vllm.plugin.messages import (
+    Capture,
+    Orders,
+    Reports,
+    TranslationQuery,
+    TranslationVerdict,
+    TranslationWrite,
+)
 from kedge.reuse.holes import Holes
-from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowAgent
+from kedge.structures.bounded import BoundedDict
+from kedge.types import (
+    GenerateRequest,
+    Miss,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    Tokens,
+    WorkflowAgent,
+    WorkflowId,
+)
+
+AGENTS = 4096
+SKIPS = 15
+"""Requests of an agent in a row about which the workers are not asked"""
+
+
+LONGER = 1.25
+
+
+class _Declined(NamedTuple):
+    tokens: int
+    misses: tuple[Miss, ...]
+    skips: int
+
+
+class DeclinedAgents:
+    """The last verdicts on agents where translating takes longer than computing."""
+
+    def __init__(self) -> None:
+        self._declined: BoundedDict[WorkflowAgent, _Declined] = BoundedDict(AGENTS)
+
+    def put(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
+        """Take the verdict on a request."""
+        if verdict.is_declined:
+            self._declined[request.workflow_agent] = _Declined(request.prompt_tokens, verdict.misses, SKIPS)
+        else:
+            self._declined.pop(request.workflow_agent, None)
+
+    def take(self, request: GenerateRequest) -> tuple[Miss, ...] | None:
+        """Return the misses of a request about which the workers need not be asked; None for another.
+
+        They are asked again about a prompt that is a good deal longer, and about one after `SKIPS` others.
+        """
+        key = request.workflow_agent
+        found = self._declined.get(key)
+        if found is None or not found.skips or request.prompt_tokens > LONGER * found.tokens:
+            return None
+        self._declined[key] = found._replace(skips=found.skips - 1)
+        return found.misses
+
+
+MAX_AGENTS = 4096
+MAX_LESSON_WAITS = 64
+"""Steps for which a request waits for lessons; then it is computed, and its agent's other requests wait no more"""
+
+
+class Lessons:
+    """The prompts of one scheduler by which agents learn to be translated."""
+
+    def __init__(self, hurry: Callable[[Namespace, Tokens], None]) -> None:
+        """`hurry` is called with base prefills that a lesson needs for which requests wait."""
+        self._hurry = hurry
+        self._under_way: BoundedDict[WorkflowAgent, dict[RequestId, tuple[Tokens, ...]]] = BoundedDict(
+            MAX_AGENTS, lambda agent, _: self._end(agent)
+        )
+        """Agent -> admitted requests that have not been learned from, with the base prefills that this takes"""
+        self._failed: BoundedDict[WorkflowAgent, None] = BoundedDict(MAX_AGENTS)
+        """Agents whose lessons took too long"""
+        self._awaited: dict[WorkflowAgent, None] = {}
+
+    @property
+    def awaited(self) -> tuple[WorkflowAgent, ...]:
+        """The agents of whose lessons requests wait."""
+        return tuple(self._awaited)
+
+    def admit(self, candidate: TranslationCandidate) -> None:
+        """Take an admitted request, which is computed and learned from if its agent needs that."""
+        agent = candidate.hinted.request.workflow_agent
+        if candidate.lessons and agent not in self._failed:
+            self._under_way.use(agent, dict)[candidate.request_id] = candidate.needs
+
+    def must_wait(self, candidate: TranslationCandidate) -> bool:
+        """Return whether a request waits, as all the lessons that its agent needs are under way."""
+        agent = candidate.hinted.request.workflow_agent
+        lessons = self._under_way.get(agent, {})
+        if not 0 < candidate.lessons <= len(lessons) or candidate.request_id in lessons:
+            return False
+        candidate.lesson_waits += 1
+        if candidate.lesson_waits > MAX_LESSON_WAITS:
+            self._failed[agent] = None
+            self._end(agent)
+            return False
+        self._await(agent)
+        return True
+
+    def _await(self, agent: WorkflowAgent) -> None:
+        if agent not in self._awaited:
+            self._awaited[agent] = None
+            for needs in self._under_way[agent].values():
+                for tokens in needs:
+                    self._hurry(agent.namespace, tokens)
+
+    def taught(self, agent: WorkflowAgent) -> None:
+        """Take that one prompt of an agent, the first that was admitted, has been learned from."""
+        if lessons := self._under_way.get(agent):
+            lessons.pop(next(iter(lessons)))
+        if not lessons:
+            self._end(agent)
+
+    def _end(self, agent: WorkflowAgent) -> None:
+        self._under_way.pop(agent, None)
+        self._awaited.pop(agent, None)
+
+    def drop(self, candidate: TranslationCandidate) -> None:
+        """Take a request that has ended: one that was not computed to the end of its prompt teaches nothing."""
+        agent = candidate.hinted.request.workflow_agent
+        lessons = self._under_way.get(agent, {})
+        if candidate.request_id in lessons and not candidate.captured:
+            del lessons[candidate.request_id]
+            if not lessons:
+                self._end(agent)
+
+
+LOSING = "translating this workflow saves too little time for what it takes"
+TRIED, MAX_TRIED = 16, 256
+"""Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
+shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
+"""
+MAX_WORKFLOWS, MAX_RUNS = 1024, 4096
+
+
+@dataclass(slots=True)
+class _Tries:
+    """When runs of a workflow are translated although it loses."""
+
+    every: int = TRIED
+    left: int = TRIED
+    """Runs until the next one"""
+
+    def take(self) -> bool:
+        """Return whether the run that begins is translated."""
+        self.left -= 1
+        if self.left:
+            return False
+        self.every = self.left = min(2 * self.every, MAX_TRIED)
+        return True
+
+
+class LosingWorkflows:
+    """The workflows of one scheduler for which the workers report losses. Runs are translated or left alone as a whole:
+    an agent's prompt can be translated only where the answers before it were kept.
+    """
+
+    def __init__(self) -> None:
+        self._losing: BoundedDict[tuple[Namespace, WorkflowId], _Tries] = BoundedDict(MAX_WORKFLOWS)
+        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(MAX_RUNS)
+
+    def report(self, request: GenerateRequest, *, is_losing: bool) -> None:
+        """Take what the workers say about the workflow of a request."""
+        workflow = request.namespace, request.workflow
+        if not is_losing:
+            self._losing.pop(workflow, None)
+        elif workflow not in self._losing:
+            self._losing[workflow] = _Tries()
+
+    def leaves_alone(self, request: GenerateRequest) -> bool:
+        """Return whether a request is left alone, since its run is."""
+        workflow = request.namespace, request.workflow
+        tries = self._losing.get(workflow)
+        if tries is None:
+            return False
+        if not request.run:
+            return not tries.take()
+        return not self._is_tried.use(request.run_key, tries.take)
+
 
 BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import Direction
-from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.block_axes import memory_order
+from kedge.errors import LayoutUnknown, TranslationRefused
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
@@ -26,10 +27,100 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationVerdict,
     TranslationWrite,
 )
+from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import SlotTable
 from kedge.reuse.costs import EngineCosts
 from kedge.types import Miss
+
+Registered = Mapping[str, Tensor | Sequence[Tensor]]
+"""By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
+
+
+class BlockMemory(NamedTuple):
+    """Where a view [blocks, …] has its blocks, in bytes."""
+
+    start: int
+    end: int
+    """Behind the last byte of the first block"""
+    stride: int
+    nbytes: int
+    """Of one block"""
+
+    @classmethod
+    def of(cls, view: Tensor) -> BlockMemory:
+        """Return the memory of a view with one block at least."""
+        size, block = view.itemsize, view[0]
+        last = sum((count - 1) * stride for count, stride in zip(block.shape, block.stride(), strict=True))
+        start = view.data_ptr()
+        return cls(start, start + (last + 1) * size, view.stride(0) * size, block.numel() * size)
+
+    def covers(self, other: BlockMemory) -> bool:
+        """Return whether all bytes of the other's blocks are in these blocks."""
+        is_dense = self.nbytes == self.end - self.start
+        is_within = self.stride == other.stride and self.start <= other.start and other.end <= self.end
+        return self == other or (is_dense and is_within)
+
+
+def pool_views(
+    registered: Registered, layers: Mapping[str, Any], kv_cache: KVCacheConfig, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return views [blocks, …] of all pages. `layers` are vLLM's, by their names; `dtype` is the model's.
+
+    Raises `LayoutUnknown` where the blocks of a layer are not found.
+    """
+    specs = {name: group.kv_cache_spec for group in kv_cache.kv_cache_groups for name in group.layer_names}
+    views = list[Tensor]()
+    for name, pages in registered.items():
+        if isinstance(pages, Tensor) and not isinstance(specs[name], MambaSpec):
+            layer = KVLayer(layers[name], pages, dtype)
+            views.append(find_block_axis(layer, kv_cache.num_blocks, specs[name].block_size).blocks(pages))
+        else:
+            states = [pages] if isinstance(pages, Tensor) else pages
+            views += [_state_view(state, kv_cache.num_blocks) for state in states]
+    return distinct(views)
+
+
+def _state_view(state: Tensor, num_blocks: int) -> Tensor:
+    """Return a tensor of states, one for each block."""
+    if state.shape[:1] != (num_blocks,):
+        raise LayoutUnknown("state", tuple(state.shape), f"its first dimension does not count {num_blocks} blocks")
+    return state
+
+
+def distinct(views: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of views [blocks, …] that have bytes which none of the others has."""
+    kept = list[tuple[BlockMemory, Tensor]]()
+    for memory, view in sorted(((BlockMemory.of(one), one) for one in views), key=lambda pair: -pair[0].nbytes):
+        if not any(other.covers(memory) for other, _ in kept):
+            kept.append((memory, view))
+    return [view for _, view in kept]
+
+
+LONG = 128
+"""Tokens of the longest write that is measured"""
+REPEATS = 3
+
+
+def measure_writes(costs: EngineCosts, pages: Pages) -> None:
+    """Write base KV with offsets of zero into pages that are not in use yet."""
+    table = pages.first(LONG)
+    kv = pages.read(table, 0, len(table.slots))
+    base = KVSegment(torch.zeros_like(kv.keys), torch.zeros_like(kv.values))
+    _seconds(pages, table, base)  # the first use of anything takes longer
+    for part in (base.slice(0, 1), base):
+        for _ in range(REPEATS):
+            costs.observe_translation(1, part.tokens, _seconds(pages, table, part))
+    costs.settle()
+
+
+def _seconds(pages: Pages, table: SlotTable, base: KVSegment) -> float:
+    began = time.monotonic()
+    pages.write(table, 0, base, KVSegment(base.keys[1:], base.values[1:]))
+    return time.monotonic() - began
+
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
