@@ -99,7 +99,8 @@ def find_block_axis(layer: KVLayer, num_blocks: int, block_size: int) -> BlockAx
         for block in probed:
             clear(views, probed)
             layer.fill(slots_of(block, block_size, layer.pages.device))
-            axes = [axis for axis in axes if _written(axis.blocks(layer.codes), probed) == [block]]
+            written = ([one for one in probed if (axis.blocks(layer.codes)[one] != 0).any()] for axis in axes)
+            axes = [axis for axis, found in zip(axes, written, strict=True) if found == [block]]
     if len(axes) != 1:
         raise LayoutUnknown("pages", shape, "what is written to the slots of a block is not in one block")
     return axes[0]
@@ -120,10 +121,6 @@ def clear(views: Sequence[Tensor], blocks: Sequence[int]) -> None:
     for view in views:
         for block in blocks:
             view[block].zero_()
-
-
-def _written(view: Tensor, blocks: Sequence[int]) -> list[int]:
-    return [block for block in blocks if (view[block] != 0).any()]
 
 
 @contextmanager
@@ -278,26 +275,21 @@ def find_layouts(
         view = axis.blocks(layer.codes)
         with restored([view], probed), own_errors(layer):
             slots = torch.cat([slots_of(block, block_size, view.device) for block in probed])
-            if found and _may_share(found[-1], layer, axis) and _is_right(layer, found[-1], slots):
-                found.append(found[-1])
-                continue
-            found.append(_layout(layer, axis, view, probed, block_size))
+            if found:  # a layer may have the layout of the one before it
+                last, is_byte = found[-1], layer.pages.itemsize == 1
+                is_alike = last.axis == axis and last.keys.index.shape[1:] == layer.shape
+                if is_alike and is_byte == bool(last.numbers.float8) and _is_right(layer, last, slots):
+                    found.append(last)
+                    continue
+            for numbers in _formats(layer):
+                if (index := _index(layer, numbers, view, probed, block_size)) is not None:
+                    found.append(BlockLayout(axis, numbers, *map(Places.of, index)))
+                    break
+            else:
+                raise _unknown(layer, "the backend does not keep keys and values as given")
             if not _is_right(layer, found[-1], slots):
                 raise _unknown(layer, "keys and values that were written are not read again")
     return found
-
-
-def _may_share(layout: BlockLayout, layer: KVLayer, axis: BlockAxis) -> bool:
-    """Return whether a layer may have the layout of the one before it, which is then tried."""
-    is_byte = layer.pages.itemsize == 1
-    return layout.axis == axis and layout.keys.index.shape[1:] == layer.shape and is_byte == bool(layout.numbers.float8)
-
-
-def _layout(layer: KVLayer, axis: BlockAxis, view: Tensor, probed: list[int], block_size: int) -> BlockLayout:
-    for numbers in _formats(layer):
-        if (index := _index(layer, numbers, view, probed, block_size)) is not None:
-            return BlockLayout(axis, numbers, *map(Places.of, index))
-    raise _unknown(layer, "the backend does not keep keys and values as given")
 
 
 def _unknown(layer: KVLayer, why: str) -> LayoutUnknown:
@@ -326,56 +318,43 @@ def _index(
     Every number of a token is written digit by digit, and every place is to hold the digits of one number, or is never
     written.
     """
-    shape = (2, block_size, *layer.shape)
-    count = torch.Size(shape).numel()
+    shape = torch.Size((2, block_size, *layer.shape))
+    count = shape.numel()
     ordinals = torch.arange(count, device=view.device)
     base = 128 if numbers.float8 is None else 8  # so many integers from 1 on are exact in every dtype
+    scales = layer.scales if numbers.float8 else (1, 1)
     found, power = torch.zeros(len(probed), view[0].numel(), dtype=torch.int64, device=view.device), 1
     is_used = None
     while power < count or power == 1:
-        _store(layer, numbers, (ordinals // power % base + 1).view(shape), probed, block_size, view)
+        clear([view], probed)
+        digits = (ordinals // power % base + 1).view(shape)
+        keys, values = (
+            numbers.writable((one * scale).to(layer.dtype), scale) for one, scale in zip(digits, scales, strict=True)
+        )
+        for block in probed:
+            layer.store(keys.contiguous(), values.contiguous(), slots_of(block, block_size, view.device))
         kept = numbers.plain(torch.stack([view[block].reshape(-1) for block in probed])).float()
         was_used, is_used = is_used, kept != 0
-        if (was_used is not None and not torch.equal(was_used, is_used)) or not _are_digits(kept, base):
+        are_digits = ((kept == kept.round()) & (kept >= 0) & (kept <= base)).all()
+        if not are_digits or (was_used is not None and not torch.equal(was_used, is_used)):
             return None
         found += (kept.long() - 1) * power
         power *= base
-    return _places(found, is_used, shape)
-
-
-def _are_digits(kept: Tensor, base: int) -> bool:
-    return bool(((kept == kept.round()) & (kept >= 0) & (kept <= base)).all())
-
-
-def _places(found: Tensor, is_used: Tensor | None, shape: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """Return the places of numbers from 0 on, if all blocks have each of them once, in the same place."""
     assert is_used is not None
-    count = torch.Size(shape).numel()
     if not (torch.equal(found, found[:1].expand_as(found)) and torch.equal(is_used, is_used[:1].expand_as(is_used))):
-        return None
+        return None  # not in the same places of all blocks
     used = is_used[0].nonzero().flatten()
     held = found[0, used]
-    if len(used) != count or not torch.equal(held.sort().values, torch.arange(count, device=held.device)):
-        return None
-    keys, values = used[held.argsort()].view(tuple(shape))
+    if len(used) != count or not torch.equal(held.sort().values, ordinals):
+        return None  # not each of them once
+    keys, values = used[held.argsort()].view(shape)
     return keys, values
 
 
-def _store(
-    layer: KVLayer, numbers: NumberFormat, digits: Tensor, probed: list[int], block_size: int, view: Tensor
-) -> None:
-    """Write small integers [2, block_size, kv_heads, head_dim] as keys and values of every probed block."""
-    clear([view], probed)
-    scales = layer.scales if numbers.float8 else (1, 1)
-    keys, values = (
-        numbers.writable((one * scale).to(layer.dtype), scale) for one, scale in zip(digits, scales, strict=True)
-    )
-    for block in probed:
-        layer.store(keys.contiguous(), values.contiguous(), slots_of(block, block_size, view.device))
-
-
 def _is_right(layer: KVLayer, layout: BlockLayout, slots: Tensor) -> bool:
-    """Write random keys and values to blocks' slots in random order, and return whether they are read again."""
+    """Write random keys and values to blocks' slots in random order, and return whether they are read again, and
+    negative zeros as zeros.
+    """
     random = torch.Generator().manual_seed(0)  # vLLM samples with the global one
     order = torch.randperm(len(slots), generator=random).to(slots.device)
     drawn = torch.randn((2, len(slots), *layer.shape), generator=random).to(slots.device)
@@ -385,11 +364,9 @@ def _is_right(layer: KVLayer, layout: BlockLayout, slots: Tensor) -> bool:
     kept = [numbers.nearest(one, scale) for one, scale in zip((keys, values), scales, strict=True)]
     if numbers.float8 is None:
         kept = [one.to(layer.pages.dtype).to(layer.dtype) for one in kept]
-    return all(map(torch.equal, _read(layer, layout, slots), kept)) and _keeps_zeros(layer, layout, slots)
-
-
-def _keeps_zeros(layer: KVLayer, layout: BlockLayout, slots: Tensor) -> bool:
-    """Return whether negative zeros are read as zeros: some formats differ in nothing but these and a factor."""
+    if not all(map(torch.equal, _read(layer, layout, slots), kept)):
+        return False
+    # some formats differ in nothing but negative zeros and a factor
     zeros = torch.full((len(slots), *layer.shape), -0.0, dtype=layer.dtype, device=slots.device)
     layer.store(zeros, zeros, slots)
     return not any(one.any() for one in _read(layer, layout, slots))

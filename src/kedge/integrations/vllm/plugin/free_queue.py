@@ -177,7 +177,7 @@ def _neighbours_of_new(owners: OwnerSet) -> tuple[Any, Any]:
     return owners.head, owners.head.next_free_block
 
 
-class StepFreeQueue:
+class StepFreeQueue(BlockOwners):
     """A drop-in for `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Without owners it has the same order.
 
     The owners of a block are set while a request holds it, and forgotten when its KV is evicted.
@@ -203,7 +203,7 @@ class StepFreeQueue:
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
         self._empty = OwnerSet()
         """Free blocks without KV worth keeping"""
-        self._owners = BlockOwners(num_blocks, whole_sets)
+        super().__init__(num_blocks, whole_sets)
         self._order = EvictionOrder(policy, num_blocks)
         self.prepend_n(blocks)
 
@@ -233,8 +233,8 @@ class StepFreeQueue:
         start = len(taken)
         owners = self._order.take(n, taken)
         self.evicted[step_name(owners)] += len(taken) - start
-        if owners is not self._owners.unowned:
-            self._owners.release(owners, taken[start:])
+        if owners is not self.unowned:
+            self.release(owners, taken[start:])
             if len(owners.owners) <= MAX_NAMED:
                 self.on_evicted(owners.owners)
 
@@ -259,15 +259,15 @@ class StepFreeQueue:
 
     def append_n(self, blocks: Sequence[FreeBlock]) -> None:
         """Add free blocks whose KV is worth keeping; of those with the same owners the first is evicted first."""
-        self._order.append(blocks, self._owners.set_of)
+        self._order.append(blocks, self.set_of)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[FreeBlock]) -> None:
         """Add free blocks without KV worth keeping; the first of them is used before all others."""
-        set_of, unowned = self._owners.set_of, self._owners.unowned
+        set_of, unowned = self.set_of, self.unowned
         for block in blocks:
             if set_of[block.block_id] is not unowned:
-                self._owners.release(set_of[block.block_id], [block])
+                self.release(set_of[block.block_id], [block])
         self._empty.prepend(blocks)
         self.num_free_blocks += len(blocks)
 
@@ -277,26 +277,11 @@ class StepFreeQueue:
 
     def iter_blocks_after(self, cursor: FreeBlock | None) -> Iterator[Any]:
         """Yield the free blocks that are used after `cursor` (None: all), in that order."""
-        order = [*self._empty, *self._order.sort(self._owners.sets())]
+        order = [*self._empty, *self._order.sort(self.sets())]
         start = 0 if cursor is None else order.index(cursor) + 1
         yield from order[start:]
 
     # owners ---------------------------------------------------------------------------------------------------
-
-    def has_step(self, owner: Owner) -> bool:
-        """Return whether the step of `owner` is known."""
-        return self._owners.has_step(owner)
-
-    def step_of(self, owner: Owner) -> float:
-        """Return the step of an owner that has one."""
-        return self._owners.step_of(owner)
-
-    def own(self, block_ids: Iterable[int], owner: Owner) -> None:
-        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
-
-        Raises `PlanError` for an owner without a step.
-        """
-        self._owners.add(block_ids, owner)
 
     def own_history(self, block_ids: Sequence[int], owner: Owner) -> list[Any]:
         """Make `owner` own these blocks, all of a prompt that is in use, and no free block.
@@ -304,52 +289,40 @@ class StepFreeQueue:
         Returns the free blocks that it had owned: it has left them behind. O(blocks that change their owners + log n)
         for a prompt that continues the one before; else O(n). Raises `PlanError` for an owner without a step.
         """
-        left = [block for owners in self._owners.sets_of(owner) for block in owners]
+        left = [block for owners in self.sets_of(owner) for block in owners]
         if left:
             self.leave(left, owner)
-        known = self._owners.owned_prefix(block_ids, owner)
-        if self._owners.members_of(owner) < known:
+        known = self.owned_prefix(block_ids, owner)
+        if self.members_of(owner) < known:
             known = 0  # some of the blocks before are not its own
-        self._owners.add(block_ids[known:], owner)
+        self.own(block_ids[known:], owner)
         return left
 
     def leave(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
         """Remove `owner` from the owners of free blocks. O(blocks)."""
         self.remove_n(blocks)
-        self._owners.take_away(blocks, owner)
+        self.take_away(blocks, owner)
         self.append_n(blocks)
-
-    def owns(self, block_id: int, owner: Owner) -> bool:
-        """Return whether a block belongs to `owner`."""
-        return self._owners.owns(block_id, owner)
-
-    def members_of(self, owner: Owner) -> int:
-        """Return how many blocks `owner` owns. O(its owner sets)."""
-        return self._owners.members_of(owner)
-
-    def mark_suffix(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks that are in use as following a fixed prompt; those that have an owner stay with it."""
-        self._owners.mark_suffix(block_ids)
 
     def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
         """Take new steps (with probabilities, which are not used here); None removes an owner.
 
         O(owner sets of the changed owners).
         """
-        self._order.on_steps(self._owners.update_steps(changes))
+        self._order.on_steps(self.update_steps(changes))
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
-        free = [*self._empty, *(block for owners in self._owners.sets() for block in owners)]
+        free = [*self._empty, *(block for owners in self.sets() for block in owners)]
         self.num_free_blocks = 0
         self._empty = OwnerSet()
-        self._owners.clear()
+        self.clear_owners()
         self._order.clear()
         self.prepend_n(free)
 
     def set_policy(self, policy: StepPolicy) -> StepPolicy:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
-        return self._order.set_policy(policy, self._owners.sets())
+        return self._order.set_policy(policy, self.sets())
 
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Return how many free blocks, up to `blocks`, have no KV worth keeping, or are in sets that `may_evict` takes.
@@ -357,7 +330,7 @@ class StepFreeQueue:
         O(blocks + owner sets).
         """
         found = self._empty.count(blocks)
-        for owners in self._owners.sets():
+        for owners in self.sets():
             if found == blocks:
                 break
             if not owners.is_empty and may_evict(owners):
@@ -370,10 +343,10 @@ class StepFreeQueue:
 
         All blocks of a set with owners are alike to `is_own`.
         """
-        shared = (self._owners.unowned, self._owners.suffix)
+        shared = (self.unowned, self.suffix)
         sets = [
             owners
-            for owners in self._owners.sets()
+            for owners in self.sets()
             if not owners.is_empty
             and (owners in shared or is_own(owners.head.next_free_block.block_id))
             and may_evict(owners)
@@ -382,11 +355,11 @@ class StepFreeQueue:
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""
-        sets = list(self._owners.sets())
+        sets = list(self.sets())
         blocks = [block for owners in (self._empty, *sets) for block in owners]
         if len({block.block_id for block in blocks}) != len(blocks) or len(blocks) != self.num_free_blocks:
             raise PlanError("num_free_blocks", self.num_free_blocks, f"{len(blocks)} are in lists")
         for owners in sets:
             if not owners.is_empty and not owners.queued:
                 raise PlanError("owners", owners.owners, "has free blocks and is not in the eviction order")
-        self._owners.check_integrity()
+        super().check_integrity()

@@ -60,222 +60,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
-@dataclass(eq=False, slots=True)
-class BlockTransfer:
-    """A copy that has been ordered, with the blocks that it holds."""
-
-    copy: Copy
-    purpose: Purpose
-    needed: NeededBlocks
-    """What its blocks hold"""
-    sources: list[KVCacheBlock]
-    targets: list[KVCacheBlock]
-    owner: Owner | None
-    demanded: bool = False
-    """Whether a request waits for it."""
-    result: CopyResult | None = None
-    """Merged over the ranks that have finished"""
-    prefix: list[KVCacheBlock] = field(default_factory=list)
-    """Device blocks of the prompt before those that are loaded"""
-    abandoned: bool = False
-    """Whether a tier was emptied meanwhile: only the targets are held, until no worker writes to them any more"""
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it goes from the host to the device."""
-        return self.copy.direction is Direction.LOAD
-
-
-class BlockTransfers:
-    """Copies between two pools, from their order to their end. Owned by the scheduler."""
-
-    def __init__(self, device: BlockPool, host: BlockPool) -> None:
-        """Begin without copies between these pools."""
-        self.device, self.host, self.groups = device, host, groups_in(device)
-        self._ids = itertools.count()
-        self._transfers: dict[int, BlockTransfer] = {}
-        self._loading: dict[bytes, BlockTransfer] = {}
-        self._backing_up: dict[bytes, BlockTransfer] = {}
-        self._new_copies: list[Copy] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether a copy has been ordered and has not ended."""
-        return bool(self._transfers)
-
-    @property
-    def prefetching(self) -> int:
-        """Number of prefetches that have not ended."""
-        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._transfers.values())
-
-    @property
-    def loads(self) -> int:
-        """Number of loads under way."""
-        return sum(transfer.is_load for transfer in self._transfers.values())
-
-    @property
-    def blocks_loading(self) -> int:
-        """Number of blocks that loads under way bring."""
-        return sum([len(one.targets) for one in self._transfers.values() if one.is_load and not one.abandoned])
-
-    @property
-    def backing_up(self) -> int:
-        """Number of blocks that are being copied to the host."""
-        return len(self._backing_up)
-
-    def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
-        """Return the load that brings this block of the main group, if there is one."""
-        return self._loading.get(block_hash + self.groups.main.key_end)
-
-    def _enqueue(
-        self,
-        direction: Direction,
-        purpose: Purpose,
-        needed: NeededBlocks,
-        sources: list[KVCacheBlock],
-        targets: list[KVCacheBlock],
-        owner: Owner | None,
-    ) -> BlockTransfer:
-        hold_blocks(self._pools(direction)[0], sources)
-        copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
-        is_demand = purpose is Purpose.DEMAND
-        transfer = BlockTransfer(copy, purpose, needed, sources, targets, owner, is_demand)
-        self._transfers[copy.copy_id] = transfer
-        self._new_copies.append(copy)
-        return transfer
-
-    def take_copies(self) -> tuple[Copy, ...]:
-        """Return the copies that were ordered since the last call."""
-        copies, self._new_copies = tuple(self._new_copies), []
-        return copies
-
-    def _pools(self, direction: Direction) -> tuple[BlockPool, BlockPool]:
-        """Return (source, target)."""
-        return (self.host, self.device) if direction is Direction.LOAD else (self.device, self.host)
-
-    # emptying a tier ------------------------------------------------------------------------------------------
-
-    def held_on_device(self) -> list[int]:
-        """Return the ids of the device blocks that copies hold, each as often as it is held."""
-        blocks = list[KVCacheBlock]()
-        for transfer in self._transfers.values():
-            if transfer.is_load:
-                blocks += transfer.prefix + transfer.targets
-            elif not transfer.abandoned:
-                blocks += transfer.sources
-        return list(_ids(blocks))
-
-    @contextmanager
-    def without_copies(self) -> Iterator[None]:
-        """Abandon all copies: what they bring is dropped, and they hold no block inside of the `with`.
-
-        Afterwards the targets of those that a worker has been sent are held again, until they end.
-        """
-        unsent = {copy.copy_id for copy in self._new_copies}
-        for transfer in self._transfers.values():
-            self._let_go(transfer)
-        self._transfers = {key: transfer for key, transfer in self._transfers.items() if key not in unsent}
-        self._new_copies = []
-        self._loading.clear()
-        self._backing_up.clear()
-        try:
-            yield
-        finally:
-            for transfer in self._transfers.values():
-                hold_blocks(self._pools(transfer.copy.direction)[1], transfer.targets)
-
-    def _let_go(self, transfer: BlockTransfer) -> None:
-        source, target = self._pools(transfer.copy.direction)
-        free_blocks(target, transfer.prefix + transfer.targets)
-        if not transfer.abandoned:
-            free_blocks(source, transfer.sources)
-        transfer.abandoned, transfer.prefix = True, []
-
-
-def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
-    return tuple([block.block_id for block in blocks])
-
-
-class TierLookups(BlockTransfers):
-    """Look-ups in both tiers and in the copies between them. They change nothing."""
-
-    queue: StepFreeQueue
-    """Of the host"""
-
-    def holds(self, block_hash: BlockHash) -> bool:
-        """Return whether the host has this block of the main group."""
-        return cached_block(self.host, block_hash) is not None
-
-    def prefixes(self, hashes: Sequence[BlockHash], owner: Owner) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt the host has or is about to have, and how many of them `owner`
-        owns there. O(log n) look-ups, and O(1) where these are all that it owns.
-
-        What is in a tier is a prefix, since prompts are evicted from their ends.
-        """
-        guess = self.queue.members_of(owner)
-        held = cached_prefix(self.host, hashes, self._backing_up, guess=guess)
-
-        def is_owned(at: int) -> bool:
-            block = cached_block(self.host, hashes[at])
-            return block is not None and self.queue.owns(block.block_id, owner)
-
-        return held, leading_count(is_owned, held, guess=guess)
-
-    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
-        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
-
-        What is being loaded counts as being on the device. O(log n) look-ups; O(n) with several groups.
-        """
-        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
-        if not self.groups.others:
-            return first, cached_prefix(self.host, hashes, (), first, stop)
-        tiers = (known_blocks(self.device), self._loading, known_blocks(self.host))
-        return first, self.groups.reach(hashes, stop, lambda key: any(key in one for one in tiers))
-
-    def next_load(self, hashes: Sequence[BlockHash], block: int) -> tuple[BlockTransfer | None, bool]:
-        """Return the load under way that brings a block of a prompt, and whether one could bring it from the host."""
-        if not self.groups.others:
-            one = hashes[block]  # a draft's head lets vLLM compute the last block that it finds again
-            return self.loading(one), self.holds(one) and cached_block(self.device, one) is None
-        first, stop = self.extent(hashes)
-        coming = self.groups.needed(hashes[:first]).keys if first > block else ()
-        return next(filter(None, map(self._loading.get, reversed(coming))), None), stop > max(block, first)
-
-    def _split(self, hashes: Sequence[BlockHash]) -> tuple[list[KVCacheBlock], NeededBlocks, list[KVCacheBlock]]:
-        """Return what the device has of what a hit needs, and what the host has to bring, with its blocks there."""
-        on_device, on_host, above = known_blocks(self.device), known_blocks(self.host), list[KVCacheBlock]()
-        needed, brought, sources = self.groups.needed(hashes), list[int](), list[KVCacheBlock]()
-        for at, key in enumerate(needed.keys):
-            if block := on_device.get(key):
-                above.append(any_of(block))
-            elif block := on_host.get(key):
-                brought.append(at)
-                sources.append(any_of(block))
-            elif key not in self._loading:
-                break
-        return above, needed.chosen(brought), sources
-
-    def _lacking(
-        self, hashes: Sequence[BlockHash], start: int, limit: int | None
-    ) -> tuple[list[KVCacheBlock], NeededBlocks, int]:
-        """Return device blocks that the host lacks, what they hold, and the index after the last look."""
-        blocks, found = list[KVCacheBlock](), list[int]()
-        on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
-        needed, done = self.groups.needed(hashes, start), self.groups.count(len(hashes))
-        for at, key in enumerate(needed.keys):
-            if len(blocks) == limit:
-                done = start + at
-                break
-            if key in on_host or key in under_way:
-                continue
-            block = on_device.get(key)
-            if block is None:
-                break
-            blocks.append(any_of(block))
-            found.append(at)
-        return blocks, needed.chosen(found), done
-
-
 class HostQuotas:
     """The tenants of all host blocks with KV, or that KV is being copied to. Owned by the scheduler."""
 
@@ -363,7 +147,8 @@ class TierEvents:
             known = self._contents.get(one) or _placeholder(*one)
             event = msgspec.structs.replace(known, medium=pool.medium)
             if "session_id" in event.__struct_fields__:
-                event.session_id = _session_id(owner)
+                name = owner.name if isinstance(owner, SessionKey) else None
+                event.session_id = name if isinstance(name, str) else None
             pool.kv_event_queue.append(event)
 
     def clear(self) -> None:
@@ -374,10 +159,6 @@ class TierEvents:
         events += [BlockRemoved([one], medium=HOST_MEDIUM, group_idx=group) for one, group in held]
         self._host.kv_event_queue = events
 
-    def take(self) -> list[KVCacheEvent]:
-        """Return the events of the host since the last call."""
-        return self._host.take_events()
-
     def _watch(self) -> list[KVCacheEvent]:
         """Take the events of the device for vLLM, and remember what they say of blocks.
 
@@ -386,7 +167,8 @@ class TierEvents:
         events = self._take()
         for event in events:
             if isinstance(event, BlockStored) and event.token_ids:
-                self._contents.update(((one.block_hashes[0], _group(one)), one) for one in _by_block(event))
+                group = getattr(event, "group_idx", None) or 0
+                self._contents.update(((one.block_hashes[0], group), one) for one in _by_block(event))
             elif isinstance(event, AllBlocksCleared):
                 self.stored(self._host, map(BlockHashWithGroupId, list(known_blocks(self._host))), None)
         return events
@@ -395,14 +177,6 @@ class TierEvents:
 def _published(key: BlockHashWithGroupId) -> tuple[Any, int]:
     """Return the hash and the group of a block as events have them."""
     return maybe_convert_block_hash(get_block_hash(key)), get_group_id(key)
-
-
-def _group(event: BlockStored) -> int:
-    return getattr(event, "group_idx", None) or 0
-
-
-def _session_id(owner: Owner | None) -> str | None:
-    return owner.name if isinstance(owner, SessionKey) and isinstance(owner.name, str) else None
 
 
 def _by_block(event: BlockStored) -> Iterator[BlockStored]:
@@ -420,8 +194,46 @@ def _placeholder(block_hash: object, group: int) -> BlockStored:
     return msgspec.structs.replace(plain, group_idx=group) if group else plain
 
 
-class HostTier(TierLookups):
-    """Fixed prompts and histories of sessions in host memory. Owned by the scheduler."""
+@dataclass(eq=False, slots=True)
+class BlockTransfer:
+    """A copy that has been ordered, with the blocks that it holds."""
+
+    copy: Copy
+    purpose: Purpose
+    needed: NeededBlocks
+    """What its blocks hold"""
+    sources: list[KVCacheBlock]
+    targets: list[KVCacheBlock]
+    owner: Owner | None
+    demanded: bool = False
+    """Whether a request waits for it."""
+    result: CopyResult | None = None
+    """Merged over the ranks that have finished"""
+    prefix: list[KVCacheBlock] = field(default_factory=list)
+    """Device blocks of the prompt before those that are loaded"""
+    abandoned: bool = False
+    """Whether a tier was emptied meanwhile: only the targets are held, until no worker writes to them any more"""
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it goes from the host to the device."""
+        return self.copy.direction is Direction.LOAD
+
+
+class HostTier:
+    """Fixed prompts and histories of sessions in host memory, and the copies from and to them that have been ordered
+    and have not ended. Owned by the scheduler.
+
+    | blocks of a copy | from its order to its end                  | afterwards                                    |
+    |------------------|--------------------------------------------|-----------------------------------------------|
+    | sources          | held (`touch`), so nothing overwrites them | as free as before                             |
+    | targets          | held, without a hash: lookups miss them    | hashed, owned and free; without KV on failure |
+    | before them in a | held on the device, since a load behind    | free, and evicted after the targets           |
+    | loaded prompt    | them is no use without them                |                                               |
+
+    When a tier is emptied, copies are abandoned: their targets alone stay held until they end, so that no late write
+    meets new KV.
+    """
 
     def __init__(
         self,
@@ -435,19 +247,128 @@ class HostTier(TierLookups):
         `num_blocks` + 1, keep tenants to what they may hold.
         """
         options = pool_options(device)
-        host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
-        super().__init__(device, host)
-        self.events = TierEvents(device, host) if options else None
+        self.device, self.groups = device, groups_in(device)
+        self.host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
+        self.events = TierEvents(device, self.host) if options else None
         self.queue = replace_queue(self.host, policy, whole_sets=True, groups=self.groups)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
         self.quotas = quotas
+        self._ids = itertools.count()
+        self._transfers: dict[int, BlockTransfer] = {}
+        self._loading: dict[bytes, BlockTransfer] = {}
+        self._backing_up: dict[bytes, BlockTransfer] = {}
+        self._new_copies: list[Copy] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy has been ordered and has not ended."""
+        return bool(self._transfers)
+
+    @property
+    def prefetching(self) -> int:
+        """Number of prefetches that have not ended."""
+        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._transfers.values())
+
+    @property
+    def loads(self) -> int:
+        """Number of loads under way."""
+        return sum(transfer.is_load for transfer in self._transfers.values())
+
+    @property
+    def blocks_loading(self) -> int:
+        """Number of blocks that loads under way bring."""
+        return sum([len(one.targets) for one in self._transfers.values() if one.is_load and not one.abandoned])
+
+    @property
+    def backing_up(self) -> int:
+        """Number of blocks that are being copied to the host."""
+        return len(self._backing_up)
+
+    def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
+        """Return the load that brings this block of the main group, if there is one."""
+        return self._loading.get(block_hash + self.groups.main.key_end)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
         ahead = self.blocks_loading
         return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, ahead)
+
+    # what the tiers have, and what one of them lacks: nothing changes ------------------------------------------
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Return whether the host has this block of the main group."""
+        return cached_block(self.host, block_hash) is not None
+
+    def prefixes(self, hashes: Sequence[BlockHash], owner: Owner) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt the host has or is about to have, and how many of them `owner`
+        owns there. O(log n) look-ups, and O(1) where these are all that it owns.
+
+        What is in a tier is a prefix, since prompts are evicted from their ends.
+        """
+        guess = self.queue.members_of(owner)
+        held = cached_prefix(self.host, hashes, self._backing_up, guess=guess)
+
+        def is_owned(at: int) -> bool:
+            block = cached_block(self.host, hashes[at])
+            return block is not None and self.queue.owns(block.block_id, owner)
+
+        return held, leading_count(is_owned, held, guess=guess)
+
+    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
+        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
+
+        What is being loaded counts as being on the device. O(log n) look-ups; O(n) with several groups.
+        """
+        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
+        if not self.groups.others:
+            return first, cached_prefix(self.host, hashes, (), first, stop)
+        tiers = (known_blocks(self.device), self._loading, known_blocks(self.host))
+        return first, self.groups.reach(hashes, stop, lambda key: any(key in one for one in tiers))
+
+    def next_load(self, hashes: Sequence[BlockHash], block: int) -> tuple[BlockTransfer | None, bool]:
+        """Return the load under way that brings a block of a prompt, and whether one could bring it from the host."""
+        if not self.groups.others:
+            one = hashes[block]  # a draft's head lets vLLM compute the last block that it finds again
+            return self.loading(one), self.holds(one) and cached_block(self.device, one) is None
+        first, stop = self.extent(hashes)
+        coming = self.groups.needed(hashes[:first]).keys if first > block else ()
+        return next(filter(None, map(self._loading.get, reversed(coming))), None), stop > max(block, first)
+
+    def _split(self, hashes: Sequence[BlockHash]) -> tuple[list[KVCacheBlock], NeededBlocks, list[KVCacheBlock]]:
+        """Return what the device has of what a hit needs, and what the host has to bring, with its blocks there."""
+        on_device, on_host, above = known_blocks(self.device), known_blocks(self.host), list[KVCacheBlock]()
+        needed, brought, sources = self.groups.needed(hashes), list[int](), list[KVCacheBlock]()
+        for at, key in enumerate(needed.keys):
+            if block := on_device.get(key):
+                above.append(any_of(block))
+            elif block := on_host.get(key):
+                brought.append(at)
+                sources.append(any_of(block))
+            elif key not in self._loading:
+                break
+        return above, needed.chosen(brought), sources
+
+    def _lacking(
+        self, hashes: Sequence[BlockHash], start: int, limit: int | None
+    ) -> tuple[list[KVCacheBlock], NeededBlocks, int]:
+        """Return device blocks that the host lacks, what they hold, and the index after the last look."""
+        blocks, found = list[KVCacheBlock](), list[int]()
+        on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
+        needed, done = self.groups.needed(hashes, start), self.groups.count(len(hashes))
+        for at, key in enumerate(needed.keys):
+            if len(blocks) == limit:
+                done = start + at
+                break
+            if key in on_host or key in under_way:
+                continue
+            block = on_device.get(key)
+            if block is None:
+                break
+            blocks.append(any_of(block))
+            found.append(at)
+        return blocks, needed.chosen(found), done
 
     # copies ---------------------------------------------------------------------------------------------------
 
@@ -468,10 +389,13 @@ class HostTier(TierLookups):
         if first == stop:
             return None
         above, needed, sources = self._split(hashes[:stop])
-        if not sources or not self._has_room(self.device, len(sources) + reserve, may_evict):
-            self.counters["denied_loads"] += 1
-            return None
-        targets = self._load_targets(above, len(sources), may_evict, reserve)
+        blocks, targets = len(sources), list[KVCacheBlock]()
+        if sources and self._room(self.device, blocks + reserve, may_evict) == blocks + reserve:
+            hold_blocks(self.device, above)
+            if self._room(self.device, blocks + reserve, may_evict) == blocks + reserve:
+                targets = take_blocks(self.device, blocks)
+            else:
+                free_blocks(self.device, above)
         if not targets:
             self.counters["denied_loads"] += 1
             return None
@@ -479,16 +403,6 @@ class HostTier(TierLookups):
         transfer.prefix = above
         self._loading.update(dict.fromkeys(needed.keys, transfer))
         return transfer
-
-    def _load_targets(
-        self, above: Sequence[KVCacheBlock], blocks: int, may_evict: Callable[[StepView], bool], reserve: int
-    ) -> list[KVCacheBlock]:
-        """Take device blocks for a load, and hold those that it needs besides; [] without room."""
-        hold_blocks(self.device, above)
-        if self._has_room(self.device, blocks + reserve, may_evict):
-            return take_blocks(self.device, blocks)
-        free_blocks(self.device, above)
-        return []
 
     def back_up(
         self,
@@ -539,11 +453,6 @@ class HostTier(TierLookups):
         self.queue.prepend_n(blocks)
         self._release(blocks)
 
-    def _let_go(self, transfer: BlockTransfer) -> None:
-        super()._let_go(transfer)
-        if not transfer.is_load:
-            self._release(transfer.targets)
-
     def _release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Count host blocks without KV to no tenant."""
         if self.quotas:
@@ -554,8 +463,31 @@ class HostTier(TierLookups):
         queue: StepFreeQueue = pool.free_block_queue
         return queue.room(min(blocks, queue.num_free_blocks), may_evict)
 
-    def _has_room(self, pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
-        return self._room(pool, blocks, may_evict) == blocks
+    def _enqueue(
+        self,
+        direction: Direction,
+        purpose: Purpose,
+        needed: NeededBlocks,
+        sources: list[KVCacheBlock],
+        targets: list[KVCacheBlock],
+        owner: Owner | None,
+    ) -> BlockTransfer:
+        hold_blocks(self._pools(direction)[0], sources)
+        copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
+        is_demand = purpose is Purpose.DEMAND
+        transfer = BlockTransfer(copy, purpose, needed, sources, targets, owner, is_demand)
+        self._transfers[copy.copy_id] = transfer
+        self._new_copies.append(copy)
+        return transfer
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """Return the copies that were ordered since the last call."""
+        copies, self._new_copies = tuple(self._new_copies), []
+        return copies
+
+    def _pools(self, direction: Direction) -> tuple[BlockPool, BlockPool]:
+        """Return (source, target)."""
+        return (self.host, self.device) if direction is Direction.LOAD else (self.device, self.host)
 
     # ends of copies -------------------------------------------------------------------------------------------
 
@@ -614,6 +546,46 @@ class HostTier(TierLookups):
             is_whole = result.ok and not result.corrupt
             self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
 
+    # emptying a tier ------------------------------------------------------------------------------------------
+
+    def held_on_device(self) -> list[int]:
+        """Return the ids of the device blocks that copies hold, each as often as it is held."""
+        blocks = list[KVCacheBlock]()
+        for transfer in self._transfers.values():
+            if transfer.is_load:
+                blocks += transfer.prefix + transfer.targets
+            elif not transfer.abandoned:
+                blocks += transfer.sources
+        return list(_ids(blocks))
+
+    @contextmanager
+    def without_copies(self) -> Iterator[None]:
+        """Abandon all copies: what they bring is dropped, and they hold no block inside of the `with`.
+
+        Afterwards the targets of those that a worker has been sent are held again, until they end.
+        """
+        unsent = {copy.copy_id for copy in self._new_copies}
+        for transfer in self._transfers.values():
+            self._let_go(transfer)
+        self._transfers = {key: transfer for key, transfer in self._transfers.items() if key not in unsent}
+        self._new_copies = []
+        self._loading.clear()
+        self._backing_up.clear()
+        try:
+            yield
+        finally:
+            for transfer in self._transfers.values():
+                hold_blocks(self._pools(transfer.copy.direction)[1], transfer.targets)
+
+    def _let_go(self, transfer: BlockTransfer) -> None:
+        source, target = self._pools(transfer.copy.direction)
+        free_blocks(target, transfer.prefix + transfer.targets)
+        if not transfer.abandoned:
+            free_blocks(source, transfer.sources)
+        transfer.abandoned, transfer.prefix = True, []
+        if not transfer.is_load:
+            self._release(transfer.targets)
+
     def clear(self) -> None:
         """Empty the host tier. Copies under way are abandoned."""
         with self.without_copies():
@@ -621,6 +593,10 @@ class HostTier(TierLookups):
             self.queue.forget_blocks()
             if self.quotas:
                 self.quotas.clear()
+
+
+def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
+    return tuple([block.block_id for block in blocks])
 
 
 def _tenant_of(owner: Any) -> TenantId:

@@ -137,9 +137,9 @@ class BlockOwners:
         self._num_blocks = num_blocks
         self._stamp = 0 if whole_sets else None
         self._steps: dict[Owner, float] = {}
-        self.clear()
+        self.clear_owners()
 
-    def clear(self) -> None:
+    def clear_owners(self) -> None:
         """Make every block unowned. Steps stay known."""
         self.unowned, self.suffix = OwnerSet(), OwnerSet(varying=True)
         self.set_of = [self.unowned] * self._num_blocks
@@ -182,8 +182,11 @@ class BlockOwners:
 
     # blocks ---------------------------------------------------------------------------------------------------
 
-    def add(self, block_ids: Iterable[int], owner: Owner) -> None:
-        """Add `owner` to the owners of blocks that are in use. Raises `PlanError` for an owner without a step."""
+    def own(self, block_ids: Iterable[int], owner: Owner) -> None:
+        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
+
+        Raises `PlanError` for an owner without a step.
+        """
         if owner not in self._steps:
             raise PlanError("owner", owner, "has no step")
         for owners, members in self.by_set(block_ids).items():

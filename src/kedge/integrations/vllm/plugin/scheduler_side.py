@@ -7,7 +7,7 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -47,6 +47,9 @@ from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
+
+MAX_UNSENT = 1024
+"""Answers to hints that wait for a step to go with; the oldest is dropped"""
 
 
 class SchedulerSide:
@@ -99,52 +102,51 @@ class SchedulerSide:
     # requests -------------------------------------------------------------------------------------------------
 
     def on_arrival(self, request: Request) -> None:
-        """Read a new request's hints, if it has any, and find the session that it continues."""
+        """Read a new request's hints, if it has any, add what is found out about it, and find the session that it
+        continues.
+        """
         self._news.began()
-        tokens, default = request.prompt_token_ids or (), self._settings.reuse
+        tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
+        hinted = read_hints(request.request_id, tokens, request.cache_salt, params, reuse)
+        # the KV of embeddings, images and adapters does not follow from the tokens alone
+        is_text = request.prompt_embeds is None and not request.mm_features and request.lora_request is None
+        if is_text and not request.abort_immediately:
+            given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
+            if (found := self.plain.arrived(given)) is not given:
+                found = self._with_trails(found)
+                hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
         if hinted is not None and hinted.is_advice and request.abort_immediately:
             self.upkeep.catch_up()
             self.advice.take(hinted)
             return
         if hinted is not None:
             request.sampling_params = without_hints(request.sampling_params)
-            self._on_hints(hinted, request)
-        mode = hinted.request.reuse if hinted else default
-        if mode is not ReuseMode.OFF and not request.abort_immediately and not (hinted and hinted.is_base):
-            self._begin_turn(hinted, request)
-
-    def _completed(self, hinted: HintedRequest | None, request: Request) -> HintedRequest | None:
-        """Return a request with what its hints say and what was found out about it; None where that is nothing."""
-        if request.abort_immediately or not _is_text(request):
-            return hinted
-        tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
-        given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
-        found = self.plain.arrived(given)
-        if found is given:
-            return hinted
-        found = _with_trails(found, self._settings, has_tails=self.translations.lanes.tails.is_open)
-        return replace(hinted, request=found) if hinted else HintedRequest(found)
-
-    def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
-        self._counts["ignored_hints"] += hinted.ignored
-        self._requests[request.request_id] = TrackedRequest(hinted, request)
-        if hinted.request.reuse is ReuseMode.OFF:
-            request.skip_reading_prefix_cache = True
-        if hinted.steps is not None:
-            self.upkeep.put_off(partial(self.prompts.forecast, hinted, hinted.steps))
-        if hinted.is_ahead and request.abort_immediately:
-            self.translations.expect(hinted.request)
-        self.translations.on_arrival(hinted, request)
-
-    def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
+            self._counts["ignored_hints"] += hinted.ignored
+            self._requests[request.request_id] = TrackedRequest(hinted, request)
+            if hinted.request.reuse is ReuseMode.OFF:
+                request.skip_reading_prefix_cache = True
+            if hinted.steps is not None:
+                self.upkeep.put_off(partial(self.prompts.forecast, hinted, hinted.steps))
+            if hinted.is_ahead and request.abort_immediately:
+                self.translations.expect(hinted.request)
+            self.translations.on_arrival(hinted, request)
+        mode = hinted.request.reuse if hinted else reuse
+        if mode is ReuseMode.OFF or request.abort_immediately or (hinted and hinted.is_base):
+            return
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
             load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
             load.owner = session
             self._loads[request.request_id] = load
             self.loads.look_again()
+
+    def _with_trails(self, found: GenerateRequest) -> GenerateRequest:
+        """Return a request with the tokens that follow each value; answers have them where the ends of answers are
+        computed, and not once more by their readers.
+        """
+        of_answers = self.translations.lanes.tails.is_open and not self._settings.anchors.computes_weak_tokens
+        return with_trails(found, self._settings.planner.trail, of_answers=of_answers)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself, since they are
@@ -186,25 +188,21 @@ class SchedulerSide:
         history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        self._end_plain(request, receipt := self._end_hinted(tracked, main) if tracked else None)
-        return receipt
-
-    def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
-        hinted = tracked.hinted
-        self.translations.on_finish(hinted, tracked.request, block_ids)
-        if hinted.final:
-            self._end_run(hinted.run)
-        return self._receipt(tracked)
-
-    def _end_run(self, run: RunKey) -> None:
-        self.prompts.end_run(run)
-        self.translations.end_run(run)
-
-    def _end_plain(self, request: Request, receipt: dict[str, Any] | None) -> None:
+        receipt = None
+        if tracked is not None:
+            self.translations.on_finish(tracked.hinted, tracked.request, main)
+            if tracked.hinted.final:
+                self._end_run(tracked.hinted.run)
+            receipt = self._receipt(tracked)
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
         served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
         self.plain.ended(namespace, request_id, answer, served)
+        return receipt
+
+    def _end_run(self, run: RunKey) -> None:
+        self.prompts.end_run(run)
+        self.translations.end_run(run)
 
     def _label(self, hinted: HintedRequest, request: Request, main: list[int], others: list[int]) -> None:
         if not hinted.request.agent or hinted.request.reuse is ReuseMode.OFF:
@@ -279,7 +277,10 @@ class SchedulerSide:
         """
         assert self._pool and self.queue
         copying = self.loads.tier.held_on_device() if self.loads else ()
-        if not _is_held_by_plugin_only(self._pool, (*self.translations.held_blocks, *copying)):
+        ours = Counter((*self.translations.held_blocks, *copying))
+        free = self._pool.get_num_free_blocks()
+        free += sum(self._pool.blocks[one].ref_cnt == times for one, times in ours.items())
+        if free != self._pool.num_gpu_blocks - 1:  # vLLM keeps one block for itself
             return reset()
         self.translations.give_up_captures()
         with self.loads.tier.without_copies() if self.loads else nullcontext():
@@ -291,7 +292,7 @@ class SchedulerSide:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return vLLM's events of the host tier since the last call."""
-        return self.loads.tier.events.take() if self.loads and self.loads.tier.events else []
+        return self.loads.tier.host.take_events() if self.loads and self.loads.tier.events else []
 
     def take_stats(self) -> KedgeStats | None:
         """Return what was counted since the last call, with what no output carries: base prefills that are wanted,
@@ -309,44 +310,11 @@ class SchedulerSide:
         found = self.prompts.counters()
         found.update({**self.translations.lanes.bases.counters(), **self._counts})
         if self.queue:
-            found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})
+            for name, count in self.queue.evicted.items():
+                found[f"evictions_{name if name in ('varying', 'unlabelled') else 'labelled'}"] += count
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
-
-
-def _with_trails(found: GenerateRequest, settings: PluginSettings, *, has_tails: bool) -> GenerateRequest:
-    """Return a request with the tokens that follow each value; answers have them where the ends of answers are
-    computed, and not once more by their readers.
-    """
-    of_answers = has_tails and not settings.anchors.computes_weak_tokens
-    return with_trails(found, settings.planner.trail, of_answers=of_answers)
-
-
-def _is_held_by_plugin_only(pool: BlockPool, held: Iterable[int]) -> bool:
-    """Return whether all blocks of a pool are free, or held by the plug-in alone, which has those `held`."""
-    ours = Counter(held)
-    free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in ours.items())
-    return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
-
-
-def _is_text(request: Request) -> bool:
-    """Return whether a prompt's KV follows from its tokens alone."""
-    return request.prompt_embeds is None and not request.mm_features and request.lora_request is None
-
-
-def _by_kind(queue: StepFreeQueue) -> Counter[str]:
-    """Count evicted device blocks of varying suffixes, of no agent, and of agents."""
-    kinds: Counter[str] = Counter()
-    for name, count in queue.evicted.items():
-        kinds[name if name in ("varying", "unlabelled") else "labelled"] += count
-    return kinds
-
-
-MAX_UNSENT = 1024
-"""Answers that wait for a step to go with; the oldest is dropped"""
-Answers = dict[str, list[dict[str, str]]]
-"""What becomes of hints, by the id of the message that they came with"""
 
 
 class Advice:
@@ -373,8 +341,8 @@ class Advice:
             outcomes.append(run_ended())
         return outcomes
 
-    def answers(self) -> Answers:
-        """Return what became of the hints since the last call."""
+    def answers(self) -> dict[str, list[dict[str, str]]]:
+        """Return what became of the hints since the last call, by the id of the message that they came with."""
         taken = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
         self._answers.clear()
         return taken
