@@ -12,7 +12,7 @@ import pytest
 
 from kedge.hints import ActionOutcome
 from kedge.hints.actions import ActionResult
-from kedge.integrations.vllm import hint_route
+from kedge.integrations.vllm import middleware as hint_route
 from kedge.integrations.vllm.middleware import KedgeMiddleware
 from kedge.types import Namespace
 

@@ -45,7 +45,7 @@ def test_blocks_with_kv_are_not_handed_out_before_what_was_put_off() -> None:
 
 def owners(engine: Engine) -> list[Any]:
     """Return the owners of each block."""
-    return [engine.queue._owners.set_of[block.block_id].owners for block in engine.pool.blocks]
+    return [engine.queue.set_of[block.block_id].owners for block in engine.pool.blocks]
 
 
 class Twins(RuleBasedStateMachine):

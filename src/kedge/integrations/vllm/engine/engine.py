@@ -26,9 +26,9 @@ from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.state.guard_records import SavesRecords
 from kedge.engine.common.state.guard_state import GuardFolder
-from kedge.engine.common.stream import Tap, TokenStream
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_advice, require_new_id, require_sensible, sensible_hints
+from kedge.engine.common.validation import require_advice, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
@@ -171,32 +171,25 @@ class VLLMEngine:
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar)  # vLLM says less of what is wrong
-        request, tap = self._guarded(self._with_trails(request))
+        request, tap = self._with_trails(request), None
+        if self._is_guarded:
+            request, tap = self._guard.begin(request)
+            request = _within_top(request, self._max_logprobs)
         try:
-            response = self._response(request)
+            room = self._max_model_len - request.prompt_tokens
+            params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
+            response = StreamedResponse(request, self.tokenizer, params, room)
             response.stream.tap = tap
-            self._call(partial(_begin, self._driver, response))
+            self._call(partial(self._driver.begin, response))
         except BaseException as error:
             if tap:
                 tap(error)
             raise
         return response.stream
 
-    def _guarded(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
-        """Return the request as the guard has it served."""
-        if not self._is_guarded:
-            return request, None
-        request, tap = self._guard.begin(request)
-        return _within_top(request, self._max_logprobs), tap
-
     def _submit_check(self, check: GenerateRequest) -> TokenStream:
         """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
         return self.submit(_within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
-
-    def _response(self, request: GenerateRequest) -> StreamedResponse:
-        room = self._max_model_len - request.prompt_tokens
-        params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
-        return StreamedResponse(request, self.tokenizer, params, room)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, of an agent whose last prompt was translated.
@@ -347,11 +340,6 @@ def _within_top(request: GenerateRequest, most: int) -> GenerateRequest:
     return replace(request, logprobs=most)
 
 
-def _begin(driver: Driver, response: StreamedResponse) -> None:
-    require_new_id(response.request.request_id, driver.in_flight)
-    driver.begin(response)
-
-
 def _died() -> EngineClosed:
     return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
@@ -409,10 +397,7 @@ def warm_up_checks(submit: Callable[[GenerateRequest], Stream]) -> None:
     vLLM compiles what these need for one row and for several, which takes seconds, and the quality guard asks for them
     beside any request.
     """
-    for count in (1, 2):
-        for stream in [submit(_request()) for _ in range(count)]:
+    for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
+        requests = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
+        for stream in [submit(one) for one in requests]:
             stream.result()
-
-
-def _request() -> GenerateRequest:
-    return GenerateRequest((Segment((0,), "p0"),), SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP)

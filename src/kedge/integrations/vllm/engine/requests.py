@@ -38,6 +38,11 @@ class PluginMessage:
 
 def request_hints(request: GenerateRequest) -> Hints:
     """Return the hints for a request: its run and agent, and the parts of its prompt. Empty values are left out."""
+    segments: list[Hints] = []
+    if request.reuse is ReuseMode.TRANSLATE and not request.is_plain:
+        segments = segment_hints(request)
+        for one in segments:
+            one["sample"] = None if one["sample"] is None else short(one["sample"])
     hints = {
         "reuse": None if request.is_plain else request.reuse.value,
         "plain": request.is_plain or None,
@@ -57,7 +62,7 @@ def request_hints(request: GenerateRequest) -> Hints:
         "withheld": sorted(request.guard.withheld),
         "epoch": request.guard.epoch or None,
         "pick": request.guard.pick,
-        "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE and not request.is_plain else None,
+        "segments": segments,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}
 
@@ -75,11 +80,6 @@ def _fixed(request: GenerateRequest) -> int | None:
         return request.fixed
     first, *others = request.segments
     return len(first.tokens) if others and not first.is_placeholder else None
-
-
-def _segments(request: GenerateRequest) -> list[Hints]:
-    hints = segment_hints(request)
-    return [{**one, "sample": short(one["sample"])} if one["sample"] is not None else one for one in hints]
 
 
 def sampling_arguments(
@@ -128,17 +128,12 @@ class Forecasts:
         for key, next_run in changes.items():
             by_run.setdefault(key.run, {})[key.agent] = next_run
         for run, changed in by_run.items():
-            yield PluginMessage(
-                run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": self._steps(run, changed)}
-            )
-
-    def _steps(self, run: RunKey, changed: Mapping[AgentId, NextRun | None]) -> dict[str, float | None]:
-        """Return the steps of all agents of a run; None, as JSON has no infinity, for one that is never reached."""
-        merged = {**self._runs.pop(run, {}), **changed}
-        known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
-        if known:
-            self._runs[run] = known
-        return {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+            merged = {**self._runs.pop(run, {}), **changed}
+            known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
+            if known:
+                self._runs[run] = known
+            steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+            yield PluginMessage(run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": steps})
 
 
 @dataclass(slots=True)
@@ -268,7 +263,10 @@ class HeldForecasts:
     def pass_on(self, message: PluginMessage) -> None:
         """Send a message; a forecast a little later, unless it is taken, or followed by a newer one in its place."""
         if "steps" in message.hints:
-            self._hold(message)
+            run = _run(message.namespace, message.hints)
+            if run not in self._held:
+                self._later(HOLD_S, lambda: self._flush(run))
+            self._held[run] = message
         elif message.hints.get("final"):
             self.take(message.namespace, message.hints)  # nothing of an ended run is expected
             self._send(message)
@@ -276,12 +274,6 @@ class HeldForecasts:
             self._send(replace(message, hints={**message.hints, **self.take(message.namespace, message.hints)}))
         else:
             self._send(message)
-
-    def _hold(self, forecast: PluginMessage) -> None:
-        run = _run(forecast.namespace, forecast.hints)
-        if run not in self._held:
-            self._later(HOLD_S, lambda: self._flush(run))
-        self._held[run] = forecast
 
     def _flush(self, run: _Run) -> None:
         forecast = self._held.pop(run, None)

@@ -99,8 +99,7 @@ def find_block_axis(layer: KVLayer, num_blocks: int, block_size: int) -> BlockAx
         for block in probed:
             clear(views, probed)
             layer.fill(slots_of(block, block_size, layer.pages.device))
-            written = ([one for one in probed if (axis.blocks(layer.codes)[one] != 0).any()] for axis in axes)
-            axes = [axis for axis, found in zip(axes, written, strict=True) if found == [block]]
+            axes = [axis for axis in axes if _written(axis.blocks(layer.codes), probed) == [block]]
     if len(axes) != 1:
         raise LayoutUnknown("pages", shape, "what is written to the slots of a block is not in one block")
     return axes[0]
@@ -114,6 +113,10 @@ def probed_blocks(num_blocks: int) -> list[int]:
 def slots_of(block: int, block_size: int, device: torch.device) -> Tensor:
     """Return the slots of a block, int64 [block_size]."""
     return torch.arange(block * block_size, (block + 1) * block_size, device=device)
+
+
+def _written(view: Tensor, blocks: Sequence[int]) -> list[int]:
+    return [block for block in blocks if (view[block] != 0).any()]
 
 
 def clear(views: Sequence[Tensor], blocks: Sequence[int]) -> None:

@@ -98,17 +98,13 @@ class CacheGroups:
         main group has all. `has` returns whether the block with a key is there.
         """
         length -= length % self.align
-        while length and (missing := self._missing(hashes, length, has)) is not None:
-            length = missing - missing % self.align
+        while length:
+            wanted = ((group, at) for group in self.others for at in reversed(group.places(length)))
+            missing = (at + group.behind for group, at in wanted if not has(hashes[at] + group.key_end))
+            if (shorter := next(missing, None)) is None:
+                break
+            length = shorter - shorter % self.align  # all longer hits need a block that is missing
         return length
-
-    def _missing(self, hashes: Sequence[BlockHash], length: int, has: Callable[[bytes], bool]) -> int | None:
-        """Return a length such that all hits up to `length` that are longer need a block which is missing."""
-        for group in self.others:
-            for at in reversed(group.places(length)):
-                if not has(hashes[at] + group.key_end):
-                    return at + group.behind
-        return None
 
     def reach(self, hashes: Sequence[BlockHash], stop: int | None, has: Callable[[bytes], bool]) -> int:
         """Return the longest hit of the first `stop` hashes. O(its length)."""
@@ -139,7 +135,9 @@ ONE_GROUP = CacheGroups(CacheGroup.of(0))
 def groups_of(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
     """Return the groups of a model. Raises `LayoutUnknown` for kinds of groups that are not known."""
     hash_size = hash_size_of(config, kv_cache)
-    dropping = _dropping(kv_cache.kv_cache_groups) if _computes_last_block_again(config.speculative_config) else None
+    drafts: Any = config.speculative_config  # vLLM drops the last block of a hit, which a drafting head needs computed
+    drops = drafts is not None and drafts.use_eagle() and not getattr(drafts, "disable_eagle_block_drop", False)
+    dropping = _dropping(kv_cache.kv_cache_groups) if drops else None
     found = [_group(number, one, hash_size, dropping) for number, one in enumerate(kv_cache.kv_cache_groups)]
     main = next((one for one in found if one.window is None and one.hashes == 1), None)
     if main is None:
@@ -148,11 +146,6 @@ def groups_of(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
     if len({one.hashes for one in others} | {1}) > 2:
         raise LayoutUnknown("groups", len(found), "blocks have more than two sizes")
     return CacheGroups(main, others, max(one.hashes for one in found))
-
-
-def _computes_last_block_again(drafts: Any) -> bool:
-    """Return whether vLLM drops the last block of a hit, which a drafting head needs computed."""
-    return drafts is not None and drafts.use_eagle() and not getattr(drafts, "disable_eagle_block_drop", False)
 
 
 def _dropping(groups: Sequence[Any]) -> set[int]:
@@ -307,7 +300,8 @@ def free_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
 
 def take_blocks(pool: BlockPool, count: int) -> list[KVCacheBlock]:
     """Do what `BlockPool.get_new_blocks` does, for at most as many blocks as are free."""
-    if not _is_plain(pool):
+    watched = pool.metrics_collector or pool.enable_kv_cache_events or getattr(pool, "_reuse_watchers", None)
+    if watched or pool.cached_block_hashes_by_block:  # a block that is handed out does not only lose its hash
         return pool.get_new_blocks(count)
     known, queue = known_blocks(pool), cast("StepFreeQueue", pool.free_block_queue)
     blocks: list[KVCacheBlock] = queue.popleft_n(count)
@@ -320,12 +314,6 @@ def take_blocks(pool: BlockPool, count: int) -> list[KVCacheBlock]:
                 pool._remove_cached_block_hashes(block)
             block._block_hash = block._block_hash_num_tokens = None
     return blocks
-
-
-def _is_plain(pool: BlockPool) -> bool:
-    """Return whether a block that is handed out only loses its hash: nothing counts it, or waits for it."""
-    watched = pool.metrics_collector or pool.enable_kv_cache_events or getattr(pool, "_reuse_watchers", None)
-    return not watched and not pool.cached_block_hashes_by_block
 
 
 def name_blocks(

@@ -162,7 +162,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             coordinator.cache_blocks = guard(coordinator.cache_blocks, block_ids)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.translations.bind(gpu_block_pool)
+        self._scheduler.translations.held.pool = gpu_block_pool
         if self._features.eviction is None:
             quotas = HostQuotas.of(self._settings.quotas, self._block_bytes, self._host_blocks + 1)
             self._scheduler.bind(gpu_block_pool, self._host_blocks, quotas, self._groups)
@@ -211,7 +211,12 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         if is_synchronous:
             self._worker.measure_passes(costs)
         if self._host_blocks:
-            self._open_host_tier(kv_caches)
+            dtype = self._vllm_config.model_config.dtype
+            try:
+                views = pool_views(kv_caches, self._layers, self._kv_cache_config, dtype)
+                self._worker.open_host_tier(views, self._host_blocks)
+            except LayoutUnknown as refusal:
+                logger.warning("kedge: host is off on this rank: %s", refusal)
         if self._features.translation is None:
             self._open_translation(kv_caches, costs)
 
@@ -219,14 +224,6 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     def _layers(self) -> dict[str, Any]:
         """vLLM's layers by name."""
         return self._vllm_config.compilation_config.static_forward_context
-
-    def _open_host_tier(self, kv_caches: dict[str, Tensor]) -> None:
-        try:
-            views = pool_views(kv_caches, self._layers, self._kv_cache_config, self._vllm_config.model_config.dtype)
-        except LayoutUnknown as refusal:
-            logger.warning("kedge: host is off on this rank: %s", refusal)
-            return
-        self._worker.open_host_tier(views, self._host_blocks)
 
     def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
         """Let this rank translate and learn, with what it has learned before; refused beside other connectors

@@ -62,9 +62,10 @@ class EvictionOrder:
                 if owners is not None:
                     self._end_run(owners, last, after)
                 owners = next_owners
-                last, after = _neighbours_of_new(owners)
-                if owners.stamp is not None:
-                    owners.stamp = clock
+                if owners.stamp is None:
+                    last, after = owners.tail.prev_free_block, owners.tail
+                else:
+                    last, after, owners.stamp = owners.head, owners.head.next_free_block, clock
             stamps[block.block_id] = clock
             block.prev_free_block = last
             last.next_free_block = block
@@ -168,13 +169,6 @@ class EvictionOrder:
         ranked = [(self._key_at(owners, block), block) for owners in sets for block in owners]
         ranked.sort(key=lambda pair: pair[0])
         return [block for _, block in ranked]
-
-
-def _neighbours_of_new(owners: OwnerSet) -> tuple[Any, Any]:
-    """Return what the next blocks of a set go between."""
-    if owners.stamp is None:
-        return owners.tail.prev_free_block, owners.tail
-    return owners.head, owners.head.next_free_block
 
 
 class StepFreeQueue(BlockOwners):

@@ -343,7 +343,7 @@ class BaseJobs(HeldLanes):
                     break
                 self._drop(key)  # the request is computed densely; an idle engine would step for ever
                 continue
-            most -= 0 if key in self._awaited else min(limit, self._left(key))
+            most -= 0 if key in self._awaited else min(limit, len(key[1]) - self._begun[key].computed)
             if not self._compute(key, limit):
                 break
         return self.taken
@@ -366,9 +366,6 @@ class BaseJobs(HeldLanes):
         self._begun[key] = _BegunPrefill(request, capture_id)
         self._wanted.pop(key, None)
         return True
-
-    def _left(self, key: BaseKey) -> int:
-        return len(key[1]) - self._begun[key].computed
 
     def _compute(self, key: BaseKey, most: int) -> bool:
         """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""

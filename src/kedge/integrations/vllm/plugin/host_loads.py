@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -190,26 +190,18 @@ class IdleSessions:
             return
         refused: list[Owner] = []
         while slots > len(refused) and (session := self._targets.pop()) is not None:
-            if not self._is_worth_loading(session):
+            hashes = self._histories[session]
+            first, stop = self._tier.extent(hashes)
+            if not self._has_left(session) or first == stop or not self._tier.load_pays(stop - first):
                 continue
-            if self._load(session):
+            settings, step = self._settings, self._near[session]
+            may_evict = partial(may_replace, step=step, virtual_step=settings.unlabelled_step)
+            if self._tier.load(hashes, Purpose.PREFETCH, session, may_evict, settings.decode_reserve):
                 slots -= 1
             else:
                 refused.append(session)
         for session in refused:
             self._targets.push(session)
-
-    def _is_worth_loading(self, session: Owner) -> bool:
-        if not self._has_left(session):
-            return False
-        first, stop = self._tier.extent(self._histories[session])
-        return first < stop and self._tier.load_pays(stop - first)
-
-    def _load(self, session: Owner) -> bool:
-        settings = self._settings
-        may_evict = partial(may_replace, step=self._near[session], virtual_step=settings.unlabelled_step)
-        hashes = self._histories[session]
-        return self._tier.load(hashes, Purpose.PREFETCH, session, may_evict, settings.decode_reserve) is not None
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the blocks of the histories sum to what is counted and are within the bound."""
@@ -364,29 +356,23 @@ class HostLoads:
 
     def _prefetch(self) -> None:
         """Load the fixed prompts of the agents that run next, soonest first, over what is needed strictly later."""
-        settings = self.settings
-        slots = settings.prefetch_jobs - self.tier.prefetching
-        for candidate in sorted(self._candidates(), key=lambda one: one.order):
-            if slots <= 0:
-                break
-            transfer = self.tier.load(
-                self._prompts.prompts[candidate.node],
-                Purpose.PREFETCH,
-                candidate.node,
-                partial(candidate.may_replace, virtual_step=settings.unlabelled_step),
-                settings.decode_reserve,
-            )
-            slots -= transfer is not None
-
-    def _candidates(self) -> Iterator[Candidate[AgentKey]]:
+        settings, candidates = self.settings, list[Candidate[AgentKey]]()
         for key, hashes in self._prompts.prompts.items():
             next_run = self._prompts.steps.get(key)
-            if next_run is None or not is_within(next_run.steps, self.settings.prefetch_window):
+            if next_run is None or not is_within(next_run.steps, settings.prefetch_window):
                 continue
             # Tails are evicted first, so with its last block on the device all of a prompt is.
             if hashes and not has_end(self.tier.device, hashes):
                 first, stop = self.tier.extent(hashes)
-                yield Candidate(key, next_run.steps, next_run.probability, stop - first)
+                candidates.append(Candidate(key, next_run.steps, next_run.probability, stop - first))
+        slots = settings.prefetch_jobs - self.tier.prefetching
+        for candidate in sorted(candidates, key=lambda one: one.order):
+            if slots <= 0:
+                break
+            hashes = self._prompts.prompts[candidate.node]
+            may_evict = partial(candidate.may_replace, virtual_step=settings.unlabelled_step)
+            reserve = settings.decode_reserve
+            slots -= self.tier.load(hashes, Purpose.PREFETCH, candidate.node, may_evict, reserve) is not None
 
     def on_reports(self, copies: Mapping[int, CopyResult], computed: tuple[int, float]) -> None:
         """Take the workers' results of copies, and how many tokens they computed in how many seconds."""

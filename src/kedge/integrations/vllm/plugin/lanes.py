@@ -9,8 +9,8 @@ step.
 In every layer a pass writes the keys and values of all its tokens before it attends, so a hole reads what the holes
 before it compute in the same pass. vLLM itself relies on this for prefix hits within a batch.
 
-Lanes of no running request compute the ends of answers that other agents read (`answer_tails.py`) and base prefills
-(`base_jobs.py`).
+Lanes of no running request compute the ends of answers that other agents read and base prefills
+(`held_lanes.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 
 from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.candidates import TranslationCandidate
-from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, HeldLane
+from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs
 from kedge.integrations.vllm.plugin.learning_budget import BaseShare
 from kedge.policies.active_runs import StepTimes
 from kedge.reuse.holes import Holes
@@ -211,7 +211,9 @@ class GapLanes:
         for admitted in self._lanes.take_admitted():
             self._add_lanes(output, admitted)
         for lane in (*self._lanes.tails.take_granted(), *self._lanes.bases.take_granted()):
-            self._add_held(output, lane)
+            if self.defer_block_free and not output.total_num_scheduled_tokens:
+                self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
+            self._add(output, lane.tokens, lane.blocks, lane.span)
         return output
 
     def _reserve(self, lanes: LaneGrants) -> None:
@@ -222,7 +224,10 @@ class GapLanes:
         is_paused = self.pause_state is not PauseState.UNPAUSED
         tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
         budget = budget.less(*tails)
-        demand = sum(max(0, _wanted(request) - 1) for request in self.running)
+        demand = 0  # of running requests, beyond a token each
+        for one in self.running:
+            wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
+            demand += max(0, wanted - 1)
         taken = lanes.grant(self._in_order(), set(self._skipped), budget, demand)
         left = budget.less(*taken)
         left = left.less(*self._grant_base(lanes, left, demand))
@@ -252,24 +257,8 @@ class GapLanes:
             self._add(output, request.prompt_token_ids, blocks[: -(-lane.stop // self.block_size)], lane)
         self._count_as_computed(request, sum(map(len, admitted.lanes)))
 
-    def _add_held(self, output: SchedulerOutput, lane: HeldLane) -> None:
-        """Schedule a lane of no running request.
-
-        vLLM numbers only the steps with tokens, by which it knows when blocks may be used again.
-        """
-        if self.defer_block_free and not output.total_num_scheduled_tokens:
-            self.sched_step_seq += 1
-        self._add(output, lane.tokens, lane.blocks, lane.span)
-
     def _add(self, output: SchedulerOutput, tokens: list[int] | None, blocks: list[int], lane: range) -> None:
-        data = self._lane(tokens, blocks, lane)
-        output.scheduled_new_reqs.append(data)
-        output.num_scheduled_tokens[data.req_id] = len(lane)
-        output.total_num_scheduled_tokens += len(lane)
-        self.finished_req_ids.add(data.req_id)
-
-    def _lane(self, tokens: list[int] | None, blocks: list[int], lane: range) -> NewRequestData:
-        return NewRequestData(
+        data = NewRequestData(
             req_id=next(self._lane_ids),
             prompt_token_ids=tokens,
             mm_features=[],
@@ -280,6 +269,10 @@ class GapLanes:
             lora_request=None,
             prefill_token_ids=tokens if self.use_v2_model_runner else None,
         )
+        output.scheduled_new_reqs.append(data)
+        output.num_scheduled_tokens[data.req_id] = len(lane)
+        output.total_num_scheduled_tokens += len(lane)
+        self.finished_req_ids.add(data.req_id)
 
     def _count_as_computed(self, request: Request, tokens: int) -> None:
         """Correct vLLM's statistics, in which all tokens before the last hole are external hits."""
@@ -299,8 +292,3 @@ class GapLanes:
 
 SCHEDULER_ATTRIBUTES = (GapLanes.__annotations__.keys() - {"_times"}) | {LIMIT, SKIPPED}
 """Attributes of vLLM's scheduler that lanes use"""
-
-
-def _wanted(request: Request) -> int:
-    """Return how many tokens a running request would take of a step."""
-    return request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens

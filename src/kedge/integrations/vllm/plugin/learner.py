@@ -257,8 +257,11 @@ class Learner:
             misses = (Miss("*", refusal),)
             is_lesson = refusal is UNCHECKED
             return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
-        if query.may_wait and (first := self._prerequisites(query)):
-            return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
+        if query.may_wait:
+            exact = max(query.exact, self._heads.tokens(request))
+            awaits = self._note(request, self._runtime.prerequisites(request, exact, of_later_readers=True))
+            if awaits:
+                return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=awaits)
         return self._planned(query, wanted)
 
     def _note(self, request: GenerateRequest, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
@@ -268,10 +271,6 @@ class Learner:
         self._balances.spend(request, sum(self._costs.added_seconds(len(tokens), 1) for _, tokens in new))
         self._needs.update(by_prompt)
         return tuple(tokens for _, tokens in by_prompt)
-
-    def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
-        exact = max(query.exact, self._heads.tokens(query.request))
-        return self._note(query.request, self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
@@ -287,9 +286,9 @@ class Learner:
             self._balances.spend(request, seconds)
             is_lesson = plan.translates or head is None or teaches or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
-            return TranslationVerdict(
-                dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
-            )
+            # computed only because that takes less time, which the next one's will too
+            is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in plan.misses)
+            return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=is_declined)
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
@@ -319,8 +318,8 @@ class Learner:
     # around a pass ----------------------------------------------------------------------------------------------
 
     def capture(self, order: Capture, seconds: float = 0.0) -> None:
-        """Read the KV of a prompt after its pass, or of a response. `seconds` were taken by computing what no request
-        needed.
+        """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
+        from. `seconds` were taken by computing what no request needed.
         """
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self._is_settled = request.prompt_tokens, False
@@ -331,20 +330,17 @@ class Learner:
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
         elif any(segment.is_placeholder for segment in request.segments):
-            self._capture_prompt(request, partial(self.pages.read, table))
+            read: ReadKV = partial(self.pages.read, table)
+            plan = self.writes.take_written(request.request_id)
+            if plan is None and not self.rotation.is_checked:
+                self.rotation.check(request.tokens, read(0, request.prompt_tokens))
+            self._heads.keep(request, read)
+            self._runtime.keep_base(request, read, plan)
+            if self._runtime.may_observe(request, plan):
+                self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
+            else:
+                self._taught.append(request.workflow_agent)
         self._balances.spend(request, seconds + time.monotonic() - began)
-
-    def _capture_prompt(self, request: GenerateRequest, read: ReadKV) -> None:
-        """Take from a prompt what others need of it: all of it where it is learned from."""
-        plan = self.writes.take_written(request.request_id)
-        if plan is None and not self.rotation.is_checked:
-            self.rotation.check(request.tokens, read(0, request.prompt_tokens))
-        self._heads.keep(request, read)
-        self._runtime.keep_base(request, read, plan)
-        if self._runtime.may_observe(request, plan):
-            self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
-        else:
-            self._taught.append(request.workflow_agent)
 
     # learning -----------------------------------------------------------------------------------------------------
 
@@ -381,14 +377,28 @@ class Learner:
         if self._is_settled:
             return False
         lesson = None if self.writes else self._lesson()
-        if lesson is None and (urgent_only or self._prepare()):
-            return not urgent_only
+        if lesson is None and urgent_only:
+            return False
+        if lesson is None:
+            try:
+                if self._expected.prepare():
+                    return True
+            except Exception:
+                logger.exception("a prompt was not prepared")
+                return True
         prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
             self._is_settled = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice, prompt.plan)
-        if not self._observe(prompt):
+        began, has_more = time.monotonic(), False
+        try:
+            has_more = next(prompt.steps, None) is not None
+        except TranslationRefused as refusal:  # its offsets cannot be kept, which changes no pool
+            logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
+        finally:
+            self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
+        if not has_more:
             self._captured.remove(prompt)
             self._taught.append(prompt.request.workflow_agent)
             self._forget_ended_runs()
@@ -403,25 +413,6 @@ class Learner:
         """Take the prompt of an agent that runs next, as far as it is known."""
         self._is_settled = False
         self._expected.expect(request)
-
-    def _prepare(self) -> bool:
-        try:
-            return self._expected.prepare()
-        except Exception:
-            logger.exception("a prompt was not prepared")
-            return True
-
-    def _observe(self, prompt: _CapturedPrompt) -> bool:
-        """Return False where no segment is left, or where offsets cannot be kept (which changes no pool)."""
-        assert prompt.steps is not None
-        began = time.monotonic()
-        try:
-            return next(prompt.steps, None) is not None
-        except TranslationRefused as refusal:
-            logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
-            return False
-        finally:
-            self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
@@ -451,8 +442,3 @@ def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> Anchor
         else:
             anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
     return anchors
-
-
-def _is_declined(plan: ReusePlan) -> bool:
-    """Return whether all of a prompt is computed only because that takes less time, which the next one's will too."""
-    return not plan.translates and not plan.teaches and all(miss.reason == CHEAPER for miss in plan.misses)

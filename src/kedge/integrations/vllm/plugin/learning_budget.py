@@ -1,4 +1,4 @@
-"""Time for learning in a worker: a share of passes, and none that a first token would have to wait for."""
+"""Time for learning in a worker, and for base prefills: a share of passes, and none that a first token waits for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ MAX_CREDIT = 0.25
 """Most seconds of learning that passes may save up"""
 PATIENCE = 8
 """Steps in a row in which nothing is learned since somebody waits for a first token; in the next one it is"""
+PIECE_S = 0.05
+"""Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""
 GRACE = 0.02
 """Seconds of idleness before learning begins: the next agent of a workflow comes within milliseconds"""
 
@@ -47,7 +49,10 @@ class LearningBudget:
         if self._share is None or (idle and (is_urgent or self._clock() - self._computed >= GRACE)):
             one()
         elif not idle:
-            self._spend(one)
+            began = self._clock()
+            while self._credit > 0 and one():
+                ended = self._clock()
+                self._credit, began = self._credit - (ended - began), ended
 
     def earn(self, *, idle: bool) -> None:
         """Earn the share of a pass, of which an `idle` step has none."""
@@ -55,16 +60,6 @@ class LearningBudget:
             return
         self._computed = self._clock()
         self._credit = min(self._credit + (self._share or 0.0) * (self._computed - self._began), MAX_CREDIT)
-
-    def _spend(self, learn: Callable[[], bool]) -> None:
-        began = self._clock()
-        while self._credit > 0 and learn():
-            ended = self._clock()
-            self._credit, began = self._credit - (ended - began), ended
-
-
-PIECE_S = 0.05
-"""Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""
 
 
 class BaseShare:

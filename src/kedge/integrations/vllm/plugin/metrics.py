@@ -79,7 +79,8 @@ class AdviceCalls:
         count = len(getattr(engine_core, "core_engines", ()))
         ranks = range(count) if count > 1 else [None]
         name = f"kedge-advice-{uuid.uuid4().hex}"
-        answers = [self._wait_for(f"{name}-{at}") for at in range(len(ranks))]
+        answers = [asyncio.get_running_loop().create_future() for _ in ranks]
+        self._waiting.update((f"{name}-{at}", one) for at, one in enumerate(answers))
         try:
             for at, rank in enumerate(ranks):
                 given = message(f"{name}-{at}", namespace, {**hints, "advice": True}, rank=rank)
@@ -89,10 +90,6 @@ class AdviceCalls:
             for at in range(len(ranks)):
                 del self._waiting[f"{name}-{at}"]
         return _best(one.result() for one in done) if done else None
-
-    def _wait_for(self, name: str) -> asyncio.Future[list[ActionOutcome]]:
-        future = self._waiting[name] = asyncio.get_running_loop().create_future()
-        return future
 
     def answered(self, answers: Mapping[str, Iterable[Any]]) -> None:
         """Take answers by the ids of their messages; those that nobody waits for are dropped."""
@@ -258,13 +255,10 @@ class KedgePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counters: Any = metric_types[PromCounter]
-        self._series = {
-            name: self._for_engines(counters(name=f"vllm:kedge_{name}", documentation=text, labelnames=labelnames))
-            for name, text in COUNTERS.items()
-        }
-
-    def _for_engines(self, counter: Any) -> dict[int, Any]:
-        return {engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+        self._series: dict[str, dict[int, Any]] = {}
+        for name, text in COUNTERS.items():
+            counter = counters(name=f"vllm:kedge_{name}", documentation=text, labelnames=labelnames)
+            self._series[name] = {one: counter.labels(*values) for one, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if report := transfer_stats_data.get(REPORT):

@@ -193,23 +193,18 @@ def _weights(config: VllmConfig) -> list[Path]:
     """Return the files of the model's weights. Raises `ConfigError` where there are none on this machine."""
     name = config.model_config.model
     try:
-        path = _model_path(config)
+        if not (path := Path(name)).exists():
+            from huggingface_hub import snapshot_download
+
+            cache: Any = config.load_config.download_dir
+            revision = config.model_config.revision
+            path = Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
         files = [path] if path.is_file() else sorted(file for kind in WEIGHTS for file in path.glob(kind))
     except (OSError, ValueError) as error:
         raise ConfigError("state", name, f"the files of the model are not on this machine: {error!s:.200}") from error
     if not files and config.load_config.load_format != "dummy":
         raise ConfigError("state", name, f"no weights are in {path}, by which saved KV is known to be this model's")
     return files
-
-
-def _model_path(config: VllmConfig) -> Path:
-    model = config.model_config
-    if (path := Path(model.model)).exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    cache: Any = config.load_config.download_dir
-    return Path(snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True))
 
 
 def _plain(data: object) -> object:

@@ -1,8 +1,8 @@
 """How the layers of a model rotate keys, with vLLM's own tables, and of which models with windows that is known.
 
-The rotation of the first layer is checked by experiment (`rotation_check.py`). Of a later layer nothing can be seen
-from outside: its keys depend on all tokens before. So where layers differ, only models are translated that were
-compared with Transformers in all of their layers.
+The rotation of the first layer is checked by experiment: translation is off until that was seen. Of a later layer
+nothing can be seen from outside: its keys depend on all tokens before. So where layers differ, only models are
+translated that were compared with Transformers in all of their layers.
 """
 
 from __future__ import annotations
@@ -38,15 +38,11 @@ def rotation_of(config: ModelConfig, layers: Sequence[int], device: torch.device
     """Return the rotation of the layers with these numbers."""
     text = config.hf_text_config
     ropes: dict[str, Any] = text.rope_parameters
-    if not _is_by_kind(ropes):
+    if not any(isinstance(value, dict) for value in ropes.values()):
         return _rotary(config, ropes, device)
     kinds = [text.layer_types[number] for number in layers]
     rotaries = {kind: _rotary(config, ropes[kind], device) for kind in dict.fromkeys(kinds)}
     return by_layer([rotaries[kind] for kind in kinds])
-
-
-def _is_by_kind(ropes: dict[str, Any]) -> bool:
-    return any(isinstance(value, dict) for value in ropes.values())
 
 
 def _rotary(config: ModelConfig, rope: dict[str, Any], device: torch.device) -> Rotary:

@@ -164,16 +164,13 @@ class CachedFirstQueue(RequestQueue):
         return len(self._returned) + len(self._order)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._arranged())
-
-    def _arranged(self) -> list[Request]:
-        """Return the requests in the order of service, and pass it on where it has changed."""
+        """Yield the requests in the order of service, and pass it on where it has changed."""
         overloaded = self._is_overloaded
         ordered = [*self._returned, *self._order.order(self._step(), overloaded)]
         if overloaded and ordered != self._ordered:
             self._ordered = ordered
             self._on_order(ordered)
-        return ordered
+        return iter(ordered)
 
 
 logger = logging.getLogger(__name__)
@@ -211,11 +208,14 @@ class _Ordered:
             cached = self._plugin.cached_blocks if self._plugin else lambda hashes: (cached_prefix(pool, hashes), 0)
             self._capacity = pool.num_gpu_blocks * self.block_size  # type: ignore[attr-defined]
             on_order = self._plugin.on_order if self._plugin else lambda _: None
-            self._by_cache = CachedFirstQueue(cached, self._capacity, self._step, on_order, self._may_start)
+            self._by_cache = CachedFirstQueue(
+                cached,
+                self._capacity,
+                lambda: self.current_step,  # type: ignore[attr-defined]
+                on_order,
+                self._may_start,
+            )
             self.waiting = self._by_cache
-
-    def _step(self) -> int:
-        return self.current_step  # type: ignore[attr-defined]
 
     def _may_start(self, tokens: int, missing: float) -> bool:
         """Return whether a prompt may start beside running requests, see `kedge.policies.active_runs`."""

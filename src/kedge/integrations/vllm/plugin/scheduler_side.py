@@ -277,7 +277,7 @@ class SchedulerSide:
         """
         assert self._pool and self.queue
         copying = self.loads.tier.held_on_device() if self.loads else ()
-        ours = Counter((*self.translations.held_blocks, *copying))
+        ours = Counter((*self.translations.held.block_ids, *copying))
         free = self._pool.get_num_free_blocks()
         free += sum(self._pool.blocks[one].ref_cnt == times for one, times in ours.items())
         if free != self._pool.num_gpu_blocks - 1:  # vLLM keeps one block for itself

@@ -6,11 +6,10 @@ blocks from the first translated token on never get a hash: lookups miss them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -230,35 +229,6 @@ class TranslationOutcome:
     """Leading tokens of which what is translated was so before the request arrived"""
 
 
-@dataclass(slots=True)
-class _Outbox:
-    """Orders to the workers that are collected during a step."""
-
-    queries: list[TranslationQuery] = field(default_factory=list)
-    writes: list[TranslationWrite] = field(default_factory=list)
-    captures: list[Capture] = field(default_factory=list)
-    expected: list[GenerateRequest] = field(default_factory=list)
-    dropped: list[RequestId] = field(default_factory=list)
-    ended_runs: list[RunKey] = field(default_factory=list)
-
-    def take(self) -> Orders:
-        """Return what was collected, and begin anew. Most steps have nothing."""
-        kept = (self.queries, self.writes, self.captures, self.expected, self.dropped, self.ended_runs)
-        if not any(kept):
-            return Orders()
-        orders = Orders(
-            queries=tuple(self.queries),
-            writes=tuple(self.writes),
-            captures=tuple(self.captures),
-            expected=tuple(self.expected),
-            dropped=tuple(self.dropped),
-            ended_runs=tuple(self.ended_runs),
-        )
-        for one in kept:
-            one.clear()
-        return orders
-
-
 class Translations:
     """All requests with hints that are translated or learned from. Owned by the scheduler."""
 
@@ -268,9 +238,11 @@ class Translations:
         self._refusal: str | None = refusal or UNGUARDED
         self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
-        self._outbox = _Outbox()
-        self._held = HeldBlocks(ranks)
-        tails, bases = AnswerTails(self._held, self._order), BaseJobs(self._held, self._order)
+        self._orders = Orders()
+        """Of the step that is being scheduled"""
+        self.held = HeldBlocks(ranks)
+        """For captures; its pool, the device's, is set once vLLM has one"""
+        tails, bases = AnswerTails(self.held, self._order), BaseJobs(self.held, self._order)
         self.lanes = LaneGrants(self._candidates, tails, bases)
         self._declined, self._losing = DeclinedAgents(), LosingWorkflows()
         self._lessons = Lessons(bases.hurry)
@@ -280,11 +252,7 @@ class Translations:
         self._needed: list[BasePrompt] = []
 
     def _order(self, capture: Capture) -> None:
-        self._outbox.captures.append(capture)
-
-    def bind(self, pool: BlockPool) -> None:
-        """Set the pool of device blocks."""
-        self._held.pool = pool
+        self._orders.captures += (capture,)
 
     def guard(self, cache_blocks: CacheBlocks, block_ids: BlockIds) -> CacheBlocks:
         """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out.
@@ -320,7 +288,7 @@ class Translations:
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, which the workers may prepare."""
         if self._refusal is None and request.reuse is ReuseMode.TRANSLATE:
-            self._outbox.expected.append(request)
+            self._orders.expected += (request,)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
@@ -333,27 +301,24 @@ class Translations:
         if candidate.awaits and self._awaits_base(candidate):
             return None
         if candidate.verdict and candidate.is_outdated(computed):
-            self._drop(candidate)
+            candidate.withdraw()
+            self._orders.dropped += (candidate.request_id,)
         if candidate.verdict and self._lessons.must_wait(candidate):
             return None
-        if candidate.verdict is None:
-            return self._query(candidate, computed)
+        if candidate.verdict is None and candidate.is_pending:
+            return None
+        if candidate.verdict is None:  # the workers are asked, unless they have been too often
+            if candidate.queries == MAX_QUERIES + request.num_preemptions:
+                return 0
+            candidate.queries += 1
+            candidate.exact, candidate.preemptions = computed, request.num_preemptions
+            candidate.is_pending = True
+            may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
+            query = TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
+            self._orders.queries += (query,)
+            return None
         holes = self.lanes.holes_of(candidate)
         return None if holes is None else candidate.plan(holes, computed)
-
-    def _query(self, candidate: TranslationCandidate, computed: int) -> int | None:
-        """Ask the workers about a request. Returns 0 where they have been asked too often, None otherwise."""
-        if candidate.is_pending:
-            return None
-        if candidate.queries == MAX_QUERIES + candidate.request.num_preemptions:
-            return 0
-        candidate.queries += 1
-        candidate.exact, candidate.preemptions = computed, candidate.request.num_preemptions
-        candidate.is_pending = True
-        may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
-        query = TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
-        self._outbox.queries.append(query)
-        return None
 
     def _awaits_base(self, candidate: TranslationCandidate) -> bool:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
@@ -366,28 +331,23 @@ class Translations:
         candidate.awaits, candidate.queries = (), 0
         return False
 
-    def _drop(self, candidate: TranslationCandidate) -> None:
-        """Withdraw a verdict that holds no longer."""
-        candidate.withdraw()
-        self._outbox.dropped.append(candidate.request_id)
-
     def on_admission(self, request: Request, blocks: tuple[int, ...]) -> Holes:
         """Order the translation of an admitted request before this step's pass. Returns the positions to be written."""
         candidate = self._candidates[request.request_id]
         self.lanes.admit(candidate)
         self._lessons.admit(candidate)
         if candidate.written:
-            self._outbox.writes.append(TranslationWrite(candidate.request_id, blocks, candidate.written))
+            self._orders.writes += (TranslationWrite(candidate.request_id, blocks, candidate.written),)
         elif candidate.verdict:
-            self._outbox.dropped.append(candidate.request_id)
+            self._orders.dropped += (candidate.request_id,)
         return candidate.written
 
     def on_finish(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         """Order the capture of a response that other agents read; its blocks are held until then."""
         candidate = self._candidates[request.request_id]
         if candidate.is_pending or candidate.verdict:
-            self._outbox.dropped.append(candidate.request_id)
-        if hinted.request.produces is None or not candidate.may_learn or self._held.pool is None:
+            self._orders.dropped += (candidate.request_id,)
+        if hinted.request.produces is None or not candidate.may_learn or self.held.pool is None:
             return
         answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.translated)
         self.lanes.tails.add(answer, block_ids)
@@ -408,13 +368,13 @@ class Translations:
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
-        self._outbox.ended_runs.append(run)
+        self._orders.ended_runs += (run,)
 
     # once per step --------------------------------------------------------------------------------------------
 
     def take_orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders for this step, with captures of the prompts that the one before completed."""
-        self._outbox.captures += self._completed
+        self._orders.captures += tuple(self._completed)
         self._completed = []
         for request_id, scheduled in output.num_scheduled_tokens.items() if self._candidates else ():
             candidate = self._candidates.get(request_id)
@@ -422,8 +382,12 @@ class Translations:
                 continue
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
-                self._capture_prompt(candidate)
-        orders = self._outbox.take()
+                is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson
+                if (candidate.hinted.is_base or is_lesson) and not self._refusal and self._block_ids:
+                    blocks = self._block_ids(candidate.request.request_id)[0]
+                    capture = Capture(candidate.hinted.request, tuple(blocks), self.held.hold(blocks))
+                    self._completed.append(capture)  # in the next step: its first token does not wait for that
+        orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
         orders.lessons = self._lessons.awaited
@@ -434,63 +398,38 @@ class Translations:
         )
         return orders
 
-    def _capture_prompt(self, candidate: TranslationCandidate) -> None:
-        """Let a prompt that this step completes be captured in the next one, if it can be learned from: its first token
-        does not wait for that.
-        """
-        is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson
-        if not (candidate.hinted.is_base or is_lesson) or self._refusal or self._block_ids is None:
-            return
-        blocks = self._block_ids(candidate.request.request_id)[0]
-        self._completed.append(Capture(candidate.hinted.request, tuple(blocks), self._held.hold(blocks)))
-
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' verdicts, and free what they have captured."""
         self._is_learning = reports.learning
         for agent in reports.taught:
-            self._teach(agent)
+            self._lessons.taught(agent)
+            for one in self._candidates.values():
+                if one.lesson_waits and one.lessons and one.hinted.request.workflow_agent == agent:
+                    one.ask_again()
         for request_id, verdict in reports.verdicts.items():
-            if candidate := self._candidates.get(request_id):
-                candidate.take_verdict(verdict, self.lanes.max_lanes)
-                self._declined.put(candidate.hinted.request, verdict)
-                self._losing.report(candidate.hinted.request, is_losing=verdict.is_losing)
-                self._need(candidate.hinted.request.namespace, verdict.needs)
-                self._await(candidate, verdict.awaits)
+            if (candidate := self._candidates.get(request_id)) is None:
+                continue
+            request = candidate.hinted.request
+            candidate.take_verdict(verdict, self.lanes.max_lanes)
+            self._declined.put(request, verdict)
+            self._losing.report(request, is_losing=verdict.is_losing)
+            for tokens in verdict.needs:
+                if self.lanes.bases.is_open:
+                    self.lanes.bases.add(request.namespace, tokens)
+                else:  # a client may prefill it
+                    self._needed.append((str(request.namespace), tokens))
+            candidate.awaits = verdict.awaits if candidate.awaits is None else ()  # it waits once at most
+            for tokens in candidate.awaits:
+                self.lanes.bases.add_awaited(request.namespace, tokens)
         for capture_id, ranks in reports.captured.items():
-            self._held.on_captured(capture_id, ranks)
-
-    def _teach(self, agent: WorkflowAgent) -> None:
-        """Ask the workers again about requests of an agent that they have learned from."""
-        self._lessons.taught(agent)
-        for candidate in self._candidates.values():
-            if candidate.lesson_waits and candidate.lessons and candidate.hinted.request.workflow_agent == agent:
-                candidate.ask_again()
-
-    def _need(self, namespace: Namespace, prompts: Iterable[Tokens]) -> None:
-        """Queue base prefills, or pass them on to a client where the scheduler computes none."""
-        for tokens in prompts:
-            if self.lanes.bases.is_open:
-                self.lanes.bases.add(namespace, tokens)
-            else:
-                self._needed.append((str(namespace), tokens))
-
-    def _await(self, candidate: TranslationCandidate, prompts: tuple[Tokens, ...]) -> None:
-        """Let a request wait for base prefills, at most once."""
-        candidate.awaits = prompts if candidate.awaits is None else ()
-        for tokens in candidate.awaits:
-            self.lanes.bases.add_awaited(candidate.hinted.request.namespace, tokens)
-
-    @property
-    def held_blocks(self) -> list[int]:
-        """The ids of the device blocks that are held for captures, each as often as it is held."""
-        return self._held.block_ids
+            self.held.on_captured(capture_id, ranks)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
-        self._outbox.captures, self._completed = [], []
+        self._orders.captures, self._completed = (), []
         self.lanes.tails.give_up()
         self.lanes.bases.give_up()
-        self._held.give_up()
+        self.held.give_up()
 
     def take_needed(self) -> list[BasePrompt]:
         """Return the base prefills that verdicts since the last call asked for."""
@@ -500,7 +439,7 @@ class Translations:
     @property
     def busy(self) -> bool:
         """Whether a capture, a base prefill or an expected prompt is pending, or workers are learning."""
-        return bool(self._held or self.lanes.bases or self._outbox.expected) or self._is_learning
+        return bool(self.held or self.lanes.bases or self._orders.expected) or self._is_learning
 
 
 def request_refusal(request: Request) -> str | None:

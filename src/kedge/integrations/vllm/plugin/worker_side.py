@@ -25,7 +25,6 @@ from kedge.integrations.vllm.plugin.messages import (
     Reports,
     TranslationQuery,
     TranslationVerdict,
-    TranslationWrite,
 )
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rank_state import RankState
@@ -78,16 +77,12 @@ def pool_views(
             layer = KVLayer(layers[name], pages, dtype)
             views.append(find_block_axis(layer, kv_cache.num_blocks, specs[name].block_size).blocks(pages))
         else:
-            states = [pages] if isinstance(pages, Tensor) else pages
-            views += [_state_view(state, kv_cache.num_blocks) for state in states]
+            for state in [pages] if isinstance(pages, Tensor) else pages:
+                if state.shape[:1] != (kv_cache.num_blocks,):
+                    why = f"its first dimension does not count {kv_cache.num_blocks} blocks"
+                    raise LayoutUnknown("state", tuple(state.shape), why)
+                views.append(state)
     return distinct(views)
-
-
-def _state_view(state: Tensor, num_blocks: int) -> Tensor:
-    """Return a tensor of states, one for each block."""
-    if state.shape[:1] != (num_blocks,):
-        raise LayoutUnknown("state", tuple(state.shape), f"its first dimension does not count {num_blocks} blocks")
-    return state
 
 
 def distinct(views: Iterable[Tensor]) -> list[Tensor]:
@@ -203,24 +198,22 @@ class WorkerSide:
         if self._learner and orders.writes:
             with self._learning:
                 for write in orders.writes:
-                    self._write(self._learner, write)
+                    try:
+                        self._learner.writes.write(write)
+                    except Exception:  # vLLM fails the request, or computes the blocks
+                        logger.exception("request %s was not translated", write.request_id)
+                        size, spans = self._block_size, write.spans
+                        self._bad_blocks.update(write.blocks[spans[0].start // size : -(-spans[-1].stop // size)])
         self._submit(orders, Direction.LOAD)
         self._not_computing = time.monotonic() - began
-
-    def _write(self, learner: Learner, order: TranslationWrite) -> None:
-        """Write a translation. On any failure its blocks are reported: vLLM fails the request, or computes them."""
-        try:
-            learner.writes.write(order)
-        except Exception:
-            logger.exception("request %s was not translated", order.request_id)
-            first, last = order.spans[0].start // self._block_size, -(-order.spans[-1].stop // self._block_size)
-            self._bad_blocks.update(order.blocks[first:last])
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
         seconds = time.monotonic() - self._began - self._not_computing
         if self._costs and orders.scheduled:
-            self._measure(self._costs, orders, seconds)
+            self._costs.observe_pass(orders.scheduled, orders.rows, seconds)
+            if orders.scheduled >= MIN_MEASURED:
+                self._reports.computed = (orders.scheduled, seconds)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest(orders.lessons)):
             self._budget.earn(idle=not orders.scheduled)
             return
@@ -232,11 +225,6 @@ class WorkerSide:
                 self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
-
-    def _measure(self, costs: EngineCosts, orders: Orders, seconds: float) -> None:
-        costs.observe_pass(orders.scheduled, orders.rows, seconds)
-        if orders.scheduled >= MIN_MEASURED:
-            self._reports.computed = (orders.scheduled, seconds)
 
     def _end_seconds(self, orders: Orders, seconds: float) -> float:
         """Return the seconds that each position of the ends of answers took in a pass of `seconds`: all of a pass over
