@@ -217,21 +217,15 @@ def _joins(graph: Pregel[Any, Any, Any, Any], drawn: Sequence[StepEdge]) -> Iter
     for prefix, level in (("", graph), *((f"{way}|", one) for way, one in graph.get_subgraphs(recurse=True))):
         waiting = sorted(level.builder.waiting_edges) if isinstance(level, CompiledStateGraph) else ()
         for members, target in waiting:
-            ends = [_ends(drawn, f"{prefix}{member}".replace("|", ":")) for member in members]
-            starts = _starts(drawn, f"{prefix}{target}".replace("|", ":"))
+            ends = [_outermost(drawn, f"{prefix}{member}".replace("|", ":"), 0) for member in members]
+            starts = _outermost(drawn, f"{prefix}{target}".replace("|", ":"), 1)
             yield from itertools.product(itertools.product(*ends), starts)
 
 
-def _ends(drawn: Sequence[StepEdge], node: str) -> list[str]:
-    """Return `node`, or the last nodes of the subgraph in its place."""
-    inside = {edge.source for edge in drawn if _is_in(edge.source, node) and not _is_in(edge.target, node)}
-    return sorted(inside) or [node]
-
-
-def _starts(drawn: Sequence[StepEdge], node: str) -> list[str]:
-    """Return `node`, or the first nodes of the subgraph in its place."""
-    inside = {edge.target for edge in drawn if _is_in(edge.target, node) and not _is_in(edge.source, node)}
-    return sorted(inside) or [node]
+def _outermost(drawn: Sequence[StepEdge], node: str, side: int) -> list[str]:
+    """Return `node`, or what is in its place of a subgraph: its last nodes (`side` 0) or its first ones (1)."""
+    ends = [(edge.source, edge.target)[:: 1 - 2 * side] for edge in drawn]
+    return sorted({one for one, other in ends if _is_in(one, node) and not _is_in(other, node)}) or [node]
 
 
 def _is_in(one: str, node: str) -> bool:

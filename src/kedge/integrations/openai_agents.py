@@ -69,7 +69,8 @@ def step_graph(first: Agent[Any]) -> StepGraph:
     edges, seen, todo = [StepEdge(START, first.name)], {first.name}, [first]
     while todo:
         agent = todo.pop()
-        handoffs, helpers = _handoffs(agent), _agents_as_tools(agent)
+        found = (getattr(tool, "_agent_instance", None) for tool in agent.tools)  # the SDK has no public accessor
+        handoffs, helpers = _handoffs(agent), [helper for helper in found if helper is not None]
         # the model chooses: the answer, a handoff, an agent that reports back, or a tool and another call
         again = [agent.name] if len(agent.tools) > len(helpers) or agent.mcp_servers else []
         targets = (END, *handoffs, *(helper.name for helper in helpers), *again)
@@ -92,8 +93,3 @@ def _handoffs(agent: Agent[Any]) -> dict[str, Agent[Any] | None]:
             known = getattr(one, "_agent_ref", None)  # the SDK has no public accessor for a handoff's agent
             found[one.agent_name] = known() if known is not None else None
     return found
-
-
-def _agents_as_tools(agent: Agent[Any]) -> list[Agent[Any]]:
-    found = (getattr(tool, "_agent_instance", None) for tool in agent.tools)  # as for handoffs
-    return [helper for helper in found if helper is not None]

@@ -1,4 +1,5 @@
-"""The choice of a replica for a call: the one with its run's KV, else with its agent's fixed prompt, unless it is busy.
+"""The caller of a call, from the hints that the plug-in reads later, and the choice of its replica: the one with its
+run's KV, else with its agent's fixed prompt, unless it is busy.
 
 Pure bookkeeping over names of replicas and lengths of their queues: no clock, no random numbers, no Ray. It affects
 latency only: every replica gives a call the same answer.
@@ -19,6 +20,8 @@ from kedge.workflow.forecast import RunKey
 
 Template = tuple[str, ...]
 """The key of a fixed prompt: (tenant, workflow, agent), or (tenant, client, run) for a caller who names neither."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,6 @@ def _name(value: object) -> str:
         return read_text(value)
     except ValueError:
         return ""
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class Affinity:

@@ -74,8 +74,10 @@ class KedgeMiddleware:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(HINTS_PATH):
             await _answer_hints(self._app, scope, receive, send)
             return
-        if _has_json_body(scope):
-            scope, receive = await _with_hints(scope, receive)
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(PATHS):
+            headers = _headers(scope)
+            if "json" in headers.get("content-type", "json") and "content-encoding" not in headers:
+                scope, receive = await _with_hints(scope, receive)
         await self._app(scope, receive, send)
 
 
@@ -88,13 +90,6 @@ async def _show(path: str, send: Send) -> None:
     headers = [(b"content-type", kind + b"; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body.encode()})
-
-
-def _has_json_body(scope: Mapping[str, Any]) -> bool:
-    if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
-        return False
-    headers = _headers(scope)
-    return "json" in headers.get("content-type", "json") and "content-encoding" not in headers
 
 
 def _headers(scope: Mapping[str, Any]) -> dict[str, str]:

@@ -20,11 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kedge.engine.base import Quota, Stream
+from kedge.engine.base import Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.common.state.guard_records import SavesRecords
 from kedge.engine.common.state.guard_state import GuardFolder
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -53,7 +52,7 @@ from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.layout import with_trails
-from kedge.settings import AnchorSettings, EngineSettings
+from kedge.settings import EngineSettings
 from kedge.types import (
     GenerateRequest,
     Namespace,
@@ -148,13 +147,39 @@ class VLLMEngine:
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
-            warm_up_checks(self._submit_check)
-        if self._is_guarded:
+            self._warm_up_checks()
+        if self._is_guarded and self._keeping.state is not None:
             try:
-                self._guard_state = keep_guard(self._guard, config, self.config.anchors, self._keeping)
+                self._keep_guard(self._keeping.state.absolute() / "guard", config)
             except ConfigError:
                 self.close()
                 raise
+
+    def _warm_up_checks(self) -> None:
+        """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need for
+        one row and for several, which takes seconds, and the quality guard asks for them beside any request.
+        """
+        for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
+            drawn = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
+            for stream in [self._submit_check(one) for one in drawn]:
+                stream.result()
+
+    def _keep_guard(self, folder: Path, config: VllmConfig) -> None:
+        """Load what the guard knew before, and begin to save what it learns beside the folders of the ranks.
+
+        Damaged records and those of another model or of other settings of the anchors are left out, with a line in the
+        log. Raises `ConfigError` where the folder cannot be used.
+        """
+        from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
+
+        try:
+            state = GuardFolder(folder, guard_identity(config, self.config.anchors), self._guard)
+        except OSError as error:
+            raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+        kept = RankState(state, self._keeping.snapshot_interval, lambda: True)
+        kept.load()
+        kept.start()
+        self._guard_state = kept
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -363,41 +388,3 @@ def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOption
         return AsyncEngineArgs(**{**chosen, **plugin})
     except ValueError as error:
         raise ConfigError("engine.vllm", config.vllm.arguments, str(error)) from error
-
-
-FOLDER = "guard"
-
-
-def keep_guard(
-    guard: SavesRecords, config: VllmConfig, anchors: AnchorSettings, keeping: KeepingOptions
-) -> RankState | None:
-    """Load what a guard knew before, and begin to save what it learns; None where nothing is kept.
-
-    Damaged records and those of another model or of other settings of the anchors are left out, with a line in the log.
-    Raises `ConfigError` where the folder cannot be used.
-    """
-    if keeping.state is None:
-        return None
-    from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
-
-    folder = keeping.state.absolute() / FOLDER
-    try:
-        state = GuardFolder(folder, guard_identity(config, anchors), guard)
-    except OSError as error:
-        raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-    kept = RankState(state, keeping.snapshot_interval, lambda: True)
-    kept.load()
-    kept.start()
-    return kept
-
-
-def warm_up_checks(submit: Callable[[GenerateRequest], Stream]) -> None:
-    """Draw tokens with log-probabilities, for one request and for two at once.
-
-    vLLM compiles what these need for one row and for several, which takes seconds, and the quality guard asks for them
-    beside any request.
-    """
-    for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
-        requests = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
-        for stream in [submit(one) for one in requests]:
-            stream.result()

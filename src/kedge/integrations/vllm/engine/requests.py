@@ -1,4 +1,10 @@
-"""Sampling arguments, hints and messages for vLLM and the plug-in, from requests and forecasts. No vLLM is needed."""
+"""Sampling arguments, hints and messages for vLLM and the plug-in, and when they go. No vLLM is needed.
+
+Forecasts wait for a request of their run to go with it: for vLLM's engine core a message is a request of its own, and
+an agent's forecast is nearly always followed by the next agent's request. Base prefills that the plug-in asks for are
+sent one at a time, while no request waits for its first token, the latest first: the plug-in keeps captured KV of a few
+prompts only. In the order of asking, an engine with a backlog would never learn.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +31,14 @@ MAX_FIXED = 1024
 """Agents of which is remembered what fixed prompt was sent; the one that was sent longest ago is dropped"""
 RESENT = 64
 """Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
+GRACE = 0.02
+"""Seconds of idleness before the first one starts: the next agent of a workflow comes within milliseconds."""
+MAX_PROMPTS = 1024
+"""Prompts that may wait; the one that was asked for longest ago is dropped."""
+HOLD_S = 0.005
+"""Seconds that a forecast waits for a request"""
+CARRIED = ("steps", "seq")
+"""Hints of a forecast, which a request of its run may have as well"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +202,6 @@ def _run_hints(run: RunKey) -> Hints:
     return {"run": short(run.run_id), **client}
 
 
-GRACE = 0.02
-"""Seconds of idleness before the first one starts: the next agent of a workflow comes within milliseconds."""
-MAX_PROMPTS = 1024
-"""Prompts that may wait; the one that was asked for longest ago is dropped."""
-
-
 class BasePrefills:
     """A stack of prompts to prefill. Owned by the engine's event loop."""
 
@@ -236,12 +244,6 @@ class BasePrefills:
             await self._prefill(*one)
             self._wanted.pop(one, None)
         self._work = None
-
-
-HOLD_S = 0.005
-"""Seconds that a forecast waits for a request"""
-CARRIED = ("steps", "seq")
-"""Hints of a forecast, which a request of its run may have as well"""
 
 
 class _Run(NamedTuple):

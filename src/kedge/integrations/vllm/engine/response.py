@@ -1,4 +1,4 @@
-"""The stream of one request, from vLLM's outputs to deltas of text, tokens and log-probabilities."""
+"""The stream of one request, from vLLM's outputs to deltas of text, tokens and log-probabilities, and its receipt."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from kedge.types import (
 )
 
 NO_RECEIPT = Miss("*", "the request ended before vLLM reported where its prompt came from")
+REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+"""vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
 
 
 class RankedLogprob(Protocol):
@@ -82,10 +84,6 @@ def _logprob(token: int, ranked: Mapping[int, RankedLogprob], top: int) -> Token
     by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
     likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
     return TokenLogprob(token, ranked[token].logprob, tuple(likeliest))
-
-
-REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
-"""vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
 
 
 class StreamedResponse:

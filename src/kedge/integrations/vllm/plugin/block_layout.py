@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kedge.errors import LayoutUnknown
 
+_FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
 
 class KVLayer(NamedTuple):
     """An attention layer (`Attention` or `MLAAttention` of vLLM's `model_executor.layers.attention`) and its pages."""
@@ -218,16 +220,12 @@ class NumberFormat:
 
     def _nearest(self, given: Tensor, scale: Any) -> Tensor:
         assert self.float8 is not None
-        most = self._most(scale, given)
-        return (given.float() / scale).clamp(-most, most).to(self.float8).float()
-
-    def _most(self, scale: Any, like: Tensor) -> Tensor:
-        """Return the largest number that the dtype of `like` holds, before it rounds, once multiplied by the scale."""
-        assert self.float8 is not None
-        finite = torch.full((), torch.finfo(like.dtype).max, device=like.device, dtype=torch.float32)
+        # the largest number that the dtype of `given` holds, before it rounds, once multiplied by the scale
+        finite = torch.full((), torch.finfo(given.dtype).max, device=given.device, dtype=torch.float32)
         most = (finite / scale).clamp(max=torch.finfo(self.float8).max).to(self.float8)
         one_less = (most.view(torch.uint8) - 1).view(self.float8)
-        return torch.where(most.float() * scale <= finite, most.float(), one_less.float())
+        most = torch.where(most.float() * scale <= finite, most.float(), one_less.float())
+        return (given.float() / scale).clamp(-most, most).to(self.float8).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +252,6 @@ class BlockLayout:
     def scales(self, layer: KVLayer) -> tuple[Any, Any]:
         """Return what a layer's kept keys and values are multiplied by, where they are."""
         return layer.scales if self.numbers.float8 else (1.0, 1.0)
-
-
-_FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def find_block_axes(layers: Sequence[KVLayer], num_blocks: int, block_size: int) -> list[BlockAxis]:

@@ -2,6 +2,10 @@
 
 vLLM's own methods go block by block, through several calls for each. Copies between the tiers move thousands of blocks
 a second, so what they need is done here for many blocks at once, to the same effect.
+
+vLLM keeps layers of different kinds in groups with block tables of their own, over one pool of blocks. A prompt is
+found up to where every group has what is needed there: full attention all blocks before that place, a sliding window
+the blocks that it reaches over, linear attention the state at that place alone.
 """
 
 from __future__ import annotations

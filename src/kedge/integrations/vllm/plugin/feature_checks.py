@@ -1,7 +1,9 @@
 """Checks which parts of the plug-in fit the installed vLLM and the model that it serves.
 
 Where one of vLLM's internals differs from what the adapter for this version expects (`adapters.py`), the part that
-needs it is switched off, with a line in the log.
+needs it is switched off, with a line in the log. Translation goes along with drafts that keep no KV, since the model
+checks every token of a draft, and with a head whose layers follow the model's, over the same blocks: these are read,
+learned and translated as the model's own, and what is off about them makes drafts worse, and not answers.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods whose drafts have no KV"""
 LAYERS_BEHIND = ("eagle", "eagle3", "mtp")
 """Methods whose layers follow the model's, one token for each position"""
+logger = logging.getLogger(__name__)
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Formats of KV in which a number is by itself; others scale it by its neighbours"""
+NOT_CONFIGURED = "no host memory is configured"
+NO_TRANSLATION = "translation is off"
 
 
 def speculation_refusal(config: VllmConfig) -> str | None:
@@ -61,13 +68,6 @@ def speculation_refusal(config: VllmConfig) -> str | None:
     if ropes(head) != ropes(model):
         return f"speculative decoding by {speculative.method}: its head rotates keys in another way than the model"
     return None
-
-
-logger = logging.getLogger(__name__)
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Formats of KV in which a number is by itself; others scale it by its neighbours"""
-NOT_CONFIGURED = "no host memory is configured"
-NO_TRANSLATION = "translation is off"
 
 
 @dataclass(frozen=True, slots=True)

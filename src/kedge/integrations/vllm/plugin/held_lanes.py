@@ -1,4 +1,16 @@
-"""Blocks that stay allocated after their request has finished."""
+"""Blocks of no running request, and the lanes that compute in them: the ends of answers that other agents read, and
+base prefills.
+
+A token is drawn from the KV of those before it, so the last token of an answer has none; nor have the tokens that
+follow the answer in its readers' prompts, its trail. Both are computed in the step after the answer's last one, in a
+lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose end does not
+fit that step, what is there is kept.
+
+Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
+requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
+instead of computed; then others, within a share of the step's time. Of these the latest is first: the workers keep
+captured KV of a few prompts only, and base KV of a prompt that they have dropped teaches nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +28,16 @@ from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, Segment, Tokens
+
+TOKEN_SHARE = 4
+"""Of the tokens that running requests leave in a step, the ends of answers take at most one in so many."""
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""Ends of answers that their readers get whole"""
+QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
+NOTHING = GenerateRequest(())
+"""The request of a capture that only frees blocks"""
+BaseKey = tuple[Namespace, Tokens]
+"""The prompt of a base prefill, and where its KV belongs"""
 
 
 class HeldLane(NamedTuple):
@@ -116,12 +138,6 @@ class HeldBlocks:
         _, blocks = self._held.pop(capture_id)
         assert self.pool is not None
         self.pool.free_blocks(reversed(blocks))
-
-
-TOKEN_SHARE = 4
-"""Of the tokens that running requests leave in a step, the ends of answers take at most one in so many."""
-COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""Ends of answers that their readers get whole"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +246,6 @@ class AnswerTails(HeldLanes):
         self._ended.clear()
 
 
-QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
-NOTHING = GenerateRequest(())
-"""The request of a capture that only frees blocks"""
-
-
 class PassLimits(NamedTuple):
     """What a model can compute."""
 
@@ -246,10 +257,6 @@ class PassLimits(NamedTuple):
     def can_compute(self, tokens: Tokens) -> bool:
         """Return whether a lane can compute these tokens."""
         return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
-
-
-BaseKey = tuple[Namespace, Tokens]
-"""The prompt of a base prefill, and where its KV belongs"""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,8 @@ MAX_PENDING = 1024
 """Sessions whose backups are not done; the one whose turn ended longest ago is given up."""
 SHARE = 2
 """One of so many device blocks may be held by backups."""
+MAX_LOADS = 3
+"""Loads on demand for one request, whose blocks may be evicted after each; then it computes what it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +210,6 @@ class IdleSessions:
         blocks = sum(map(len, self._histories.values()))
         if blocks != self._blocks or blocks > self._most:
             raise PlanError("histories", blocks, f"{self._blocks} are counted, of at most {self._most}")
-
-
-MAX_LOADS = 3
-"""Loads on demand for one request, whose blocks may be evicted after each; then it computes what it lacks."""
 
 
 class HostLoads:

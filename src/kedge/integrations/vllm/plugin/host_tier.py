@@ -2,6 +2,10 @@
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
 request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
+
+vLLM's events say what is stored on the host and what is loaded back, so that routers know both. An event of the host
+has `medium="CPU"` and the content that vLLM published for the same block on the device; where that is not known any
+more, it has the hash alone, as those of vLLM's own offloading have.
 """
 
 from __future__ import annotations
@@ -59,6 +63,9 @@ from kedge.types import TenantId
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
+logger = logging.getLogger(__name__)
+HOST_MEDIUM = "CPU"
+
 
 class HostQuotas:
     """The tenants of all host blocks with KV, or that KV is being copied to. Owned by the scheduler."""
@@ -109,10 +116,6 @@ class HostQuotas:
         over = [tenant for tenant in found if self.excess(tenant, 0)]
         if over:
             raise PlanError("held", self.held, f"{over} have more than they may")
-
-
-logger = logging.getLogger(__name__)
-HOST_MEDIUM = "CPU"
 
 
 def events_refusal(pool: BlockPool) -> str | None:
@@ -442,16 +445,12 @@ class HostTier:
             return blocks
         is_own = partial(self.quotas.is_of, tenant=_tenant_of(owner))
         victims = self.queue.victims(excess, lambda owners: owner not in owners.owners and may_evict(owners), is_own)
-        self._forget(victims)
+        self.host.evict_blocks({block.block_id for block in victims})
+        self.queue.remove_n(victims)
+        self.queue.prepend_n(victims)
+        self._release(victims)
         self.counters["host_evictions_over_quota"] += len(victims)
         return max(0, blocks - excess + len(victims))
-
-    def _forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drop the KV of free host blocks."""
-        self.host.evict_blocks({block.block_id for block in blocks})
-        self.queue.remove_n(blocks)
-        self.queue.prepend_n(blocks)
-        self._release(blocks)
 
     def _release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Count host blocks without KV to no tenant."""

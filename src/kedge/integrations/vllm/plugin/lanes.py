@@ -38,6 +38,16 @@ from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 
 NO_LANES = "the scheduler grants none"
+LANE_FIELDS = {
+    "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
+    "num_computed_tokens", "lora_request", "prefill_token_ids",
+}  # fmt: skip
+"""Fields of `NewRequestData` that a lane sets"""
+LIMIT = installed().admission_limit
+LOWERED = ("max_num_scheduled_tokens", LIMIT)
+"""Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
+SKIPPED = "skipped_waiting" if installed().skips_apart else "deferred_waiting"
+"""The attribute of vLLM's scheduler with the waiting requests that were not ready when last looked at"""
 
 
 class AdmittedLanes(NamedTuple):
@@ -129,18 +139,6 @@ class LaneGrants:
         """Return the lanes of the requests that were admitted since the last call."""
         admitted, self._admitted = self._admitted, []
         return admitted
-
-
-LANE_FIELDS = {
-    "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
-    "num_computed_tokens", "lora_request", "prefill_token_ids",
-}  # fmt: skip
-"""Fields of `NewRequestData` that a lane sets"""
-LIMIT = installed().admission_limit
-LOWERED = ("max_num_scheduled_tokens", LIMIT)
-"""Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
-SKIPPED = "skipped_waiting" if installed().skips_apart else "deferred_waiting"
-"""The attribute of vLLM's scheduler with the waiting requests that were not ready when last looked at"""
 
 
 class GapLanes:

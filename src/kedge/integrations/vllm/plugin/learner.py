@@ -1,4 +1,8 @@
-"""Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts."""
+"""Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts.
+
+KV is written into vLLM's pages once its request is admitted. What several planned requests have in common, as the
+choices of one call, is translated for the first of them; the others store the same KV.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,6 @@ from kedge.kv.storage import SlotTable
 from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.holes import Holes
 from kedge.reuse.layout import Placed
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import CHEAPER
@@ -47,6 +50,13 @@ from kedge.types import (
 
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
+MAX_WRITTEN = 1024
+"""Plans that are kept until their prompts are captured; requests that are aborted before leave them behind"""
+logger = logging.getLogger(__name__)
+MAX_NEEDS = 1024
+"""Base prefills that may be pending; the one that was asked for longest ago is dropped."""
+EXPECTED_SHARE = 4
+"""Expected prompts may take one in so many of the bytes that base KV may take"""
 
 
 class PromptHeads:
@@ -73,10 +83,6 @@ class PromptHeads:
         first = request.segments[0]
         if first.tokens and not first.is_placeholder and self.find(request) is None:
             self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
-
-
-MAX_WRITTEN = 1024
-"""Plans that are kept until their prompts are captured; requests that are aborted before leave them behind"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +187,6 @@ class PlannedWrites:
         return sum({id(part): part.kv.nbytes for part in parts}.values())
 
 
-logger = logging.getLogger(__name__)
-MAX_NEEDS = 1024
-"""Base prefills that may be pending; the one that was asked for longest ago is dropped."""
-EXPECTED_SHARE = 4
-"""Expected prompts may take one in so many of the bytes that base KV may take"""
-
-
 @dataclass(eq=False, slots=True)
 class _CapturedPrompt:
     """A prompt that is to be learned from, with its KV, keys unrotated."""
@@ -277,10 +276,23 @@ class Learner:
         began = time.monotonic()
         request, head = query.request, self._heads.find(query.request)
         exact = max(query.exact, head.tokens if head else 0)
-        plan, ready, seconds = self._plan(request, exact)
+        found = self._expected.claim(request, exact)
+        ready: Mapping[int, Sequence[ReadyPart]] = {}
+        if found is None or found.draft is None:
+            plan, seconds = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), 0.0
+        else:  # going on from what was prepared of it
+            self._runtime.grow(found.draft, request, len(request.segments), again=True)
+            plan = self._runtime.seal(found.draft, request)
+            self._runtime.use(plan)
+            ready, seconds = found.ready, found.seconds
         holes, misses = plan.holes, plan.misses
-        if plan.translates and self._lanes is not None:
-            holes, misses = self._without_gap(plan, query.exact)
+        if plan.translates and self._lanes is not None:  # one hole, or all of it where that is too long
+            first, stop = holes[0].start, holes[-1].stop
+            share = (first - query.exact) / (stop - query.exact)
+            holes = (range(first, stop),)
+            if share < self._min_translated:
+                few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
+                holes, misses = (range(stop),), (*misses, few)
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, seconds)
@@ -295,25 +307,6 @@ class Learner:
         ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
         is_lesson = teaches or lacks_head or self._runtime.leaves_base(request, plan)
         return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
-
-    def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
-        """Plan a prompt, going on from what was prepared of it. Returns that, too, and the seconds that it took."""
-        found = self._expected.claim(request, exact)
-        if found is None or found.draft is None:
-            return self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), {}, 0.0
-        self._runtime.grow(found.draft, request, len(request.segments), again=True)
-        plan = self._runtime.seal(found.draft, request)
-        self._runtime.use(plan)
-        return plan, found.ready, found.seconds
-
-    def _without_gap(self, plan: ReusePlan, exact: int) -> tuple[Holes, tuple[Miss, ...]]:
-        """Return one hole, from the first of the plan's on, and the misses; all is computed where it is too long."""
-        first, stop = plan.holes[0].start, plan.holes[-1].stop
-        share = (first - exact) / (stop - exact)
-        if share >= self._min_translated:
-            return (range(first, stop),), plan.misses
-        few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
-        return (range(stop),), (*plan.misses, few)
 
     # around a pass ----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""The plug-in's counters, for vLLM's log line and its `/metrics`."""
+"""What comes with vLLM's statistics: the plug-in's counters, for vLLM's log line and its `/metrics`, the report of
+plain traffic, and what becomes of hints without a prompt.
+
+Such hints are sent as a request that is aborted at once, which has no output.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,53 @@ TIMEOUT = 5.0
 """Seconds to wait for what becomes of hints: as long as a step may take"""
 BEST_FIRST = list(ActionResult)
 """Of what several data-parallel engines answer, the best counts: a session is in one of them"""
+COUNTS_SECONDS = 0.2
+"""Seconds between two looks at the counters while requests run"""
+BUSY_SECONDS = 5.0
+"""Seconds between two reports while requests run"""
+IDLE_SECONDS, IDLE_SHARE = 1.0, 0.02
+"""Seconds, at most, from a report to the one that is sent when the last running request has ended, and share of the
+time that reports may take meanwhile
+"""
+COUNTERS = {
+    "evictions_varying": "Device blocks evicted that followed a fixed prompt.",
+    "evictions_labelled": "Device blocks of fixed prompts evicted.",
+    "evictions_unlabelled": "Device blocks evicted that belonged to no agent.",
+    "host_evictions": "Host blocks evicted.",
+    "host_evictions_over_quota": "Host blocks evicted as their tenant held as much as it may.",
+    "blocks_loaded": "Blocks copied from the host to the device.",
+    "blocks_offloaded": "Blocks copied from the device to the host.",
+    "prefetches_completed": "Prefetches that landed before a request waited for them.",
+    "prefetches_late": "Prefetches that a request waited for.",
+    "prefetches_failed": "Prefetches whose copy failed.",
+    "failed_copies": "Copies that failed; their blocks were computed.",
+    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
+    "denied_loads": "Loads that found no room on the device.",
+    "skipped_backups": "Fixed prompts that found no room on the host.",
+    "loads_that_do_not_pay": "Loads that would have taken longer than computing.",
+    "translated_tokens": "Prompt tokens whose KV was translated.",
+    "base_prefills_queued": "Base prefills that the scheduler has been asked for.",
+    "base_prefills_done": "Base prefills that it has computed.",
+    "base_prefills_dropped": "Base prefills that it has given up: for want of blocks, or as too many waited.",
+    "snapshots_saved": "Snapshots of what a rank has learned that were written to its folder.",
+    "snapshots_failed": "Snapshots that could not be written.",
+    "snapshots_refused": "Starts of a rank at which its folder held the state of another model or rank.",
+    "snapshots_damaged": "Damaged files of saved state; they were put aside.",
+    "ignored_hints": "Hints with a name or value that is not accepted.",
+    "ignored_labels": "Fixed prompts of agents without a forecast.",
+    "ignored_forecasts": "Forecasts, or their entries for single agents, that were ignored.",
+}
+RECEIPTS = "receipts"
+"""Key of the receipts of aborted requests, by vLLM's request ids: the outputs of those carry none."""
+NEEDS = "needs"
+"""Key of the base prefills that are wanted, as pairs of a namespace and tokens. A receipt carries them too, but comes
+with the end of the answer, when the next agent already calls."""
+ADVICE = "advice"
+"""Key of what became of hints without a prompt, by the ids of their messages: those have no output either."""
+REPORT = "report"
+"""Key of the report of plain traffic (`PlainRequests.report`)."""
+REPORTS: dict[int, dict[str, Any]] = {}
+"""Engine -> its last report, in the process of vLLM's server: `kedge.integrations.vllm.middleware` shows them."""
 
 
 def message(
@@ -108,10 +159,6 @@ def _best(answers: Iterable[list[ActionOutcome]]) -> list[ActionOutcome]:
     return list(best.values())
 
 
-COUNTS_SECONDS = 0.2
-"""Seconds between two looks at the counters while requests run"""
-
-
 class CountReports:
     """Adds up what has been counted since the last report: a few times a second while requests run, and in every step
     once the last of them has ended, since an idle engine takes no more steps.
@@ -141,14 +188,6 @@ class CountReports:
         return dict(news)
 
 
-BUSY_SECONDS = 5.0
-"""Seconds between two reports while requests run"""
-IDLE_SECONDS, IDLE_SHARE = 1.0, 0.02
-"""Seconds, at most, from a report to the one that is sent when the last running request has ended, and share of the
-time that reports may take meanwhile
-"""
-
-
 class PlainReports:
     """Sends a report where anything has changed, at most every few seconds. Asked once per step of the engine.
 
@@ -174,49 +213,8 @@ class PlainReports:
         return report
 
 
-COUNTERS = {
-    "evictions_varying": "Device blocks evicted that followed a fixed prompt.",
-    "evictions_labelled": "Device blocks of fixed prompts evicted.",
-    "evictions_unlabelled": "Device blocks evicted that belonged to no agent.",
-    "host_evictions": "Host blocks evicted.",
-    "host_evictions_over_quota": "Host blocks evicted as their tenant held as much as it may.",
-    "blocks_loaded": "Blocks copied from the host to the device.",
-    "blocks_offloaded": "Blocks copied from the device to the host.",
-    "prefetches_completed": "Prefetches that landed before a request waited for them.",
-    "prefetches_late": "Prefetches that a request waited for.",
-    "prefetches_failed": "Prefetches whose copy failed.",
-    "failed_copies": "Copies that failed; their blocks were computed.",
-    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
-    "denied_loads": "Loads that found no room on the device.",
-    "skipped_backups": "Fixed prompts that found no room on the host.",
-    "loads_that_do_not_pay": "Loads that would have taken longer than computing.",
-    "translated_tokens": "Prompt tokens whose KV was translated.",
-    "base_prefills_queued": "Base prefills that the scheduler has been asked for.",
-    "base_prefills_done": "Base prefills that it has computed.",
-    "base_prefills_dropped": "Base prefills that it has given up: for want of blocks, or as too many waited.",
-    "snapshots_saved": "Snapshots of what a rank has learned that were written to its folder.",
-    "snapshots_failed": "Snapshots that could not be written.",
-    "snapshots_refused": "Starts of a rank at which its folder held the state of another model or rank.",
-    "snapshots_damaged": "Damaged files of saved state; they were put aside.",
-    "ignored_hints": "Hints with a name or value that is not accepted.",
-    "ignored_labels": "Fixed prompts of agents without a forecast.",
-    "ignored_forecasts": "Forecasts, or their entries for single agents, that were ignored.",
-}
-RECEIPTS = "receipts"
-"""Key of the receipts of aborted requests, by vLLM's request ids: the outputs of those carry none."""
-NEEDS = "needs"
-"""Key of the base prefills that are wanted, as pairs of a namespace and tokens. A receipt carries them too, but comes
-with the end of the answer, when the next agent already calls."""
-
-
-ADVICE = "advice"
-"""Key of what became of hints without a prompt, by the ids of their messages: those have no output either."""
-REPORT = "report"
-"""Key of the report of plain traffic (`PlainRequests.report`)."""
 ADVICE_CALLS = AdviceCalls()
 """Hints that were sent by the middleware in the process of vLLM's server."""
-REPORTS: dict[int, dict[str, Any]] = {}
-"""Engine -> its last report, in the process of vLLM's server: `kedge.integrations.vllm.middleware` shows them."""
 
 
 class KedgeStats(KVConnectorStats):

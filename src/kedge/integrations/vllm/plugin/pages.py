@@ -1,4 +1,4 @@
-"""vLLM's own pages as KV that Kedge can read and write, in whatever layout and format `layout_probe.py` has found.
+"""vLLM's own pages as KV that Kedge can read and write, in whatever layout and format `block_layout.py` has found.
 
 KV is written with the model's own op.
 """

@@ -1,4 +1,7 @@
-"""What one rank has learned, kept in a folder: loaded at the start, written by a thread of its own and at the end."""
+"""What one rank has learned, kept in a folder: loaded at the start, written by a thread of its own and at the end.
+
+A worker's connector does not see the weights, so the model is identified by samples of their files.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 OUTCOMES = ("saved", "failed", "refused", "damaged")
 """What is counted: snapshots that were written, or could not be; state of another model; damaged files"""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+SAMPLES, SAMPLE_BYTES = 1024, 4096
+"""Evenly spaced samples of every file of weights, and the size of one: a smaller file is read whole"""
+_CHANCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
+"""Config entries that do not identify the model"""
 
 
 class SavesState(Protocol):
@@ -119,13 +127,6 @@ class RankState:
 def _summary(state: SavedState, folder: Path) -> str:
     counts = f"{state.pools} pools, {state.templates} templates and {state.values} values"
     return f"{counts}, {state.nbytes / 2**20:.1f} MiB in {state.seconds * 1e3:.0f} ms ({folder})"
-
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-SAMPLES, SAMPLE_BYTES = 1024, 4096
-"""Evenly spaced samples of every file of weights, and the size of one: a smaller file is read whole"""
-_CHANCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
-"""Config entries that do not identify the model"""
 
 
 def rank_folder(state: Path, config: VllmConfig) -> Path:

@@ -1,4 +1,6 @@
-"""The receipt of a finished request: which of its prompt tokens came from where, as plain data for vLLM's output."""
+"""Requests as the scheduler's half of the plug-in follows them, and their receipts: which tokens of a prompt came from
+where, as plain data for vLLM's output.
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 WINDOWED = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
 """Types of models with windows in some layers, which rotate keys as their config says, by kind of layer or all alike"""
+logger = logging.getLogger(__name__)
+MAX_ROTATION_ERROR = 0.05
+"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not. With 8 bits it is
+the largest error of rounding, to which two keys' mean errors do not sum up.
+"""
+UNCHECKED = "its rotary embedding has not been checked yet"
 
 
 def layers_refusal(text: PretrainedConfig) -> str | None:
@@ -52,14 +58,6 @@ def _rotary(config: ModelConfig, rope: dict[str, Any], device: torch.device) -> 
     return Rotary(RopeModule(table), min(len(table), config.max_model_len), device)
 
 
-logger = logging.getLogger(__name__)
-MAX_ROTATION_ERROR = 0.05
-"""Relative difference of keys that rounding of a 16-bit type explains, and another rotation does not. With 8 bits it is
-the largest error of rounding, to which two keys' mean errors do not sum up.
-"""
-UNCHECKED = "its rotary embedding has not been checked yet"
-
-
 class RotationCheck:
     """The check of one rank, by captured prompts."""
 
@@ -70,11 +68,6 @@ class RotationCheck:
         """Why nothing is translated, None where keys are rotated as the model does it"""
         self.is_checked = False
         """Whether a prompt has shown that they are rotated so"""
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether nothing speaks against what was learned."""
-        return self.refusal is None
 
     def trust(self) -> None:
         """Translate with what an engine has learned that had checked this model. The next prompt is checked again."""

@@ -37,6 +37,14 @@ Cached = Callable[[Sequence[BlockHash]], tuple[int, int]]
 """Returns how many leading blocks of a prompt are on the device, and how many after them can be loaded"""
 MayStart = Callable[[int, float], bool]
 """Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
+logger = logging.getLogger(__name__)
+ORDER_ATTRIBUTES = (
+    "block_size", "connector", "current_step", "kv_cache_manager", "policy", "requests", "running", "waiting",
+    "schedule", "get_grammar_bitmask", "add_request", "_free_request",
+)  # fmt: skip
+"""What an order of requests needs of vLLM's scheduler"""
+LAST_PRIORITY = 1 << 20
+"""The priority of an agent that never runs according to its forecast."""
 
 
 def missing_of(request: Request, cached: Cached) -> float:
@@ -171,16 +179,6 @@ class CachedFirstQueue(RequestQueue):
             self._ordered = ordered
             self._on_order(ordered)
         return iter(ordered)
-
-
-logger = logging.getLogger(__name__)
-ORDER_ATTRIBUTES = (
-    "block_size", "connector", "current_step", "kv_cache_manager", "policy", "requests", "running", "waiting",
-    "schedule", "get_grammar_bitmask", "add_request", "_free_request",
-)  # fmt: skip
-"""What an order of requests needs of vLLM's scheduler"""
-LAST_PRIORITY = 1 << 20
-"""The priority of an agent that never runs according to its forecast."""
 
 
 def priority_of(request: Request) -> int:

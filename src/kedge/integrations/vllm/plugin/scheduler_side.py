@@ -183,8 +183,12 @@ class SchedulerSide:
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None:
-            self._label(tracked.hinted, request, main, others)
+        hinted = tracked.hinted if tracked else None
+        may_label = hinted is not None and hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF
+        if hinted and may_label and (key := self.prompts.label(hinted, request, main, others)):
+            self.sessions.ledger.own(key, self.prompts.prompts[key])
+            if self.loads:
+                self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
         history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
@@ -193,7 +197,12 @@ class SchedulerSide:
             self.translations.on_finish(tracked.hinted, tracked.request, main)
             if tracked.hinted.final:
                 self._end_run(tracked.hinted.run)
-            receipt = self._receipt(tracked)
+            outcome = self.translations.take_outcome(request.request_id)
+            found = receipt_of(tracked, outcome.misses, outcome.ready)
+            self._counts["translated_tokens"] += found.translated
+            receipt = receipt_to_dict(found, outcome.needs, outcome.lanes, tracked.hinted.actions)
+            if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
+                self._unsent_receipts[request.request_id] = receipt
         namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
         served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
@@ -203,23 +212,6 @@ class SchedulerSide:
     def _end_run(self, run: RunKey) -> None:
         self.prompts.end_run(run)
         self.translations.end_run(run)
-
-    def _label(self, hinted: HintedRequest, request: Request, main: list[int], others: list[int]) -> None:
-        if not hinted.request.agent or hinted.request.reuse is ReuseMode.OFF:
-            return
-        if key := self.prompts.label(hinted, request, main, others):
-            self.sessions.ledger.own(key, self.prompts.prompts[key])
-            if self.loads:
-                self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
-
-    def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:
-        request, outcome = tracked.request, self.translations.take_outcome(tracked.request.request_id)
-        receipt = receipt_of(tracked, outcome.misses, outcome.ready)
-        self._counts["translated_tokens"] += receipt.translated
-        data = receipt_to_dict(receipt, outcome.needs, outcome.lanes, tracked.hinted.actions)
-        if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
-            self._unsent_receipts[request.request_id] = data
-        return data
 
     def on_order(self, requests: Sequence[Request]) -> None:
         """Take the order of service of the requests that wait, where they do not fit all at once."""
@@ -328,18 +320,15 @@ class Advice:
     def take(self, hinted: HintedRequest) -> None:
         """Take the hints of a message."""
         request = hinted.request
-        outcomes = [*self._of_run(hinted), *self._sessions.advise(request.namespace, request.turn)]
-        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
-
-    def _of_run(self, hinted: HintedRequest) -> list[ActionOutcome]:
-        outcomes = []
+        outcomes = list[ActionOutcome]()
         if hinted.steps is not None:
-            is_newer = bool(hinted.request.run) and self._prompts.forecast(hinted, hinted.steps)
-            outcomes.append(took_forecast(hinted.request.run, is_newer))
+            is_newer = bool(request.run) and self._prompts.forecast(hinted, hinted.steps)
+            outcomes.append(took_forecast(request.run, is_newer))
         if hinted.ends_run:
             self._end_run(hinted.run)
             outcomes.append(run_ended())
-        return outcomes
+        outcomes += self._sessions.advise(request.namespace, request.turn)
+        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
 
     def answers(self) -> dict[str, list[dict[str, str]]]:
         """Return what became of the hints since the last call, by the id of the message that they came with."""

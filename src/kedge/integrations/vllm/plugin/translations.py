@@ -45,6 +45,24 @@ SKIPS = 15
 
 
 LONGER = 1.25
+MAX_AGENTS = 4096
+MAX_LESSON_WAITS = 64
+"""Steps for which a request waits for lessons; then it is computed, and its agent's other requests wait no more"""
+LOSING = "translating this workflow saves too little time for what it takes"
+TRIED, MAX_TRIED = 16, 256
+"""Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
+shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
+"""
+MAX_WORKFLOWS, MAX_RUNS = 1024, 4096
+BasePrompt = tuple[str, Tokens]
+"""A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
+BlockIds = Callable[[str], Sequence[Sequence[int]]]
+"""Returns the block ids of a request, by its id, in each KV cache group"""
+UNGUARDED = "vLLM has shown no cache of blocks from which translated ones could be kept out"
+MAX_QUERIES = 3
+"""Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
+MAX_WAITS = 64
+"""Steps for which a request waits for base KV; then it goes on without"""
 
 
 class _Declined(NamedTuple):
@@ -77,11 +95,6 @@ class DeclinedAgents:
             return None
         self._declined[key] = found._replace(skips=found.skips - 1)
         return found.misses
-
-
-MAX_AGENTS = 4096
-MAX_LESSON_WAITS = 64
-"""Steps for which a request waits for lessons; then it is computed, and its agent's other requests wait no more"""
 
 
 class Lessons:
@@ -151,14 +164,6 @@ class Lessons:
                 self._end(agent)
 
 
-LOSING = "translating this workflow saves too little time for what it takes"
-TRIED, MAX_TRIED = 16, 256
-"""Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
-shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
-"""
-MAX_WORKFLOWS, MAX_RUNS = 1024, 4096
-
-
 @dataclass(slots=True)
 class _Tries:
     """When runs of a workflow are translated although it loses."""
@@ -202,18 +207,6 @@ class LosingWorkflows:
         if not request.run:
             return not tries.take()
         return not self._is_tried.use(request.run_key, tries.take)
-
-
-BasePrompt = tuple[str, Tokens]
-"""A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
-BlockIds = Callable[[str], Sequence[Sequence[int]]]
-"""Returns the block ids of a request, by its id, in each KV cache group"""
-UNGUARDED = "vLLM has shown no cache of blocks from which translated ones could be kept out"
-MAX_QUERIES = 3
-"""Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
-
-MAX_WAITS = 64
-"""Steps for which a request waits for base KV; then it goes on without"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +342,7 @@ class Translations:
             self._orders.dropped += (candidate.request_id,)
         if hinted.request.produces is None or not candidate.may_learn or self.held.pool is None:
             return
-        answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.translated)
+        answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.written)
         self.lanes.tails.add(answer, block_ids)
 
     def take_outcome(self, request_id: str) -> TranslationOutcome:

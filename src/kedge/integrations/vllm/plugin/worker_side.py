@@ -36,6 +36,13 @@ from kedge.types import Miss
 
 Registered = Mapping[str, Tensor | Sequence[Tensor]]
 """By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
+LONG = 128
+"""Tokens of the longest write that is measured"""
+REPEATS = 3
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MIN_MEASURED = 64
+"""Tokens of the smallest pass whose time is reported as the cost of computing."""
 
 
 class BlockMemory(NamedTuple):
@@ -94,11 +101,6 @@ def distinct(views: Iterable[Tensor]) -> list[Tensor]:
     return [view for _, view in kept]
 
 
-LONG = 128
-"""Tokens of the longest write that is measured"""
-REPEATS = 3
-
-
 def measure_writes(costs: EngineCosts, pages: Pages) -> None:
     """Write base KV with offsets of zero into pages that are not in use yet."""
     table = pages.first(LONG)
@@ -115,12 +117,6 @@ def _seconds(pages: Pages, table: SlotTable, base: KVSegment) -> float:
     began = time.monotonic()
     pages.write(table, 0, base, KVSegment(base.keys[1:], base.values[1:]))
     return time.monotonic() - began
-
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-MIN_MEASURED = 64
-"""Tokens of the smallest pass whose time is reported as the cost of computing."""
 
 
 class WorkerSide:
