@@ -20,9 +20,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl  # noqa:
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl  # noqa: E402
 
 from kedge.errors import LayoutUnknown  # noqa: E402
-from kedge.integrations.vllm.plugin.block_layout import (  # noqa: E402  # noqa: E402
+from kedge.integrations.vllm.plugin.block_layout import (  # noqa: E402
     BlockAxis,
-    KVLayer,  # noqa: E402
+    KVLayer,
     find_block_axes,
     find_block_axis,
     find_layouts,

@@ -23,7 +23,7 @@ from kedge.integrations.vllm.plugin.messages import Orders, Reports  # noqa: E40
 from kedge.integrations.vllm.plugin.rank_state import (  # noqa: E402
     SAMPLE_BYTES,
     SAMPLES,
-    RankState,  # noqa: E402
+    RankState,
     model_digest,
     samples,
 )
