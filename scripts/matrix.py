@@ -56,7 +56,7 @@ FEATURES = """
 import json
 from vllm.v1.core.block_pool import BlockPool
 from tests.integrations.vllm.plugin.test_feature_checks import ONE, compat, config
-from kedge.integrations.vllm.plugin.kv_events import events_refusal
+from kedge.integrations.vllm.plugin.host_tier import events_refusal
 from kedge.integrations.vllm.plugin.scheduler import Scheduler
 given = config(), config(get_scheduler_cls=lambda: Scheduler)
 own, plain = (compat.find_features(one, ONE, 10, 32) for one in given)

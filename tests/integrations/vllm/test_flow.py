@@ -266,7 +266,7 @@ def test_an_emptied_cache_has_no_owners(flow: Driver) -> None:
     flow.ask(call(0, 0), kedge=far(0))
     flow.reset()
     flow.ask(prompt(20, 3))
-    assert not flow.side.queue._owners._owned and not flow.side.loads.tier.queue._owners._owned
+    assert not flow.side.queue._owned and not flow.side.loads.tier.queue._owned
     check(flow)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.lessons import MAX_LESSON_WAITS  # noqa: E402
+from kedge.integrations.vllm.plugin.translations import MAX_LESSON_WAITS  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import PLAIN, SETTINGS, hints, learning_engine, tokens  # noqa: E402
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue, RequestContexts, missing_of
+from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, RequestContexts, missing_of
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 

@@ -24,14 +24,14 @@ from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.common.stream import Tap, TokenStream
+from kedge.engine.common.state.snapshot import GuardFolder
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
+from kedge.engine.validation import require_advice, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
-from kedge.integrations.vllm.engine.guard_keeping import keep_guard
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -49,16 +49,30 @@ from kedge.integrations.vllm.engine.requests import (
     sampling_arguments,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.engine.warm_up import warm_up_checks
 from kedge.policies.sessions import NO_SESSIONS, refused
+from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
+from kedge.types import (
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    SamplingParams,
+    Segment,
+    TenantId,
+    Tokens,
+    TurnHints,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kedge.integrations.vllm.engine.driver import Driver
     from kedge.integrations.vllm.plugin.rank_state import RankState
+
 
 T = TypeVar("T")
 STATE_GRACE = 60
@@ -134,13 +148,39 @@ class VLLMEngine(Engine):
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
-            warm_up_checks(self._submit_check)
-        if self._is_guarded:
+            self._warm_up_checks()
+        if self._is_guarded and self._keeping.state is not None:
             try:
-                self._guard_state = keep_guard(self._guard, config, self.config.anchors, self._keeping)
+                self._keep_guard(self._keeping.state.absolute() / "guard", config)
             except ConfigError:
                 self.close()
                 raise
+
+    def _warm_up_checks(self) -> None:
+        """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need for
+        one row and for several, which takes seconds, and the quality guard asks for them beside any request.
+        """
+        for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
+            drawn = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
+            for stream in [self._submit_check(one) for one in drawn]:
+                stream.result()
+
+    def _keep_guard(self, folder: Path, config: VllmConfig) -> None:
+        """Load what the guard knew before, and begin to save what it learns beside the folders of the ranks.
+
+        Damaged records and those of another model or of other settings of the anchors are left out, with a line in the
+        log. Raises `ConfigError` where the folder cannot be used.
+        """
+        from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
+
+        try:
+            state = GuardFolder(folder, guard_identity(config, self.config.anchors), self._guard)
+        except OSError as error:
+            raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+        kept = RankState(state, self._keeping.snapshot_interval, lambda: True)
+        kept.load()
+        kept.start()
+        self._guard_state = kept
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -157,32 +197,25 @@ class VLLMEngine(Engine):
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar)  # vLLM says less of what is wrong
-        request, tap = self._guarded(self._with_trails(request))
+        request, tap = self._with_trails(request), None
+        if self._is_guarded:
+            request, tap = self._guard.begin(request)
+            request = _within_top(request, self._max_logprobs)
         try:
-            response = self._response(request)
+            room = self._max_model_len - request.prompt_tokens
+            params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
+            response = StreamedResponse(request, self.tokenizer, params, room)
             response.stream.tap = tap
-            self._call(partial(_begin, self._driver, response))
+            self._call(partial(self._driver.begin, response))
         except BaseException as error:
             if tap:
                 tap(error)
             raise
         return response.stream
 
-    def _guarded(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
-        """Return the request as the guard has it served."""
-        if not self._is_guarded:
-            return request, None
-        request, tap = self._guard.begin(request)
-        return _within_top(request, self._max_logprobs), tap
-
     def _submit_check(self, check: GenerateRequest) -> TokenStream:
         """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
         return self.submit(_within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
-
-    def _response(self, request: GenerateRequest) -> StreamedResponse:
-        room = self._max_model_len - request.prompt_tokens
-        params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
-        return StreamedResponse(request, self.tokenizer, params, room)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, of an agent whose last prompt was translated.
@@ -325,11 +358,6 @@ def _within_top(request: GenerateRequest, most: int) -> GenerateRequest:
     if request.logprobs is None or not 0 <= most < request.logprobs:
         return request
     return replace(request, logprobs=most)
-
-
-def _begin(driver: Driver, response: StreamedResponse) -> None:
-    require_new_id(response.request.request_id, driver.in_flight)
-    driver.begin(response)
 
 
 def _died() -> EngineClosed:
